@@ -1,0 +1,142 @@
+"""Gradients that travel together, and the parameters they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
+_ALIGN_BYTES = 64
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """How many gradients a bucket waits for in a backward, how many of them are still to come, and whether it has left.
+
+    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
+    """
+
+    expected: int
+    pending: int = 0
+    launched: bool = False
+
+    def reset(self) -> None:
+        self.pending = self.expected
+        self.launched = False
+
+
+class Bucket:
+    """Dense gradients of some parameters, side by side in one buffer.
+
+    Args:
+        params: the members, in order of arrival; all of one dtype and on one device.
+        arrivals: when the bucket is complete.
+        num_flags: spare elements at the end of the buffer that travel with the gradients.
+        device: where the buffer lives.
+    """
+
+    def __init__(self, params: Sequence[Tensor], *, arrivals: Arrivals, num_flags: int, device: torch.device) -> None:
+        self.params = list(params)
+        self.arrivals = arrivals
+        dtype = params[0].dtype if params else torch.float32
+        align = max(_ALIGN_BYTES // dtype.itemsize, 1)
+        offsets: list[int] = []
+        numel = 0
+        for param in params:
+            offsets.append(numel)
+            numel += -(-param.numel() // align) * align
+        num_reals = numel * (2 if dtype.is_complex else 1)
+        # Zeros, not empty: the padding is summed too and must never hold a NaN.
+        self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
+        self.flags = self.wire[num_reals:]
+        gradients = self.wire[:num_reals]
+        self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
+        self.views = [
+            self.buffer.as_strided(param.shape, _gradient_strides(param), offset)
+            for param, offset in zip(params, offsets, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.wire.nbytes
+
+    def collect(self) -> list[int]:
+        """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
+        copied: list[Tensor] = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        missing: list[int] = []
+        for position, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
+            if grad is view:
+                continue
+            if grad is None:
+                missing.append(position)
+            else:
+                copied.append(param)
+                sources.append(grad)
+                targets.append(view)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+            for param, view in zip(copied, targets, strict=True):
+                param.grad = view
+        return missing
+
+    def zero(self, positions: Sequence[int]) -> None:
+        """Contribute nothing for these members."""
+        torch._foreach_zero_([self.views[position] for position in positions])
+
+    def attach(self, position: int) -> None:
+        """Give a member the gradient that is in the buffer."""
+        self.params[position].grad = self.views[position]
+
+
+class SparseBucket:
+    """The sparse gradient of one parameter. Nothing is kept between backwards: its size changes each time."""
+
+    def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
+        self.params = [param]
+        self.arrivals = arrivals
+        self.gradient = _empty_sparse(param)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gradient._indices().nbytes + self.gradient._values().nbytes
+
+    def collect(self) -> list[int]:
+        """Take the gradient, and return `[0]` if there is none."""
+        grad = self.params[0].grad
+        if grad is None:
+            return [0]
+        self.gradient = grad.coalesce()
+        return []
+
+    def zero(self, positions: Sequence[int]) -> None:
+        """Contribute nothing for these members."""
+        if positions:
+            self.gradient = _empty_sparse(self.params[0])
+
+    def attach(self, position: int) -> None:
+        """Give the parameter the gradient that is here."""
+        self.params[position].grad = self.gradient
+
+
+def _empty_sparse(param: Tensor) -> Tensor:
+    # An embedding's gradient is sparse in its rows only: one sparse dimension, whole rows as values.
+    indices = torch.empty((1, 0), dtype=torch.long, device=param.device)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+
+
+def _gradient_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it is dense (channels_last included): fused optimizers demand them."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return torch.empty(param.shape, device="meta").stride()
+            expected *= size
+    return param.stride()

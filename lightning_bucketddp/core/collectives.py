@@ -1,0 +1,183 @@
+"""Talking to the other ranks. The only file that calls `torch.distributed`; backend differences live here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+# Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
+_BROADCAST_CHUNK_BYTES = 64 * 2**20
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Make the result usable: blocks the host on CPU, the current stream on GPU."""
+
+
+class _PendingMean:
+    """An all-reduce in flight whose result still has to be divided, or not."""
+
+    __slots__ = ("_divide_by", "_tensor", "_work")
+
+    def __init__(self, work: dist.Work, tensor: Tensor, divide_by: int) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._divide_by = divide_by
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._divide_by != 1:
+            self._tensor.div_(self._divide_by)
+
+
+class Collectives:
+    """Collectives over one process group, for tensors on one device.
+
+    Args:
+        device: where the tensors live; objects travel through tensors on it.
+        group: the process group; the default group if None.
+    """
+
+    def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
+        world = dist.group.WORLD
+        assert world is not None  # whoever makes this has initialised torch.distributed
+        self.group = group if group is not None else world
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self._group_averages = self._probe_average()
+
+    def new_group(self) -> Collectives:
+        """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return Collectives(self.device, group=dist.new_group(ranks))
+
+    def start_mean(self, tensor: Tensor) -> Pending:
+        """Start replacing a real `tensor` by its mean over the ranks."""
+        if tensor.dtype == torch.float16:
+            # Divided before the sum: the sum of a few large fp16 gradients overflows.
+            tensor.div_(self.world_size)
+            return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.SUM), tensor, 1)
+        if self._group_averages:
+            return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.AVG), tensor, 1)
+        return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.SUM), tensor, self.world_size)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """This tensor of every rank, by rank; shape and dtype must be equal everywhere."""
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
+
+    def gather_rows(self, tensor: Tensor) -> list[Tensor]:
+        """This tensor of every rank, by rank; the number of rows may differ between ranks."""
+        num_rows = torch.tensor([tensor.shape[0]], device=self.device)
+        rows_by_rank = [int(n) for n in torch.cat(self.gather(num_rows)).tolist()]
+        padded = tensor.new_zeros((max(rows_by_rank), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        return [rows[:n] for rows, n in zip(self.gather(padded), rows_by_rank, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """This JSON value of every rank, by rank."""
+        return [_from_bytes(raw) for raw in self.gather_rows(_to_bytes(value, self.device))]
+
+    def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
+        """The JSON value that `source` has; the others' values are ignored."""
+        raw = _to_bytes(value if self.rank == source else None, self.device)
+        size = torch.tensor([raw.numel()], device=self.device)
+        self._broadcast(size, source)
+        if self.rank != source:
+            raw = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self._broadcast(raw, source)
+        return _from_bytes(raw)
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        """Overwrite `tensors` with those of `source`, many at a time."""
+        with torch.no_grad():
+            for chunk in _chunks_of_one_dtype(tensors):
+                flat = torch.cat([t.reshape(-1) for t in chunk])
+                self._broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
+                if self.rank != source:
+                    pieces = torch.split(flat, [t.numel() for t in chunk])
+                    for tensor, piece in zip(chunk, pieces, strict=True):
+                        # A graph kept for a second backward may hold this tensor: it gets rank `source`'s value
+                        # without the "modified by an inplace operation" error.
+                        with _unsafe_preserve_version_counter(tensor):
+                            tensor.copy_(piece.view_as(tensor))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+
+    def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+        work: dist.Work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        return work
+
+    def _probe_average(self) -> bool:
+        """Whether the backend averages by itself: NCCL does, gloo since torch 2.10 or so, others may not."""
+        try:
+            probe = torch.ones(1, device=self.device)
+            self._start_all_reduce(probe, dist.ReduceOp.AVG).wait()
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+
+def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:
+    """`tensor` of every rank, stacked by rank; gradients flow back to the rank that gave the tensor if wanted."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        gathered: Tensor = _AllGather.apply(tensor, group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _AllGather(torch.autograd.Function):
+    """Ours, because `torch.distributed.nn.functional.all_gather` warns since torch 2.13."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_output.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None
+
+
+def _chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        chunk: list[Tensor] = []
+        for tensor in same_dtype:
+            if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
+                yield chunk
+                chunk = []
+            chunk.append(tensor)
+        yield chunk
+
+
+def _to_bytes(value: Any, device: torch.device) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+
+
+def _from_bytes(raw: Tensor) -> Any:
+    return json.loads(bytes(raw.tolist()))

@@ -1,0 +1,63 @@
+"""What a user can set about the reducer. Frozen, validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 2**20
+
+# The first bucket should leave early and the last one, which nothing hides, should be short.
+_EDGE_BUCKET_MB = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerConfig:
+    """Settings of a `Reducer`.
+
+    Attributes:
+        bucket_cap_mb: Largest size of a bucket in MiB; a larger parameter has a bucket of its own. A list gives the
+            caps of the buckets one by one, in the order in which they leave; its last value holds for all further ones.
+        overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
+        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
+        comm_state: The first argument of `comm_hook`.
+    """
+
+    bucket_cap_mb: float | Sequence[float] = 25.0
+    overlap: bool = True
+    broadcast_buffers: bool = True
+    comm_hook: Callable[..., Any] | None = None
+    comm_state: object = None
+
+    def __post_init__(self) -> None:
+        caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
+        if isinstance(caps, str) or not caps or not all(_is_positive_number(cap) for cap in caps):
+            raise ValueError(
+                "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
+                f" {self.bucket_cap_mb!r}. The default is 25."
+            )
+
+    @property
+    def caps(self) -> BucketCaps:
+        if isinstance(self.bucket_cap_mb, Sequence):
+            return BucketCaps(by_position=tuple(int(cap * MIB) for cap in self.bucket_cap_mb), last=None)
+        edge = min(_EDGE_BUCKET_MB, self.bucket_cap_mb)
+        return BucketCaps(by_position=(int(edge * MIB), int(self.bucket_cap_mb * MIB)), last=int(edge * MIB))
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Bucket sizes in bytes: by position (the last value repeats), and of the very last bucket if it is special."""
+
+    by_position: tuple[int, ...]
+    last: int | None
+
+    def at(self, position: int) -> int:
+        return self.by_position[min(position, len(self.by_position) - 1)]
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

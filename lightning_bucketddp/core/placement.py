@@ -1,0 +1,65 @@
+"""A plan made real: buckets with buffers, for one set of trainable parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.core.bucket import Arrivals, Bucket, SparseBucket
+from lightning_bucketddp.core.config import MIB
+from lightning_bucketddp.core.plan import BucketPlan
+
+
+class Placement:
+    """The buckets of a plan.
+
+    Args:
+        plan: which parameter goes where, by index into `params`.
+        params: all parameters of the module, trainable or not.
+        num_firings: how often the hook of a parameter fired in the backward that was observed.
+        device: where the buffers live.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[BucketPlan],
+        *,
+        params: Sequence[Tensor],
+        num_firings: Mapping[int, int],
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.index_of_bucket: dict[int, int] = {}
+        self.streams: set[torch.cuda.Stream] = set()
+        self.last_used = 0
+        for index, bucket_plan in enumerate(plan):
+            members = [params[i] for i in bucket_plan.members]
+            arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in bucket_plan.members))
+            if bucket_plan.sparse:
+                self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
+            else:
+                num_flags = len(params) if index == len(plan) - 1 else 0
+                self.buckets.append(Bucket(members, arrivals=arrivals, num_flags=num_flags, device=device))
+            self.index_of_bucket.update(dict.fromkeys(bucket_plan.members, index))
+
+        self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
+
+    @property
+    def flags(self) -> Tensor:
+        """One element per parameter of the module, at the end of the last bucket."""
+        last = self.buckets[-1]
+        assert isinstance(last, Bucket)  # `plan_buckets` never puts a sparse one last
+        return last.flags
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        for bucket in self.buckets:
+            bucket.arrivals.reset()
+
+    def __str__(self) -> str:
+        dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+        sizes = ", ".join(f"{bucket.num_bytes / MIB:.2f}" for bucket in dense)
+        return f"{len(self.index_of_bucket)} parameters in {len(self.buckets)} buckets of {sizes} MiB"

@@ -1,0 +1,252 @@
+"""From gradients to averaged gradients: hooks, plans, and where a backward begins and ends.
+
+Note: first backward
+    The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
+    hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
+    trainable parameters.
+
+Note: scope of a backward
+    `Reducer.backward()` marks one from outside. A backward that nobody marked (a plain `loss.backward()`) begins with
+    its first hook and ends with a callback of the autograd engine. An exception inside it drops that callback, and
+    with it the `_Alive` token: that is how the next backward knows that the last one died, and how a hook inside a
+    nested backward (reentrant checkpointing) knows that the outer one still runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
+from lightning_bucketddp.core.reductions import Reductions
+from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.stats import ReducerStats
+from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Reduction
+
+log = logging.getLogger(__name__)
+
+# A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
+# to theirs much sooner.
+_FORGET_PLAN_AFTER = 64
+
+
+class LateGradientError(RuntimeError):
+    """A gradient arrived after its bucket had left."""
+
+
+class _Alive:
+    """Held by the autograd engine as long as a backward runs, and by nobody else."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True)
+class BackwardPass:
+    """Everything that belongs to one backward and dies with it."""
+
+    trainable: tuple[bool, ...]
+    syncs: bool
+    reductions: Reductions | None
+    placement: Placement | None
+    alive: weakref.ref[_Alive] | None = None
+    arrived: list[int] = field(default_factory=list)
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+
+    @property
+    def died(self) -> bool:
+        return self.alive is not None and self.alive() is None
+
+
+class Reducer:
+    """Averages the gradients of a module over the ranks while backward runs.
+
+    Args:
+        replicas: the module's parameters; the caller has made the ranks agree on them.
+        config: what the user set.
+    """
+
+    def __init__(self, replicas: Replicas, config: ReducerConfig) -> None:
+        replicas.check_trainable()
+        self.stats = ReducerStats()
+        self.placement: Placement | None = None
+        self._replicas = replicas
+        self._config = config
+        self._collectives = replicas.collectives
+        self._params = list(replicas.parameters.values())
+        self._specs = [_spec(name, param, name in replicas.sparse_names) for name, param in replicas.parameters.items()]
+        self._reduction: Reduction = (
+            MeanReduction(self._collectives)
+            if config.comm_hook is None
+            else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
+        )
+        self._placements: dict[tuple[bool, ...], Placement] = {}
+        self._num_blocks = 0
+        self._backward: BackwardPass | None = None
+        self._hooks = [
+            _hook(param, self._hook_for(index))
+            for index, param in enumerate(self._params)
+            if param.is_floating_point() or param.is_complex()
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters. Gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate on this rank only. What counts is where backward runs, not forward."""
+        self._num_blocks += 1
+        try:
+            yield
+        finally:
+            self._num_blocks -= 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, one backward runs; afterwards its gradients are final, even if no parameter took part in it.
+
+        An exception inside does not keep this rank from the collectives that the others are waiting in.
+        """
+        backward = self._begin()
+        try:
+            yield
+        finally:
+            self._finish(backward)
+
+    def _hook_for(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_param: Tensor) -> None:
+            backward = self._backward
+            if backward is None or backward.died:
+                backward = self._begin_inside()
+            placement = backward.placement
+            if placement is None:
+                self._observe(index, backward)
+                return
+            bucket_index = placement.index_of_bucket[index]
+            bucket = placement.buckets[bucket_index]
+            arrivals = bucket.arrivals
+            arrivals.pending -= 1
+            if arrivals.pending > 0:
+                return
+            if arrivals.launched:
+                raise self._late_gradient(index, bucket_index)
+            if backward.reductions is None:
+                # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
+                bucket.collect()
+            elif self._config.overlap and backward.reductions.next_to_launch == bucket_index:
+                backward.reductions.launch_complete()
+
+        return on_gradient
+
+    def _begin(self) -> BackwardPass:
+        if self._backward is not None:
+            self._abandon(self._backward)
+        trainable = tuple([param.requires_grad for param in self._params])
+        syncs = self._num_blocks == 0
+        placement = self._placements.get(trainable)
+        if placement is not None:
+            placement.reset()
+        reductions = self._reductions(placement) if syncs and placement is not None else None
+        self._backward = BackwardPass(trainable, syncs, reductions, placement)
+        return self._backward
+
+    def _begin_inside(self) -> BackwardPass:
+        backward = self._begin()
+        alive = _Alive()
+        backward.alive = weakref.ref(alive)
+
+        def at_end_of_backward(_held_by_the_engine: _Alive = alive) -> None:
+            self._finish(backward)
+
+        Variable._execution_engine.queue_callback(at_end_of_backward)
+        return backward
+
+    def _observe(self, param_index: int, backward: BackwardPass) -> None:
+        backward.arrived.append(param_index)
+        if self._collectives.device.type == "cuda":
+            backward.streams.add(torch.cuda.current_stream(self._collectives.device))
+
+    def _finish(self, backward: BackwardPass) -> None:
+        self._backward = None
+        if not backward.syncs or not any(backward.trainable):
+            return
+        with torch.no_grad(), record_function("bucketddp::finish"):
+            reductions = backward.reductions or self._first_reductions(backward)
+            reductions.launch_rest()
+            reductions.wait()
+            if self._config.broadcast_buffers:
+                self._replicas.broadcast_buffers()
+        self.placement = backward.placement
+        self.stats.num_backwards += 1
+
+    def _abandon(self, backward: BackwardPass) -> None:
+        """Take part in what is left of a backward that died: other ranks may be waiting in it."""
+        self._backward = None
+        if backward.syncs:
+            with torch.no_grad():
+                reductions = backward.reductions or self._first_reductions(backward)
+                reductions.abandon()
+
+    def _first_reductions(self, backward: BackwardPass) -> Reductions:
+        """Plan from what this backward has shown (Note: first backward)."""
+        self._replicas.agree()
+        in_order_of_last_arrival = list(dict.fromkeys(reversed(backward.arrived)))[::-1]
+        arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
+        # What is registered last usually gets its gradient first.
+        missing = [i for i in reversed(range(len(self._params))) if backward.trainable[i] and i not in set(arrived)]
+        plan = plan_buckets(self._specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        placement = Placement(
+            plan, params=self._params, num_firings=Counter(backward.arrived), device=self._collectives.device
+        )
+        placement.streams = backward.streams
+        backward.placement = placement
+        self._remember(backward.trainable, placement)
+        return self._reductions(placement)
+
+    def _remember(self, trainable: tuple[bool, ...], placement: Placement) -> None:
+        oldest = self.stats.num_backwards - _FORGET_PLAN_AFTER
+        self._placements = {key: known for key, known in self._placements.items() if known.last_used >= oldest}
+        self._placements[trainable] = placement
+        self.stats.num_plans += 1
+        if self._collectives.rank == 0:
+            log.info("bucketddp: plan %d: %s", self.stats.num_plans, placement)
+
+    def _reductions(self, placement: Placement) -> Reductions:
+        placement.last_used = self.stats.num_backwards
+        return Reductions(placement, reduction=self._reduction, collectives=self._collectives, stats=self.stats)
+
+    def _late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
+        return LateGradientError(
+            f"Gradient of `{self._specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
+            f" {self._collectives.rank}). The parameter is used more often in this backward than in the first one. Pass"
+            " `overlap=False` to the strategy if that is intended."
+        )
+
+
+def _spec(name: str, param: Tensor, sparse: bool) -> ParameterSpec:
+    return ParameterSpec(name, num_bytes=param.nbytes, kind=f"{param.dtype} {param.device}", sparse=sparse)
+
+
+def _hook(param: Tensor, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
+    # torch hooks only a tensor that requires a gradient, but keeps the hook when it is frozen and unfrozen later.
+    was_trainable = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return handle
+    finally:
+        param.requires_grad_(was_trainable)

@@ -1,0 +1,157 @@
+"""One module on every rank: the same parameters, with rank 0's values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from lightning_bucketddp.core.collectives import Collectives
+
+# What a rank says of each of its tensors, by name.
+Description = dict[str, dict[str, Any]]
+
+
+class ReplicaMismatchError(RuntimeError):
+    """The ranks do not hold the same module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferSlot:
+    """Where a buffer hangs. Looked up at each use: modules replace their buffers."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+    def tensor(self) -> Tensor:
+        buffer: Tensor = getattr(self.owner, self.key)
+        return buffer
+
+
+class Replicas:
+    """The state of `module` that all ranks share.
+
+    Names in `module._ddp_params_and_buffers_to_ignore` are left out, as torch DDP does. Tied parameters count once.
+
+    Args:
+        module: the module, the same on every rank.
+        collectives: how to reach the other ranks.
+        defer_norm_statistics: the running statistics of normalisation layers are left alone by `broadcast_buffers`.
+            Training never reads them, so whoever knows when an evaluation begins need not keep them equal before.
+    """
+
+    def __init__(self, module: nn.Module, collectives: Collectives, *, defer_norm_statistics: bool = True) -> None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.collectives = collectives
+        self._module_type = type(module).__name__
+        self.parameters: dict[str, nn.Parameter] = {
+            name: param for name, param in module.named_parameters() if name not in ignored
+        }
+        _check(module, self.parameters)
+        sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
+        self.sparse_names = {name for name, param in self.parameters.items() if id(param) in sparse_weights}
+        self._norm_statistics: list[_BufferSlot] = []
+        self._other_buffers: list[_BufferSlot] = []
+        for prefix, owner in module.named_modules():
+            is_deferred = defer_norm_statistics and isinstance(owner, _NormBase)
+            slots = self._norm_statistics if is_deferred else self._other_buffers
+            for key, _ in owner.named_buffers(recurse=False):
+                name = f"{prefix}.{key}" if prefix else key
+                if name not in ignored:
+                    slots.append(_BufferSlot(name, owner, key))
+
+    def check_trainable(self) -> None:
+        """Raise if there is nothing to train."""
+        if not any(param.requires_grad for param in self.parameters.values()):
+            raise ValueError(
+                f"`{self._module_type}` has no parameter that requires a gradient, so there is nothing to train."
+                " Unfreeze a parameter, or run `validate`, `test` or `predict`."
+            )
+
+    def agree(self) -> None:
+        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers."""
+        mine = self._describe()
+        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+        if len(set(self.collectives.gather_json(digest))) > 1:
+            raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
+
+    def broadcast(self) -> None:
+        """Overwrite parameters and buffers with those of rank 0."""
+        self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
+        self.broadcast_buffers()
+        self.broadcast_norm_statistics()
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's buffers, deferred ones excepted."""
+        self.collectives.broadcast_tensors([slot.tensor() for slot in self._other_buffers])
+
+    def broadcast_norm_statistics(self) -> None:
+        """Give every rank rank 0's normalisation statistics, where they were deferred."""
+        self.collectives.broadcast_tensors([slot.tensor() for slot in self._norm_statistics])
+
+    def _describe(self) -> Description:
+        buffers = {slot.name: slot.tensor() for slot in (*self._norm_statistics, *self._other_buffers)}
+        return {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype),
+                "stride": list(tensor.stride()),
+                "requires_grad": tensor.requires_grad,
+            }
+            for name, tensor in {**self.parameters, **buffers}.items()
+        }
+
+
+def explain_difference(by_rank: list[Description]) -> str:
+    """The first difference between rank 0's description and another rank's, in words."""
+    remedy = (
+        " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze"
+        " the same parameters everywhere."
+    )
+    reference = by_rank[0]
+    for name in dict.fromkeys(name for description in by_rank for name in description):
+        if (without := [rank for rank, d in enumerate(by_rank) if name not in d]) and len(without) < len(by_rank):
+            having = [rank for rank, d in enumerate(by_rank) if name in d]
+            return f"`{name}` exists on {_ranks(having)} but not on {_ranks(without)}.{remedy}"
+        for aspect, expected in reference[name].items():
+            if differing := [rank for rank, d in enumerate(by_rank) if d[name][aspect] != expected]:
+                actual = by_rank[differing[0]][name][aspect]
+                return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {_ranks(differing)}.{remedy}"
+    return f"The ranks register their parameters or buffers in different order.{remedy}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _check(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    kind = type(module).__name__
+    if lazy := [name for name, param in parameters.items() if is_lazy(param)]:
+        raise ValueError(
+            f"`{kind}` has parameters without a shape yet: {_some(lazy)}. Run one batch through the module before"
+            " training, for example in `configure_model` or `setup`."
+        )
+    names_by_device: dict[torch.device, list[str]] = {}
+    for name, param in parameters.items():
+        names_by_device.setdefault(param.device, []).append(name)
+    if len(names_by_device) > 1:
+        places = "; ".join(f"{_some(names)} on {device}" for device, names in names_by_device.items())
+        raise ValueError(
+            f"`{kind}` has parameters on several devices: {places}. Each process trains on one device: move the whole"
+            " module there, or leave that to Lightning."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _has_sparse_gradient(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

@@ -1,0 +1,24 @@
+"""What the reducer did, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class ReducerStats:
+    """Counters since the reducer was made.
+
+    Attributes:
+        num_backwards: synchronised backwards.
+        num_reductions: buckets reduced in them.
+        bytes_reduced: what this rank contributed to those reductions.
+        num_plans: plans made; more than one when the set of trainable parameters changed.
+        num_unused: gradients that were missing on this rank and filled in with zeros.
+    """
+
+    num_backwards: int = 0
+    num_reductions: int = 0
+    bytes_reduced: int = 0
+    num_plans: int = 0
+    num_unused: int = 0

@@ -1,0 +1,109 @@
+"""What a bucket looks like on the network, and how it is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.core.bucket import Bucket, SparseBucket
+from lightning_bucketddp.core.collectives import Collectives, Pending
+
+
+class Reduction(Protocol):
+    """Turns a bucket's gradients into those that every rank shall have."""
+
+    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
+        """Start reducing `bucket` in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReduction:
+    """The mean over the ranks, in the gradients' own dtype."""
+
+    collectives: Collectives
+
+    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
+        return self.collectives.start_mean(bucket.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class CommHookReduction:
+    """Whatever a communication hook written for torch DDP makes of the bucket."""
+
+    collectives: Collectives
+    hook: Callable[..., Any]
+    state: object
+
+    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
+        # The hook may compress what it sends, so the flags travel on their own.
+        flags = self.collectives.start_mean(bucket.flags) if bucket.flags.numel() else None
+        view = GradBucket(bucket, index=index, is_last=is_last)
+        return _PendingHook(bucket, future=self.hook(self.state, view), flags=flags)
+
+
+class GradBucket:
+    """A bucket as `torch.distributed.GradBucket` shows it to a communication hook."""
+
+    def __init__(self, bucket: Bucket, *, index: int, is_last: bool) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._bucket.buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._bucket.buffer.copy_(buffer)
+
+    def gradients(self) -> list[Tensor]:
+        return self._bucket.views
+
+    def parameters(self) -> list[Tensor]:
+        return self._bucket.params
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingHook:
+    bucket: Bucket
+    future: torch.futures.Future[Any]
+    flags: Pending | None
+
+    def wait(self) -> None:
+        reduced = self.future.wait()
+        # torch's own hooks return the tensor or a list of one.
+        reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+        if reduced.data_ptr() != self.bucket.buffer.data_ptr():
+            self.bucket.buffer.copy_(reduced.view_as(self.bucket.buffer))
+        if self.flags is not None:
+            self.flags.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMean:
+    """The mean of a sparse gradient: rows of all ranks side by side, equal rows added.
+
+    Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
+    """
+
+    collectives: Collectives
+    bucket: SparseBucket
+
+    def wait(self) -> None:
+        gradient = self.bucket.gradient
+        indices = torch.cat(self.collectives.gather_rows(gradient.indices().t()))
+        values = torch.cat(self.collectives.gather_rows(gradient.values()))
+        total = torch.sparse_coo_tensor(indices.t(), values, gradient.shape).coalesce()
+        mean = torch.sparse_coo_tensor(
+            total.indices(), total.values() / self.collectives.world_size, gradient.shape, is_coalesced=True
+        )
+        self.bucket.gradient = mean

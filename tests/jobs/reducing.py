@@ -1,0 +1,413 @@
+"""What the reducer does beyond being right: when it communicates, what it leaves behind, how it fails."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.core.reducer import LateGradientError, Reducer
+from lightning_bucketddp.core.replicas import ReplicaMismatchError, Replicas
+from tests.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
+from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer, counted_all_reduces
+from tests.ranks import device
+
+
+def _model_and_copy() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    model = mlp().to(device())
+    return model, copy.deepcopy(model)
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        assert param.grad is None or torch.equal(param.grad, other.grad), name  # type: ignore[arg-type]
+
+
+def no_sync_around_backward_alone_is_enough() -> int:
+    """torch DDP reads the flag in forward and synchronises here."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    with counted_all_reduces() as count, reducer.no_sync():
+        loss.backward()
+    reference(x).square().mean().backward()
+    _assert_same_gradients(model, reference)
+    return count()
+
+
+def calling_a_submodule_synchronises() -> None:
+    """torch DDP arms itself in the wrapper's forward and silently does nothing here."""
+    model, reference = _model_and_copy()
+    build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    model[0](x).square().mean().backward()  # type: ignore[index]
+    reference[0](x).square().mean().backward()  # type: ignore[index]
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
+
+
+def second_backward_on_one_forward_synchronises() -> None:
+    """torch DDP leaves the second one unsynchronised."""
+    model, reference = _model_and_copy()
+    build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    (2 * reference(x).square().mean()).backward()
+    average_by_hand(reference)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-8)
+    assert_equal_on_all_ranks(model)
+
+
+def parameter_used_only_in_an_earlier_micro_batch_is_reduced() -> None:
+    """torch DDP never synchronises it."""
+    torch.manual_seed(3)
+    model = Branches().to(device())
+    reference = copy.deepcopy(model)
+    reducer = build_reducer(model)
+    for step in range(3):
+        for module in (model, reference):
+            module.zero_grad()
+            x = batch(dist.get_rank(), step)
+            with reducer.no_sync():
+                module(x, left=True, right=False).backward()
+            module(x, left=False, right=True).backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
+
+
+def parameter_unfrozen_after_setup_is_reduced() -> int:
+    """torch DDP leaves it unsynchronised."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)  # type: ignore[index]
+    reducer = build_reducer(model)
+    for step, frozen in enumerate([True, True, False, False, True, False]):
+        for module in (model, reference):
+            module.zero_grad()
+            module[0].requires_grad_(not frozen)  # type: ignore[index]
+            module(batch(dist.get_rank(), step)).square().mean().backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
+    return reducer.stats.num_plans
+
+
+def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
+    """What `toggle_optimizer` does: the network that is switched off is not communicated, and nothing is re-planned."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)}).to(device())
+    reducer = build_reducer(model)
+    num_reduced: list[int] = []
+    for step in range(6):
+        on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
+        model[on].requires_grad_(True)
+        model[off].requires_grad_(False)
+        before = reducer.stats.bytes_reduced
+        model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
+        num_reduced.append(reducer.stats.bytes_reduced - before)
+    return reducer.stats.num_plans, num_reduced
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward if told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
+def training_continues_after_an_exception_in_backward(marked: bool, failing_ranks: list[int]) -> None:
+    """At step 2 some ranks raise half-way through backward. All skip that step, and go on together."""
+    torch.manual_seed(3)
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model, bucket_cap_mb=1e-6)
+    for step in range(5):
+        x = batch(dist.get_rank(), step)
+        fails = step == 2 and dist.get_rank() in failing_ranks
+        loss = model[1:](Fails.apply(model[0](x), fails)).square().mean()  # type: ignore[index]
+        _run_backward(loss, reducer if marked else None, must_fail=fails)
+        if step != 2:
+            reference(x).square().mean().backward()
+            average_by_hand(reference)
+            _assert_same_gradients(model, reference)
+            for module in (model, reference):
+                with torch.no_grad():
+                    for param in module.parameters():
+                        param -= 0.1 * param.grad  # type: ignore[operator]
+        model.zero_grad()
+        reference.zero_grad()
+    assert_equal_on_all_ranks(model)
+
+
+def _run_backward(loss: Tensor, reducer: Reducer | None, *, must_fail: bool) -> None:
+    try:
+        if reducer is None:
+            loss.backward()
+        else:
+            with reducer.backward():
+                loss.backward()
+    except ArithmeticError:
+        assert must_fail
+    else:
+        assert not must_fail
+
+
+def late_gradient(overlap: bool) -> str:
+    """A block that is used once in the first backward and twice in a later one, by reentrant checkpointing."""
+    torch.manual_seed(3)
+    model = Checkpointed(reentrant=True, shared=True).to(device())
+    reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+    blocks = model.blocks
+    model.blocks = blocks[:1]
+    with reducer.backward():
+        model(batch(dist.get_rank(), 0)).square().mean().backward()
+    model.zero_grad()
+    model.blocks = blocks
+    try:
+        with reducer.backward():
+            model(batch(dist.get_rank(), 1)).square().mean().backward()
+    except LateGradientError as error:
+        return str(error)
+    reference = Checkpointed(reentrant=True, shared=True).to(device())
+    reference.load_state_dict(model.state_dict(), strict=False)
+    reference(batch(dist.get_rank(), 1)).square().mean().backward()
+    average_by_hand(reference)
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, msg=name)
+    return "no error"
+
+
+def buckets_leave_while_backward_runs(overlap: bool) -> tuple[int, int]:
+    """How many buckets have left when the first layer's backward begins, of how many."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(device())
+    reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+    left_before_the_end = 0
+
+    def first_layer_begins(grad: Tensor) -> None:
+        nonlocal left_before_the_end
+        left_before_the_end = reducer.stats.num_reductions - before
+
+    for step in range(2):
+        before = reducer.stats.num_reductions
+        hidden = model[0](batch(dist.get_rank(), step))
+        hidden.register_hook(first_layer_begins)
+        model[1:](hidden).square().mean().backward()
+        model.zero_grad()
+    assert reducer.placement is not None
+    return left_before_the_end, len(reducer.placement.buckets)
+
+
+def gradients_live_in_the_buckets() -> None:
+    """After a synchronised backward, and while micro-batches are accumulated, `.grad` is a view of the buffer."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+
+    def assert_views() -> None:
+        assert reducer.placement is not None
+        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in reducer.placement.buckets}  # type: ignore[union-attr]
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            assert param.grad.untyped_storage().data_ptr() in storages, name
+
+    model(batch(0, 0)).sum().backward()
+    assert_views()
+    model.zero_grad(set_to_none=True)
+    with reducer.no_sync():
+        model(batch(0, 1)).sum().backward()
+    assert_views()
+    model(batch(0, 2)).sum().backward()
+    assert_views()
+
+
+def strides_follow_the_parameter() -> None:
+    conv = nn.Conv2d(3, 4, 3).to(device()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    build_reducer(conv)
+    conv(batch(0, 0, 2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+def copies_carry_nothing_of_ours() -> None:
+    """A copy of the module made during training has no hooks and no views."""
+    model, _ = _model_and_copy()
+    build_reducer(model)
+    model(batch(0, 0)).sum().backward()
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with counted_all_reduces() as count:
+            duplicate(batch(0, 1)).sum().backward()
+        assert count() == 0
+
+
+def closed_reducer_does_nothing() -> int:
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    model(batch(0, 0)).sum().backward()
+    reducer.close()
+    with counted_all_reduces() as count:
+        model(batch(0, 1)).sum().backward()
+    return count()
+
+
+def replica_error(build: Callable[[int], nn.Module]) -> str:
+    """The error with which a module that differs between ranks is refused."""
+    model = build(dist.get_rank()).to(device())
+    try:
+        replicas = Replicas(model, Collectives(device()))
+        replicas.agree()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def other_width(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank == 1)))
+
+
+def other_dtype(rank: int) -> nn.Module:
+    """torch DDP does not notice: rank 1's weights become garbage and gloo ends the process."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64 if rank == 1 else torch.float32))
+
+
+def other_requires_grad(rank: int) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(rank != 1)
+    return model
+
+
+def other_layers(rank: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + (rank == 0))])
+
+
+def other_strides(rank: int) -> nn.Module:
+    conv = nn.Conv2d(3, 4, 3)
+    return conv.to(memory_format=torch.channels_last) if rank == 1 else conv  # type: ignore[call-overload,no-any-return]
+
+
+def other_buffer(rank: int) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(3 + rank))
+    return model
+
+
+def other_order(rank: int) -> nn.Module:
+    model = nn.Module()
+    for name in ("a", "b") if rank == 0 else ("b", "a"):
+        model.add_module(name, nn.Linear(4, 4))
+    return model
+
+
+def freeze_on_one_rank_only() -> str:
+    """The trainable sets differ when the plan for them is made: refused, with the parameter's name."""
+    model, _ = _model_and_copy()
+    build_reducer(model)
+    model[2].weight.requires_grad_(dist.get_rank() != 1)  # type: ignore[index]
+    try:
+        model(batch(0, 0)).sum().backward()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def weights_and_buffers_come_from_rank_zero() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
+    model.register_buffer("table", torch.randn(3, device=device()))
+    model[1].running_mean.normal_()  # type: ignore[union-attr,operator]
+    build_reducer(model)
+    for tensor in model.state_dict().values():
+        reference = tensor.clone()
+        dist.broadcast(reference, src=0)
+        assert torch.equal(reference, tensor)
+
+
+def ignored_names_are_left_alone() -> None:
+    """Also at the root of the module, where torch DDP cannot ignore by name."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Module()
+    model.local = nn.Parameter(torch.randn(3, device=device()))
+    model.register_buffer("mine", torch.randn(3, device=device()))
+    model.linear = nn.Linear(3, 3, device=device())
+    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]  # type: ignore[assignment]
+    local, mine = model.local.detach().clone(), model.mine.clone()  # type: ignore[operator]
+    build_reducer(model)
+    (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()  # type: ignore[operator]
+    assert torch.equal(model.local, local)
+    assert torch.equal(model.mine, mine)  # type: ignore[arg-type]
+    summed = model.local.grad.clone()  # type: ignore[union-attr,operator]
+    dist.all_reduce(summed)
+    assert not torch.equal(summed, 2 * model.local.grad)  # type: ignore[operator]
+
+
+def norm_statistics_are_shared_on_demand() -> None:
+    """Running statistics drift apart in training and are rank 0's again when asked for."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).to(device())
+    replicas = Replicas(model, Collectives(device()))
+    reducer = Reducer(replicas, _config())
+    model(batch(dist.get_rank(), 0)).square().mean().backward()
+    statistics = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    from_rank_zero = statistics.clone()
+    dist.broadcast(from_rank_zero, src=0)
+    assert dist.get_rank() == 0 or not torch.equal(statistics, from_rank_zero)
+    replicas.broadcast_norm_statistics()
+    assert torch.equal(model[1].running_mean, from_rank_zero)  # type: ignore[arg-type]
+    reducer.close()
+
+
+def _config() -> Any:
+    from lightning_bucketddp.core.config import ReducerConfig
+
+    return ReducerConfig()
+
+
+def retained_graph_survives_the_buffer_broadcast() -> None:
+    """A buffer that the graph saved is overwritten with rank 0's between two backwards of it."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(WIDTH, WIDTH).to(device())
+    model.register_buffer("scale", torch.rand(WIDTH, device=device()))
+    build_reducer(model)
+    loss = (model(batch(dist.get_rank(), 0)) * model.scale).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def comm_hook_runs(hook_name: str) -> None:
+    """torch's own communication hooks see our buckets as DDP's."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model, comm_hook=getattr(default_hooks, hook_name), bucket_cap_mb=0.001)
+    for step in range(3):
+        x = batch(dist.get_rank(), step)
+        for module in (model, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        average_by_hand(reference)
+        tolerance = 0.0 if hook_name == "allreduce_hook" else 1e-2
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=tolerance, atol=tolerance * 0.1)
+    assert reducer.placement is not None
+    assert len(reducer.placement.buckets) > 1

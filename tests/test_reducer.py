@@ -1,0 +1,111 @@
+"""When the reducer communicates, what it leaves behind, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from tests.jobs import reducing
+from tests.ranks import run_on_ranks
+
+
+def test_no_sync_around_backward_alone_is_enough() -> None:
+    assert run_on_ranks(reducing.no_sync_around_backward_alone_is_enough) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        reducing.calling_a_submodule_synchronises,
+        reducing.second_backward_on_one_forward_synchronises,
+        reducing.parameter_used_only_in_an_earlier_micro_batch_is_reduced,
+        reducing.gradients_live_in_the_buckets,
+        reducing.strides_follow_the_parameter,
+        reducing.copies_carry_nothing_of_ours,
+        reducing.weights_and_buffers_come_from_rank_zero,
+        reducing.ignored_names_are_left_alone,
+        reducing.norm_statistics_are_shared_on_demand,
+        reducing.retained_graph_survives_the_buffer_broadcast,
+    ],
+    ids=lambda job: job.__name__,
+)
+def test_reducer(job: Callable[[], None]) -> None:
+    run_on_ranks(job)
+
+
+def test_unfrozen_parameters_are_reduced_and_known_plans_kept() -> None:
+    # Two sets of trainable parameters, each planned once although training comes back to both.
+    assert run_on_ranks(reducing.parameter_unfrozen_after_setup_is_reduced) == [2, 2]
+
+
+def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
+    for num_plans, bytes_by_step in run_on_ranks(reducing.alternating_networks_keep_their_plans):
+        assert num_plans == 2
+        assert len(set(bytes_by_step)) == 2
+        assert bytes_by_step == bytes_by_step[:2] * 3
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "plain_backward"])
+@pytest.mark.parametrize("failing_ranks", [[0, 1], [1], [0]], ids=["all_ranks", "rank_1", "rank_0"])
+def test_training_continues_after_an_exception_in_backward(failing_ranks: list[int], marked: bool) -> None:
+    run_on_ranks(reducing.training_continues_after_an_exception_in_backward, marked=marked, failing_ranks=failing_ranks)
+
+
+def test_late_gradient_names_parameter_bucket_rank_and_remedy() -> None:
+    for rank, error in enumerate(run_on_ranks(reducing.late_gradient, overlap=True)):
+        assert "Gradient of `blocks.0.0." in error
+        assert f"had left (rank {rank})" in error
+        assert "Pass `overlap=False`" in error
+
+
+def test_without_overlap_no_gradient_is_late() -> None:
+    assert run_on_ranks(reducing.late_gradient, overlap=False) == ["no error", "no error"]
+
+
+def test_buckets_leave_while_backward_runs() -> None:
+    for left_early, num_buckets in run_on_ranks(reducing.buckets_leave_while_backward_runs, overlap=True):
+        assert left_early == num_buckets - 2  # all but the first layer's weight and bias
+
+
+def test_without_overlap_buckets_leave_at_the_end() -> None:
+    for left_early, _ in run_on_ranks(reducing.buckets_leave_while_backward_runs, overlap=False):
+        assert left_early == 0
+
+
+def test_a_closed_reducer_does_nothing() -> None:
+    assert run_on_ranks(reducing.closed_reducer_does_nothing) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (reducing.other_width, "`1.weight` has shape [4, 4] on rank 0 but [5, 4] on rank 1."),
+        (reducing.other_dtype, "`1.weight` has dtype torch.float32 on rank 0 but torch.float64 on rank 1."),
+        (reducing.other_requires_grad, "`bias` has requires_grad True on rank 0 but False on rank 1."),
+        (reducing.other_layers, "`2.weight` exists on rank 0 but not on rank 1."),
+        (reducing.other_strides, "`weight` has stride [27, 9, 3, 1] on rank 0 but [27, 1, 9, 3] on rank 1."),
+        (reducing.other_buffer, "`table` has shape [3] on rank 0 but [4] on rank 1."),
+        (reducing.other_order, "The ranks register their parameters or buffers in different order."),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_different_modules_are_refused_on_every_rank(build: Callable[[int], nn.Module], expected: str) -> None:
+    errors = run_on_ranks(reducing.replica_error, build=build)
+    assert all(error.startswith(expected) for error in errors), errors
+
+
+def test_the_differing_ranks_are_listed() -> None:
+    errors = run_on_ranks(reducing.replica_error, world_size=4, build=reducing.other_layers)
+    assert all(e.startswith("`2.weight` exists on rank 0 but not on ranks 1, 2, 3.") for e in errors), errors
+
+
+def test_freezing_on_one_rank_only_is_refused() -> None:
+    errors = run_on_ranks(reducing.freeze_on_one_rank_only)
+    assert all("`2.weight` has requires_grad True on rank 0 but False on rank 1." in error for error in errors), errors
+
+
+@pytest.mark.parametrize("hook_name", ["allreduce_hook", "fp16_compress_hook"])
+def test_torch_communication_hooks_run(hook_name: str) -> None:
+    run_on_ranks(reducing.comm_hook_runs, hook_name=hook_name)
