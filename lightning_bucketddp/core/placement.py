@@ -60,6 +60,5 @@ class Placement:
             bucket.arrivals.reset()
 
     def __str__(self) -> str:
-        dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
-        sizes = ", ".join(f"{bucket.num_bytes / MIB:.2f}" for bucket in dense)
-        return f"{len(self.index_of_bucket)} parameters in {len(self.buckets)} buckets of {sizes} MiB"
+        sizes = ["sparse" if isinstance(b, SparseBucket) else f"{b.num_bytes / MIB:.2f}" for b in self.buckets]
+        return f"{len(self.index_of_bucket)} parameters in {len(self.buckets)} buckets ({', '.join(sizes)} MiB)"

@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.config import MIB, ReducerConfig
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.core.reductions import Reductions
@@ -81,6 +81,7 @@ class Reducer:
         replicas.check_trainable()
         self.stats = ReducerStats()
         self.placement: Placement | None = None
+        self._plan = ""
         self._replicas = replicas
         self._config = config
         self._collectives = replicas.collectives
@@ -101,10 +102,20 @@ class Reducer:
         ]
 
     def close(self) -> None:
-        """Take the hooks off the parameters. Gradients stay where they are."""
+        """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._placements.clear()
+        self.placement = None
+
+    def describe(self) -> str:
+        """What was planned and done so far, in one line."""
+        stats = self.stats
+        return (
+            f"{self._plan or 'no plan yet'}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
+            f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -222,8 +233,9 @@ class Reducer:
         self._placements = {key: known for key, known in self._placements.items() if known.last_used >= oldest}
         self._placements[trainable] = placement
         self.stats.num_plans += 1
+        self._plan = str(placement)
         if self._collectives.rank == 0:
-            log.info("bucketddp: plan %d: %s", self.stats.num_plans, placement)
+            log.info("bucketddp: plan %d: %s", self.stats.num_plans, self._plan)
 
     def _reductions(self, placement: Placement) -> Reductions:
         placement.last_used = self.stats.num_backwards

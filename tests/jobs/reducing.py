@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import LateGradientError, Reducer
 from lightning_bucketddp.core.replicas import ReplicaMismatchError, Replicas
 from tests.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
@@ -271,6 +273,15 @@ def closed_reducer_does_nothing() -> int:
     return count()
 
 
+def setup_error(build: Callable[[], nn.Module]) -> str:
+    """The error with which a module that cannot be trained is refused."""
+    try:
+        build_reducer(build())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def replica_error(build: Callable[[int], nn.Module]) -> str:
     """The error with which a module that differs between ranks is refused."""
     model = build(dist.get_rank()).to(device())
@@ -366,7 +377,7 @@ def norm_statistics_are_shared_on_demand() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).to(device())
     replicas = Replicas(model, Collectives(device()))
-    reducer = Reducer(replicas, _config())
+    reducer = Reducer(replicas, ReducerConfig())
     model(batch(dist.get_rank(), 0)).square().mean().backward()
     statistics = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
     from_rank_zero = statistics.clone()
@@ -375,12 +386,6 @@ def norm_statistics_are_shared_on_demand() -> None:
     replicas.broadcast_norm_statistics()
     assert torch.equal(model[1].running_mean, from_rank_zero)  # type: ignore[arg-type]
     reducer.close()
-
-
-def _config() -> Any:
-    from lightning_bucketddp.core.config import ReducerConfig
-
-    return ReducerConfig()
 
 
 def retained_graph_survives_the_buffer_broadcast() -> None:
@@ -396,8 +401,6 @@ def retained_graph_survives_the_buffer_broadcast() -> None:
 
 def comm_hook_runs(hook_name: str) -> None:
     """torch's own communication hooks see our buckets as DDP's."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
     model, reference = _model_and_copy()
     reducer = build_reducer(model, comm_hook=getattr(default_hooks, hook_name), bucket_cap_mb=0.001)
     for step in range(3):

@@ -1,0 +1,109 @@
+"""What only a GPU can show: streams, host synchronisation, device memory."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.jobs.models import batch
+from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.ranks import device
+
+WIDE = 1024
+
+
+def _wide_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(8)]).to(device())
+
+
+class OnSideStream(nn.Module):
+    """Every second layer runs on another stream, so its gradients are computed there too."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self._side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        for index, layer in enumerate(self.layers):
+            if index % 2:
+                self._side.wait_stream(main)
+                with torch.cuda.stream(self._side):
+                    x = layer(x)
+                main.wait_stream(self._side)
+            else:
+                x = layer(x)
+        return x
+
+
+def gradients_from_several_streams_are_waited_for() -> None:
+    layers = _wide_model()
+    reference = copy.deepcopy(layers)
+    model = OnSideStream(layers)  # type: ignore[arg-type]
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    for step in range(10):
+        x = batch(dist.get_rank(), step, 512, WIDE)
+        for module in (model, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        average_by_hand(reference)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert reducer.placement is not None
+    assert len(reducer.placement.streams) == 2
+
+
+def a_step_never_makes_the_host_wait() -> None:
+    """torch raises where an operation would synchronise the host with the device."""
+    model = _wide_model()
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+    for step in range(4):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.zero_grad()
+            with reducer.no_sync():
+                model(x).square().mean().backward()
+            with reducer.backward():
+                model(x).square().mean().backward()
+            optimizer.step()
+        finally:
+            if step == 3:
+                torch.cuda.set_sync_debug_mode("default")
+    assert_equal_on_all_ranks(model)
+
+
+def peak_gradient_memory() -> tuple[float, float]:
+    """Peak device memory of a step over the same step without communication, in units of the gradients' size.
+
+    Once with one micro-batch and once with two.
+    """
+    model = _wide_model()
+    size_of_gradients = sum(param.nbytes for param in model.parameters())
+    x = batch(dist.get_rank(), 0, 8, WIDE)
+
+    def peak_of_step(micro_batches: int) -> int:
+        for param in model.parameters():
+            param.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(micro_batches):
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    alone = [peak_of_step(1), peak_of_step(2)]
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    peak_of_step(1)  # plans
+    ours = [peak_of_step(1), peak_of_step(2)]
+    reducer.close()
+    # Without communication the gradients themselves are part of the peak.
+    extra = [1 + (our - single) / size_of_gradients for our, single in zip(ours, alone, strict=True)]
+    return extra[0], extra[1]

@@ -1,0 +1,98 @@
+"""The tests that need a GPU, without pytest: `python -m tests.run_on_gpu`.
+
+Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prints one line per test.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
+
+from tests.jobs import cuda, reducing
+from tests.jobs.models import CASES
+from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp
+from tests.ranks import close_pools, run_on_ranks
+
+# NCCL reduces no sparse tensors, so torch DDP cannot train this there.
+WITHOUT_DDP_ON_NCCL = {"sparse_embedding"}
+# Kernels that add in no fixed order make two runs of the same model differ by rounding.
+ROUNDING = 1e-5
+ROUNDED = {"tied_transformer", "sparse_embedding", "conv_batchnorm", "channels_last", "many_dtypes"}
+
+
+def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and tests."""
+    for case, known in CASES.items():
+        tolerance = ROUNDING if case in ROUNDED else 0.0
+        with_ddp = known.ddp is not None and case not in WITHOUT_DDP_ON_NCCL
+        job = parity_with_torch_ddp if with_ddp else parity_with_mean
+        for training in (
+            Training(tolerance=tolerance),
+            Training(tolerance=tolerance, marked=known.ddp is None, bucket_cap_mb=0.001),
+        ):
+            yield f"{job.__name__} {case} {training}", partial(run_on_ranks, job, case=case, training=training)
+    for optimizer in ("adamw_fused", "adamw_foreach"):
+        training = Training(optimizer=optimizer, clip="norm", micro_batches=3, tolerance=ROUNDING)
+        yield (
+            f"channels_last {optimizer}",
+            partial(run_on_ranks, parity_with_torch_ddp, case="channels_last", training=training),
+        )
+    for name, options in REDUCING.items():
+        for kwargs in options:
+            yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
+    yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
+    yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
+    yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
+
+
+REDUCING: dict[str, list[dict[str, Any]]] = {
+    "no_sync_around_backward_alone_is_enough": [{}],
+    "calling_a_submodule_synchronises": [{}],
+    "second_backward_on_one_forward_synchronises": [{}],
+    "parameter_used_only_in_an_earlier_micro_batch_is_reduced": [{}],
+    "parameter_unfrozen_after_setup_is_reduced": [{}],
+    "alternating_networks_keep_their_plans": [{}],
+    "training_continues_after_an_exception_in_backward": [
+        {"marked": marked, "failing_ranks": ranks} for marked in (True, False) for ranks in ([0, 1], [1])
+    ],
+    "late_gradient": [{"overlap": True}, {"overlap": False}],
+    "buckets_leave_while_backward_runs": [{"overlap": True}],
+    "gradients_live_in_the_buckets": [{}],
+    "strides_follow_the_parameter": [{}],
+    "weights_and_buffers_come_from_rank_zero": [{}],
+    "norm_statistics_are_shared_on_demand": [{}],
+    "replica_error": [{"build": reducing.other_width}, {"build": reducing.other_dtype}],
+    "comm_hook_runs": [{"hook_name": "allreduce_hook"}, {"hook_name": "bf16_compress_hook"}],
+}
+
+
+def main() -> int:
+    """Run everything; the exit status says whether all passed."""
+    failed = 0
+    num_tests = 0
+    for name, test in tests():
+        num_tests += 1
+        start = time.monotonic()
+        try:
+            result = test()
+        except Exception:
+            failed += 1
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
+        else:
+            shown = result if any(value is not None for value in result) else ""
+            print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
+    close_pools()
+    print(f"{num_tests - failed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Every private name of torch and Lightning that the package relies on, so that a new version breaks here first."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import Variable
+
+from lightning_bucketddp.strategies.fabric import PROCESS_SETUP as FABRIC_PROCESS_SETUP
+from lightning_bucketddp.strategies.trainer import PROCESS_SETUP as TRAINER_PROCESS_SETUP
+
+PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
+
+TORCH = {
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_NormBase": "torch.nn.modules.batchnorm",
+    "_foreach_copy_": "torch",
+    "_foreach_zero_": "torch",
+    "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
+}
+TORCH_ATTRIBUTES = {
+    "_execution_engine": Variable,
+    "_indices": torch.Tensor,
+    "_values": torch.Tensor,
+}
+LIGHTNING = {"_WrappingCheckpointIO": "plugins.io.wrapper"}
+LIGHTNING_ATTRIBUTES = {
+    # written by Lightning's connector
+    "_layer_sync": "strategies.parallel",
+    "_checkpoint_io": "strategies.strategy",
+    # overridden by us
+    "_setup_model": "strategies.strategy",
+    # read and reset by us
+    "_error": "plugins.io.async_plugin",
+}
+FABRIC_ATTRIBUTES = {
+    "_backward_sync_control": "strategies.strategy",
+    "_convert_stateful_objects_in_state": "strategies.strategy",
+    "_checkpoint_io": "strategies.strategy",
+}
+# Names that look private to the scanner but are ours or the standard library's.
+OURS = {"_sync_original", "_sync_collectives", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
+
+
+@pytest.mark.parametrize(("name", "module"), TORCH.items())
+def test_torch_still_has(name: str, module: str) -> None:
+    assert hasattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(("name", "owner"), TORCH_ATTRIBUTES.items())
+def test_torch_classes_still_have(name: str, owner: type) -> None:
+    assert hasattr(owner, name)
+
+
+def test_the_autograd_engine_still_queues_callbacks() -> None:
+    assert callable(Variable._execution_engine.queue_callback)
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_trainer_still_has(root: str) -> None:
+    for name, module in LIGHTNING.items():
+        assert hasattr(import_module(f"{root}.{module}"), name), name
+    for name, module in LIGHTNING_ATTRIBUTES.items():
+        assert name in inspect.getsource(import_module(f"{root}.{module}")), name
+    ddp_strategy = import_module(f"{root}.strategies").DDPStrategy
+    for name in TRAINER_PROCESS_SETUP:
+        assert name in vars(ddp_strategy), name
+
+
+@pytest.mark.parametrize("root", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_still_has(root: str) -> None:
+    for name, module in FABRIC_ATTRIBUTES.items():
+        assert name in inspect.getsource(import_module(f"{root}.{module}")), name
+    ddp_strategy = import_module(f"{root}.strategies.ddp").DDPStrategy
+    for name in FABRIC_PROCESS_SETUP:
+        assert name in vars(ddp_strategy), name
+
+
+def private_names(source: str) -> set[str]:
+    """Private names that are imported from elsewhere or read off something that is not `self`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_bucketddp"):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+
+
+def test_the_list_is_complete() -> None:
+    listed = {*TORCH, *TORCH_ATTRIBUTES, *LIGHTNING, *LIGHTNING_ATTRIBUTES, *FABRIC_ATTRIBUTES, *OURS}
+    used = {name for path in PACKAGE.rglob("*.py") for name in private_names(path.read_text())}
+    # `object._thing` of our own classes is fine where a class of ours defines it.
+    defined = {name for path in PACKAGE.rglob("*.py") for name in _defined_on_self(path.read_text())}
+    assert used - listed - defined == set()
+
+
+def _defined_on_self(source: str) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+    }
