@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -61,7 +62,8 @@ class RankPool:
 
     def run(self, job: Callable[..., Any], timeout_s: float, kwargs: dict[str, Any]) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send((job, kwargs))
+            with suppress(BrokenPipeError):  # a process that died is reported when its answer is missing
+                pipe.send((job, kwargs))
         outcomes = self._collect(timeout_s)
         failures = [f"--- rank {rank} ---\n{o.error}" for rank, o in enumerate(outcomes) if o.error is not None]
         if failures:
@@ -92,7 +94,7 @@ class RankPool:
     def _receive(self, rank: int) -> _Outcome:
         try:
             outcome: _Outcome = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._processes[rank].join()
             return _Outcome(error=f"died with exit code {self._processes[rank].exitcode}")
         return outcome

@@ -6,6 +6,7 @@ Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prin
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -16,9 +17,13 @@ from typing import Any
 os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
 
-from tests.jobs import cuda, reducing
+import torch
+from torch import nn
+
+from tests.jobs import cuda, reducing, sync_batchnorm
 from tests.jobs.models import CASES
 from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp
+from tests.jobs.sync_batchnorm import Batches
 from tests.ranks import close_pools, run_on_ranks
 
 # NCCL reduces no sparse tensors, so torch DDP cannot train this there.
@@ -48,6 +53,10 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, options in REDUCING.items():
         for kwargs in options:
             yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
+    for batches in SYNC_BATCHNORM:
+        layer = nn.BatchNorm2d(3).to(batches.dtype)
+        yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
+    yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
@@ -74,6 +83,28 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
 }
 
 
+SYNC_BATCHNORM = [
+    Batches(split=split, dtype=dtype, layout=layout)
+    for split in ((5, 3), (7, 1), (8, 0))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for layout in ("contiguous", "channels_last")
+]
+
+
+def trainer_runs() -> bool:
+    """`tests.fit_on_gpu` on two ranks; it prints its own lines."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712", "NCCL_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.fit_on_gpu"],
+            env={**environment, "NODE_RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
+        )
+        for rank in range(2)
+    ]
+    exit_codes = [rank.wait(timeout=300) for rank in ranks]
+    return exit_codes == [0, 0]
+
+
 def main() -> int:
     """Run everything; the exit status says whether all passed."""
     failed = 0
@@ -90,6 +121,8 @@ def main() -> int:
             shown = result if any(value is not None for value in result) else ""
             print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
     close_pools()
+    num_tests += 1
+    failed += not trainer_runs()
     print(f"{num_tests - failed} passed, {failed} failed")
     return int(failed > 0)
 

@@ -1,0 +1,29 @@
+PYTHON ?= python3
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest lint
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.installed ## Train on real data in two processes
+	.venv/bin/python examples/digits.py
+
+test: .venv/.installed ## Run the test suite
+	.venv/bin/python -m pytest
+
+test-oldest: .venv-oldest/.installed ## Run the test suite with the oldest supported torch and Lightning
+	.venv-oldest/bin/python -m pytest
+
+lint: .venv/.installed ## Check style and types
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+.venv/.installed: constraints.txt pyproject.toml
+.venv-oldest/.installed: constraints-oldest.txt pyproject.toml
+
+.venv/.installed .venv-oldest/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -c $< -e '.[test,lint]'
+	touch $@

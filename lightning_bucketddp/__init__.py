@@ -1,0 +1,41 @@
+"""Data-parallel training for Lightning with its own gradient bucketing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning_bucketddp.strategies.registration import strategy_class
+from lightning_bucketddp_autoload import register_when_imported
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+
+__version__ = "0.1.0"
+__all__ = ["BucketDDPStrategy", "__version__"]
+
+register_when_imported()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BucketDDPStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return strategy_class(_trainer_root())
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _trainer_root() -> str:
+    """Where the caller's Trainer comes from: the root that is imported, else one that is installed."""
+    roots = ("lightning.pytorch", "pytorch_lightning")
+    installed = [root for root in roots if find_spec(root.partition(".")[0]) is not None]
+    imported = [root for root in installed if root in sys.modules]
+    if not installed:
+        raise ImportError(
+            "BucketDDPStrategy needs Lightning, but neither `lightning` nor `pytorch_lightning` is installed."
+            " Run `pip install lightning`."
+        )
+    return (imported or installed)[0]

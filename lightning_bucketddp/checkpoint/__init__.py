@@ -1,0 +1,7 @@
+"""Rank-zero checkpoint I/O. Knows torch and fsspec; Lightning only in `lightning_io` and `lightning_fabric_io`.
+
+One noun per file, and a file imports only files to its left:
+
+    errors -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
+    errors -> rank_zero -> background
+"""

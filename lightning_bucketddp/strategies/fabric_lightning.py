@@ -1,0 +1,23 @@
+"""`BucketDDPStrategy` for `lightning.fabric.Fabric`."""
+
+from functools import wraps
+from typing import Any
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+
+from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
+from lightning_bucketddp.strategies.fabric import PROCESS_SETUP, FabricStrategy
+from lightning_bucketddp.strategies.options import adopt_process_setup
+
+
+@adopt_process_setup(DDPStrategy, PROCESS_SETUP)
+class BucketDDPStrategy(FabricStrategy, ParallelStrategy):
+    __doc__ = FabricStrategy.__doc__
+    _default_checkpoint_io = BucketDDPCheckpointIO
+
+    # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says
+    # so by wrapping the original.
+    @wraps(ParallelStrategy.backward)
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        FabricStrategy.backward(self, *args, **kwargs)

@@ -1,0 +1,74 @@
+"""The keywords of `BucketDDPStrategy`: torch DDP's and Lightning's, so that a project ports by one word."""
+
+from __future__ import annotations
+
+import abc
+import difflib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_Class = TypeVar("_Class", bound=type)
+
+log = logging.getLogger(__name__)
+
+_WHY_WITHOUT_EFFECT = {
+    "find_unused_parameters": "unused parameters are always handled, at no cost",
+    "static_graph": "how often each parameter is used is learned from the first backward",
+    "gradient_as_bucket_view": "gradients always live in their buckets",
+    "batched_grad_copy": "gradients are always copied by one call per bucket",
+    "skip_all_reduce_unused_params": "unused parameters need no mode of their own",
+}
+
+
+class RejectsUnknownOptions:
+    """Answers a misspelt keyword with the nearest right one."""
+
+    def __new__(cls, *_args: Any, **options: Any) -> Any:
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        unknown = [] if takes_any else [name for name in options if name not in parameters]
+        if unknown:
+            nearest = difflib.get_close_matches(unknown[0], parameters, n=1)
+            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(list(parameters)[1:])}."
+            raise TypeError(f"`{cls.__name__}` has no option `{unknown[0]}`.{hint}")
+        return super().__new__(cls)
+
+
+def explain_without_effect(**options: bool | None) -> None:
+    """Say in one line which of the options that were given (not None) no longer mean anything, and why."""
+    reasons = [f"`{name}` ({_WHY_WITHOUT_EFFECT[name]})" for name, value in options.items() if value is not None]
+    if reasons:
+        rank_zero_info(f"bucketddp: no effect, and no need to set: {', '.join(reasons)}.")
+
+
+def resolve_start_method(start_method: StartMethod) -> StartMethod:
+    """Choose fork in a notebook or interactive interpreter, where there is no script to run again."""
+    if start_method == "popen" and hasattr(sys, "ps1"):
+        rank_zero_info("bucketddp: starting processes by fork, because this is an interactive session.")
+        return "fork"
+    return start_method
+
+
+def adopt_process_setup(ddp_strategy: Any, names: Iterable[str]) -> Callable[[_Class], _Class]:
+    """A class decorator that takes over Lightning's own process set-up and counts as a `DDPStrategy`.
+
+    The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
+    installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
+    `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
+    `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
+    """
+
+    def adopt(cls: _Class) -> _Class:
+        for name in names:
+            setattr(cls, name, vars(ddp_strategy)[name])
+        abc.update_abstractmethods(cls)
+        ddp_strategy.register(cls)
+        return cls
+
+    return adopt

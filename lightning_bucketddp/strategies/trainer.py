@@ -1,0 +1,267 @@
+"""`BucketDDPStrategy` for the Trainer, less its Lightning base class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_bucketddp.checkpoint.background import drain, raised_once
+from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
+from lightning_bucketddp.core.collectives import Collectives, all_gather
+from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.reducer import Reducer
+from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from lightning_bucketddp.strategies.options import (
+    RejectsUnknownOptions,
+    StartMethod,
+    explain_without_effect,
+    resolve_start_method,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
+
+# What a strategy takes over from Lightning's `DDPStrategy` (see `adopt_process_setup`).
+PROCESS_SETUP = (
+    "root_device",
+    "num_nodes",
+    "num_processes",
+    "distributed_sampler_kwargs",
+    "process_group_backend",
+    "_configure_launcher",
+    "setup_distributed",
+    "_get_process_group_backend",
+    "set_world_ranks",
+    "determine_ddp_device_ids",
+    "model_to_device",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "_enable_model_averaging",
+)
+
+
+class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
+    """Data-parallel training with its own gradient bucketing.
+
+    Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Args:
+        ddp_comm_state: State for `ddp_comm_hook`.
+        ddp_comm_hook: A communication hook as torch DDP takes it. Runs on every backend.
+        ddp_comm_wrapper: Wraps `ddp_comm_hook`, for example `fp16_compress_wrapper`.
+        model_averaging_period: Steps between averages of the model, for post-localSGD.
+        process_group_backend: For example `nccl` or `gloo`. By default the one that fits the device.
+        timeout: How long a collective may take.
+        start_method: How the processes are started.
+        bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+        overlap: Reduce gradients while backward still runs.
+        broadcast_buffers: Keep all ranks on rank 0's buffers.
+        init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
+        find_unused_parameters: No effect; unused parameters are always handled.
+        static_graph: No effect; how often each parameter is used is learned.
+        gradient_as_bucket_view: No effect; gradients always live in their buckets.
+        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
+        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
+    """
+
+    _torch_sync_batchnorm: ClassVar[type]
+    _wrapping_checkpoint_io: ClassVar[type]
+    _default_checkpoint_io: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        *,
+        bucket_cap_mb: float | list[float] = 25.0,
+        overlap: bool = True,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        batched_grad_copy: bool | None = None,
+        skip_all_reduce_unused_params: bool | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        explain_without_effect(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            batched_grad_copy=batched_grad_copy,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        self.config = ReducerConfig(
+            bucket_cap_mb=bucket_cap_mb,
+            overlap=overlap,
+            broadcast_buffers=broadcast_buffers,
+            comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
+            comm_state=ddp_comm_state,
+        )
+        self.reducer: Reducer | None = None
+        self._replicas: Replicas | None = None
+        self._collectives: Collectives | None = None
+        self._init_sync = init_sync
+        self._is_fitting = False
+        # Read by what `adopt_process_setup` takes over.
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = resolve_start_method(start_method)
+        self._ddp_comm_state = ddp_comm_state
+        self._model_averaging_period = model_averaging_period
+        self._model_averager: Any = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asked by Lightning before it adds a distributed sampler."""
+        return True
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self._default_checkpoint_io()
+        elif isinstance(self._checkpoint_io, self._wrapping_checkpoint_io):
+            # Ignored by a wrapper that already has something to wrap.
+            self._checkpoint_io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.setup_distributed()
+        self._collectives = Collectives(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        self._is_fitting = trainer.state.fn == "fit"
+        if self._is_fitting and self._layer_sync is not None:
+            self._sync_layers()
+        super().setup(trainer)
+        if self._is_fitting and isinstance(self._ddp_comm_state, PostLocalSGDState):
+            self._enable_model_averaging()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        assert self._collectives is not None
+        self._replicas = Replicas(model, self._collectives)
+        if self._init_sync:
+            self._replicas.agree()
+            self._replicas.broadcast()
+        if self._is_fitting:
+            self.reducer = Reducer(self._replicas, self.config)
+        return model
+
+    def _sync_layers(self) -> None:
+        """`Trainer(sync_batchnorm=True)`, or the user's own `LayerSync` plugin."""
+        assert self.model is not None
+        assert self._layer_sync is not None
+        assert self._collectives is not None
+        if type(self._layer_sync) is self._torch_sync_batchnorm:
+            convert_sync_batchnorm(self.model, self._collectives)
+        else:
+            self.model = self._layer_sync.apply(self.model)
+
+    def _unsync_layers(self) -> None:
+        assert self.model is not None
+        assert self._layer_sync is not None
+        if type(self._layer_sync) is self._torch_sync_batchnorm:
+            revert_sync_batchnorm(self.model)
+        else:
+            self.model = self._layer_sync.revert(self.model)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # As the base class does it, but for the scope: gradients must be final before `precision.post_backward`, which
+        # calls `on_after_backward`, also on a rank where no parameter took part.
+        self.pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with self.reducer.backward() if self.reducer is not None else nullcontext():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate gradients on this rank only."""
+        with self.reducer.no_sync() if self.reducer is not None else nullcontext():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._model_averager is not None:
+            params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+            self._model_averager.average_parameters(iter(params))
+        return output
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def on_validation_start(self) -> None:
+        self._share_norm_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_norm_statistics()
+
+    def on_predict_start(self) -> None:
+        self._share_norm_statistics()
+
+    def on_train_end(self) -> None:
+        self._share_norm_statistics()
+        write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
+
+    def _share_norm_statistics(self) -> None:
+        if self._replicas is not None and self.config.broadcast_buffers:
+            self._replicas.broadcast_norm_statistics()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write on rank zero; a failure is raised on every rank."""
+
+        def write() -> None:
+            with raised_once(self.checkpoint_io):
+                super(TrainerStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        write_on_rank_zero(write, self._collectives, path=filepath)
+
+    def teardown(self) -> None:
+        if self.reducer is not None:
+            self.reducer.close()
+            if self._layer_sync is not None:
+                self._unsync_layers()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
+        return {**super().__getstate__(), "reducer": None, "_replicas": None, "_collectives": None}

@@ -1,0 +1,17 @@
+"""`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
+
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+
+from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
+from lightning_bucketddp.strategies.options import adopt_process_setup
+from lightning_bucketddp.strategies.trainer import PROCESS_SETUP, TrainerStrategy
+
+
+@adopt_process_setup(DDPStrategy, PROCESS_SETUP)
+class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
+    __doc__ = TrainerStrategy.__doc__
+    _torch_sync_batchnorm = TorchSyncBatchNorm
+    _wrapping_checkpoint_io = _WrappingCheckpointIO
+    _default_checkpoint_io = BucketDDPCheckpointIO

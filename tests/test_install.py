@@ -1,0 +1,106 @@
+"""What `pip install` puts on a machine, and that it is enough."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.interpreter import run_code, run_python
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def pip(*arguments: str) -> None:
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-index"]
+    subprocess.run([sys.executable, "-m", "pip", *arguments, "--no-deps", *quiet], check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", str(REPOSITORY), "--no-build-isolation", "--wheel-dir", str(folder))
+    return next(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the installed package and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", str(wheel), "--target", str(folder))
+    return folder
+
+
+def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Path) -> None:
+    names = ZipFile(wheel).namelist()
+    metadata = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
+    assert {name.partition("/")[0] for name in names} == {
+        "lightning_bucketddp",
+        "lightning_bucketddp_autoload.py",
+        metadata,
+    }
+    assert {
+        "lightning_bucketddp/py.typed",
+        "lightning_bucketddp/core/reducer.py",
+        f"{metadata}/licenses/LICENSE",
+    } <= set(names)
+
+
+def test_the_metadata_says_what_it_needs_and_where_torch_finds_it(installed: Path) -> None:
+    (distribution,) = distributions(path=[str(installed)])
+    (entry_point,) = distribution.entry_points
+    assert (entry_point.group, entry_point.name) == ("torch.backends", "bucketddp")
+    assert entry_point.value == "lightning_bucketddp_autoload:autoload"
+    required = [line for line in distribution.requires or [] if "extra" not in line]
+    assert sorted(required) == ["lightning>=2.5", "torch>=2.5"]
+    version = run_code("import lightning_bucketddp; print(lightning_bucketddp.__version__)", PYTHONPATH=str(installed))
+    assert distribution.version == version
+
+
+@pytest.mark.parametrize(
+    ("entry", "root", "module"),
+    [
+        ("Trainer", "lightning.pytorch", "trainer_lightning"),
+        ("Trainer", "pytorch_lightning", "trainer_pytorch_lightning"),
+        ("Fabric", "lightning.fabric", "fabric_lightning"),
+        ("Fabric", "lightning_fabric", "fabric_lightning_fabric"),
+    ],
+)
+def test_an_installed_wheel_is_found_by_name(entry: str, root: str, module: str, installed: Path) -> None:
+    printed = run_code(
+        f"""
+        import sys
+        from {root} import {entry}
+        strategy = {entry}(accelerator="cpu", devices=2, strategy="bucketddp").strategy
+        print(type(strategy).__module__)
+        print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("lightning_bucketddp")))
+        """,
+        PYTHONPATH=str(installed),
+    )
+    name, files = printed.splitlines()
+    assert name == f"lightning_bucketddp.strategies.{module}"
+    assert all(installed in Path(file).parents for file in files.split())
+
+
+def test_an_editable_install_is_found_by_name() -> None:
+    """The environment that runs the tests has one: `make test`, or `pip install -e .`."""
+    printed = run_code("""
+        import sys
+        from lightning import Trainer
+        strategy = Trainer(accelerator="cpu", devices=2, strategy="bucketddp").strategy
+        print(sys.modules[type(strategy).__module__].__file__)
+    """)
+    assert REPOSITORY in Path(printed).parents
+
+
+def test_the_example_trains_to_the_end() -> None:
+    printed = run_python(str(REPOSITORY / "examples" / "digits.py"), "--max-epochs", "1")
+    accuracy, reduced = printed.splitlines()[-2:]
+    assert float(accuracy.removeprefix("validation accuracy: ").removesuffix("%")) > 80
+    # 45 batches per process and epoch, two to a step; the last one steps alone.
+    assert "10 parameters in 1 bucket" in reduced
+    assert "23 reductions" in reduced
