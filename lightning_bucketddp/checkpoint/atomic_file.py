@@ -30,9 +30,9 @@ class _TemporaryFile(io.FileIO):
 def atomic_file(path: str) -> Iterator[BinaryIO]:
     """A new file to write into, which takes the place of `path` on disk when the block ends without an error.
 
-    A symbolic link stays and the file it points to is replaced.
+    If `path` is a symbolic link, the link is replaced: what it points to may be a checkpoint that someone keeps.
     """
-    path = os.path.realpath(path)
+    path = os.path.abspath(path)
     directory, name = os.path.split(path)
     if os.path.exists(path) and not os.path.isfile(path):
         # A rename would put a plain file in the place of /dev/null too.

@@ -1,8 +1,10 @@
 """What Lightning asks of a strategy, on top of `core`.
 
-    options -> trainer -> trainer_lightning, trainer_pytorch_lightning
-    options -> fabric  -> fabric_lightning,  fabric_lightning_fabric
-    registration imports the last of each only when its root of Lightning is in use
+    registration -> binding
+    options, binding -> trainer -> trainer_lightning, trainer_pytorch_lightning
+    options, binding -> fabric  -> fabric_lightning,  fabric_lightning_fabric
+
+`registration` imports the last of each only when its root of Lightning is in use.
 
 The logic is written once, without Lightning imports, and bound to each of Lightning's roots in a few lines: the roots
 define separate classes and accept only their own.

@@ -7,8 +7,8 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.parallel import ParallelStrategy
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
+from lightning_bucketddp.strategies.binding import adopt_process_setup
 from lightning_bucketddp.strategies.fabric import PROCESS_SETUP, FabricStrategy
-from lightning_bucketddp.strategies.options import adopt_process_setup
 
 
 @adopt_process_setup(DDPStrategy, PROCESS_SETUP)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import abc
 import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_Class = TypeVar("_Class", bound=type)
 
 log = logging.getLogger(__name__)
 
@@ -53,22 +50,3 @@ def resolve_start_method(start_method: StartMethod) -> StartMethod:
         rank_zero_info("bucketddp: starting processes by fork, because this is an interactive session.")
         return "fork"
     return start_method
-
-
-def adopt_process_setup(ddp_strategy: Any, names: Iterable[str]) -> Callable[[_Class], _Class]:
-    """A class decorator that takes over Lightning's own process set-up and counts as a `DDPStrategy`.
-
-    The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
-    installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
-    `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
-    `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
-    """
-
-    def adopt(cls: _Class) -> _Class:
-        for name in names:
-            setattr(cls, name, vars(ddp_strategy)[name])
-        abc.update_abstractmethods(cls)
-        ddp_strategy.register(cls)
-        return cls
-
-    return adopt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ _MODULE_OF = {
     "lightning.fabric": "fabric_lightning",
     "lightning_fabric": "fabric_lightning_fabric",
 }
+TRAINER_ROOTS = ("lightning.pytorch", "pytorch_lightning")
 _START_METHOD_OF = {
     "bucketddp": "popen",
     "bucketddp_spawn": "spawn",
@@ -33,6 +35,10 @@ def register(root: str) -> None:
     def create(**options: Any) -> Any:
         return strategy_class(root)(**options)
 
+    if "lightning_bucketddp.strategies.trainer" in sys.modules:
+        # Made before this root was imported: it accepts that class too.
+        trainer = sys.modules["lightning_bucketddp.strategies.trainer"]
+        trainer.accept_in_every_trainer(trainer.TrainerStrategy)
     strategies = import_module(f"{root}.strategies")
     registry = strategies.STRATEGY_REGISTRY if "fabric" in root else strategies.StrategyRegistry
     for name, start_method in _START_METHOD_OF.items():

@@ -21,6 +21,7 @@ from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -148,6 +149,16 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         return True
 
     @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # The first thing that a Trainer gives us, and it tells which root of Lightning the Trainer is from.
+        follow_root(self, accelerator)
+        self._accelerator = accelerator
+
+    @property
     def checkpoint_io(self) -> Any:
         if self._checkpoint_io is None:
             self._checkpoint_io = self._default_checkpoint_io()
@@ -265,3 +276,6 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
         return {**super().__getstate__(), "reducer": None, "_replicas": None, "_collectives": None}
+
+
+accept_in_every_trainer(TrainerStrategy)

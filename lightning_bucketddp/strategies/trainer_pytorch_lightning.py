@@ -5,7 +5,7 @@ from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
-from lightning_bucketddp.strategies.options import adopt_process_setup
+from lightning_bucketddp.strategies.binding import adopt_process_setup
 from lightning_bucketddp.strategies.trainer import PROCESS_SETUP, TrainerStrategy
 
 
