@@ -48,17 +48,25 @@ class Collectives:
 
     def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
-        world = dist.group.WORLD
-        assert world is not None  # whoever makes this has initialised torch.distributed
-        self.group = group if group is not None else world
+        self._world = dist.group.WORLD
+        assert self._world is not None  # whoever makes this has initialised torch.distributed
+        self.group = group if group is not None else self._world
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self._group_averages = self._probe_average()
+        self._side_group: Collectives | None = None
 
-    def new_group(self) -> Collectives:
+    @property
+    def is_open(self) -> bool:
+        """Whether the process group is still there: nobody has destroyed it, or destroyed it and made another."""
+        return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def side_group(self) -> Collectives:
         """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
-        ranks = dist.get_process_group_ranks(self.group)
-        return Collectives(self.device, group=dist.new_group(ranks))
+        if self._side_group is None:
+            ranks = dist.get_process_group_ranks(self.group)
+            self._side_group = Collectives(self.device, group=dist.new_group(ranks))
+        return self._side_group
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""

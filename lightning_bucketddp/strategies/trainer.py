@@ -174,7 +174,8 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.setup_distributed()
-        self._collectives = Collectives(self.root_device)
+        if self._collectives is None or not self._collectives.is_open:
+            self._collectives = Collectives(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
         self._is_fitting = trainer.state.fn == "fit"
