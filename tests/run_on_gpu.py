@@ -54,7 +54,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         for kwargs in options:
             yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
     for batches in SYNC_BATCHNORM:
-        layer = nn.BatchNorm2d(3).to(batches.dtype)
+        layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
     yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
@@ -74,6 +74,7 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
     ],
     "late_gradient": [{"overlap": True}, {"overlap": False}],
     "buckets_leave_while_backward_runs": [{"overlap": True}],
+    "half_precision_gradients_do_not_overflow": [{}],
     "gradients_live_in_the_buckets": [{}],
     "strides_follow_the_parameter": [{}],
     "weights_and_buffers_come_from_rank_zero": [{}],

@@ -21,6 +21,8 @@ def test_no_sync_around_backward_alone_is_enough() -> None:
         reducing.calling_a_submodule_synchronises,
         reducing.second_backward_on_one_forward_synchronises,
         reducing.parameter_used_only_in_an_earlier_micro_batch_is_reduced,
+        reducing.parameter_that_was_frozen_at_setup_synchronises_alone,
+        reducing.half_precision_gradients_do_not_overflow,
         reducing.gradients_live_in_the_buckets,
         reducing.strides_follow_the_parameter,
         reducing.copies_carry_nothing_of_ours,

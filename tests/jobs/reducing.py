@@ -109,6 +109,28 @@ def parameter_unfrozen_after_setup_is_reduced() -> int:
     return reducer.stats.num_plans
 
 
+def parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
+    """Nothing but a parameter that could not be trained at set-up takes part in a plain backward."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)  # type: ignore[index]
+    build_reducer(model)
+    for module in (model, reference):
+        module.requires_grad_(False)
+        module[0].requires_grad_(True)  # type: ignore[index]
+        module(batch(dist.get_rank(), 0)).square().mean().backward()
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
+
+
+def half_precision_gradients_do_not_overflow() -> None:
+    """The sum of these is beyond what fp16 can hold, their mean is not."""
+    model = nn.Linear(2, 2, bias=False).to(device(), torch.float16)
+    build_reducer(model)
+    (model.weight * (40_000.0 if dist.get_rank() == 0 else 50_000.0)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 45_000.0))  # type: ignore[arg-type]
+
+
 def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
     """What `toggle_optimizer` does: the network that is switched off is not communicated, and nothing is re-planned."""
     torch.manual_seed(3)
