@@ -83,6 +83,7 @@ def test_a_cap_that_is_no_positive_number_is_refused(bucket_cap_mb: object) -> N
 
 
 def test_a_number_means_that_size_with_small_edges() -> None:
+    assert ReducerConfig(bucket_cap_mb=None).caps == BucketCaps((MIB, 25 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=0.5).caps == BucketCaps((MIB // 2, MIB // 2), last=MIB // 2)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 MIB = 2**20
 
+_DEFAULT_CAP_MB = 25.0
 # The first bucket should leave early and the last one, which nothing hides, should be short.
 _EDGE_BUCKET_MB = 1.0
 
@@ -18,15 +19,16 @@ class ReducerConfig:
     """Settings of a `Reducer`.
 
     Attributes:
-        bucket_cap_mb: Largest size of a bucket in MiB; a larger parameter has a bucket of its own. A list gives the
-            caps of the buckets one by one, in the order in which they leave; its last value holds for all further ones.
+        bucket_cap_mb: Largest size of a bucket in MiB (None: 25); a larger parameter has a bucket of its own. A list
+            gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
+            further ones.
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
     """
 
-    bucket_cap_mb: float | Sequence[float] = 25.0
+    bucket_cap_mb: float | Sequence[float] | None = None
     overlap: bool = True
     broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
@@ -34,18 +36,20 @@ class ReducerConfig:
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
-        if isinstance(caps, str) or not caps or not all(_is_positive_number(cap) for cap in caps):
+        is_valid = bool(caps) and not isinstance(caps, str) and all(_is_positive_number(cap) for cap in caps)
+        if self.bucket_cap_mb is not None and not is_valid:
             raise ValueError(
                 "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
-                f" {self.bucket_cap_mb!r}. The default is 25."
+                f" {self.bucket_cap_mb!r}. The default is {_DEFAULT_CAP_MB:g}."
             )
 
     @property
     def caps(self) -> BucketCaps:
         if isinstance(self.bucket_cap_mb, Sequence):
             return BucketCaps(by_position=tuple(int(cap * MIB) for cap in self.bucket_cap_mb), last=None)
-        edge = min(_EDGE_BUCKET_MB, self.bucket_cap_mb)
-        return BucketCaps(by_position=(int(edge * MIB), int(self.bucket_cap_mb * MIB)), last=int(edge * MIB))
+        cap = _DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
+        edge = min(_EDGE_BUCKET_MB, cap)
+        return BucketCaps(by_position=(int(edge * MIB), int(cap * MIB)), last=int(edge * MIB))
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,10 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         timeout: How long a collective may take.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+        bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
+        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
@@ -84,9 +86,11 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         *,
         ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
-        bucket_cap_mb: float | list[float] = 25.0,
+        bucket_cap_mb: float | list[float] | None = 25.0,
+        bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
@@ -109,9 +113,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.config = ReducerConfig(
-            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
             overlap=overlap,
-            broadcast_buffers=broadcast_buffers,
+            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_hook,
             comm_state=ddp_comm_state,
         )

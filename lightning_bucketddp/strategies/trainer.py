@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,6 @@ from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
@@ -28,6 +28,7 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
+from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -69,8 +70,10 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         timeout: How long a collective may take.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+        bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
+        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
@@ -98,9 +101,11 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
-        bucket_cap_mb: float | list[float] = 25.0,
+        bucket_cap_mb: float | list[float] | None = 25.0,
+        bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
@@ -123,9 +128,9 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.config = ReducerConfig(
-            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
             overlap=overlap,
-            broadcast_buffers=broadcast_buffers,
+            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
             comm_state=ddp_comm_state,
         )
@@ -134,6 +139,8 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._collectives: Collectives | None = None
         self._init_sync = init_sync
         self._is_fitting = False
+        self._synced_layers: SyncedLayers | None = None
+        self._num_backwards_shared = 0
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -180,7 +187,12 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         self._is_fitting = trainer.state.fn == "fit"
         if self._is_fitting and self._layer_sync is not None:
-            self._sync_layers()
+            assert self.model is not None
+            assert self._collectives is not None
+            self._synced_layers = SyncedLayers(
+                self._layer_sync, ours=self._torch_sync_batchnorm, collectives=self._collectives
+            )
+            self.model = self._synced_layers.apply(self.model)
         super().setup(trainer)
         if self._is_fitting and isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
@@ -192,26 +204,9 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
             self._replicas.agree()
             self._replicas.broadcast()
         if self._is_fitting:
-            self.reducer = Reducer(self._replicas, self.config)
+            # Buffers are shared before a forward, not by the reducer after a backward: callbacks may change them.
+            self.reducer = Reducer(self._replicas, replace(self.config, broadcast_buffers=False))
         return model
-
-    def _sync_layers(self) -> None:
-        """`Trainer(sync_batchnorm=True)`, or the user's own `LayerSync` plugin."""
-        assert self.model is not None
-        assert self._layer_sync is not None
-        assert self._collectives is not None
-        if type(self._layer_sync) is self._torch_sync_batchnorm:
-            convert_sync_batchnorm(self.model, self._collectives)
-        else:
-            self.model = self._layer_sync.apply(self.model)
-
-    def _unsync_layers(self) -> None:
-        assert self.model is not None
-        assert self._layer_sync is not None
-        if type(self._layer_sync) is self._torch_sync_batchnorm:
-            revert_sync_batchnorm(self.model)
-        else:
-            self.model = self._layer_sync.revert(self.model)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As the base class does it, but for the scope: gradients must be final before `precision.post_backward`, which
@@ -224,6 +219,10 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._share_buffers()
+        return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -242,19 +241,29 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         return all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def on_validation_start(self) -> None:
-        self._share_norm_statistics()
+        self._share_statistics()
 
     def on_test_start(self) -> None:
-        self._share_norm_statistics()
+        self._share_statistics()
 
     def on_predict_start(self) -> None:
-        self._share_norm_statistics()
+        self._share_statistics()
 
     def on_train_end(self) -> None:
-        self._share_norm_statistics()
+        self._share_statistics()
         write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
 
-    def _share_norm_statistics(self) -> None:
+    def _share_buffers(self) -> None:
+        """Before the first forward after a synchronised backward, as torch DDP does."""
+        if self.reducer is None or self._num_backwards_shared == self.reducer.stats.num_backwards:
+            return
+        self._num_backwards_shared = self.reducer.stats.num_backwards
+        if self._replicas is not None and self.config.broadcast_buffers:
+            self._replicas.broadcast_buffers()
+
+    def _share_statistics(self) -> None:
+        """Before anything reads the statistics that training has left alone."""
+        self._share_buffers()
         if self._replicas is not None and self.config.broadcast_buffers:
             self._replicas.broadcast_norm_statistics()
 
@@ -270,13 +279,16 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def teardown(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
-            if self._layer_sync is not None:
-                self._unsync_layers()
+        if self._synced_layers is not None:
+            assert self.model is not None
+            self.model = self._synced_layers.revert(self.model)
+            self._synced_layers = None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        return {**super().__getstate__(), "reducer": None, "_replicas": None, "_collectives": None}
+        ours = dict.fromkeys(["reducer", "_replicas", "_collectives", "_synced_layers"])
+        return {**super().__getstate__(), **ours}
 
 
 accept_in_every_trainer(TrainerStrategy)

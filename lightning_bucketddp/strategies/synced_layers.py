@@ -1,0 +1,42 @@
+"""Layers that are synchronised between ranks while a model is fitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.layer_sync import LayerSync
+
+
+class SyncedLayers:
+    """What `Trainer(sync_batchnorm=True)` or a `LayerSync` plugin of the user does to a model.
+
+    Args:
+        plugin: what the Trainer gave the strategy.
+        ours: the plugin class that stands for `sync_batchnorm=True`; ours works on CPU too.
+        collectives: how to reach the other ranks.
+    """
+
+    def __init__(self, plugin: LayerSync, *, ours: type, collectives: Collectives) -> None:
+        self._plugin = plugin
+        self._collectives = collectives
+        self._is_ours = type(plugin) is ours
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise the layers."""
+        if not self._is_ours:
+            return self._plugin.apply(model)
+        convert_sync_batchnorm(model, self._collectives)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`."""
+        if not self._is_ours:
+            return self._plugin.revert(model)
+        revert_sync_batchnorm(model)
+        return model

@@ -1,0 +1,116 @@
+"""Jobs that train, save, fail to save, and resume."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from tests.scripts import models
+from tests.scripts.trainers import like_torchrun, make_trainer
+
+
+class Scheduled(models.Regression):
+    """Has an optimizer and a scheduler with state."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class RecordingCheckpointIO(TorchCheckpointIO):
+    """A user's own plugin."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.calls.append(f"save {Path(path).name}")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.calls.append(f"load {Path(path).name}")
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
+@like_torchrun()
+def fit_and_save(*, strategy: str, max_epochs: int, save_to: Path, resume_from: Path | None = None) -> None:
+    """Train until `max_epochs`, from the start or from a checkpoint, and save."""
+    torch.manual_seed(dist.get_rank())
+    trainer = make_trainer(strategy, max_epochs=max_epochs)
+    trainer.fit(Scheduled(), models.loader(), ckpt_path=resume_from)
+    trainer.save_checkpoint(save_to)
+
+
+@like_torchrun()
+def use_own_plugin(*, path: Path) -> list[str]:
+    """What a user's own plugin is asked to do."""
+    plugin = RecordingCheckpointIO()
+    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
+    trainer.fit(Scheduled(), models.loader())
+    trainer.save_checkpoint(path)
+    trainer.fit(Scheduled(), models.loader(), ckpt_path=path)
+    return plugin.calls
+
+
+@like_torchrun()
+def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int | None = None) -> str | None:
+    """Save each epoch with `AsyncCheckpointIO`; what the fit raises."""
+    each_epoch = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        "bucketddp", max_epochs=max_epochs, plugins=AsyncCheckpointIO(), enable_checkpointing=True, callbacks=each_epoch
+    )
+    with _full_disk(room_for_bytes):
+        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+@like_torchrun()
+def save_on_full_disk(*, directory: Path, room_for_bytes: int) -> str | None:
+    """Save over the checkpoint of an earlier epoch; what the fit raises."""
+    each_epoch = ModelCheckpoint(directory, filename="last", enable_version_counter=False)
+    trainer = make_trainer("bucketddp", max_epochs=1, enable_checkpointing=True, callbacks=each_epoch)
+    trainer.fit(Scheduled(), models.loader())
+    trainer.fit_loop.max_epochs = 2
+    with _full_disk(room_for_bytes):
+        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+@like_torchrun()
+def save(*, path: Path) -> str | None:
+    """What `trainer.save_checkpoint` raises after a fit."""
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    trainer.fit(Scheduled(), models.loader())
+    return _raised_by(lambda: trainer.save_checkpoint(path))
+
+
+@like_torchrun()
+def resume(*, path: Path) -> str | None:
+    """What `trainer.fit` raises for a checkpoint."""
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    return _raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
+
+
+def _raised_by(call: Any) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _full_disk(room_for_bytes: int | None) -> Iterator[None]:
+    """Let no file of this process grow beyond `room_for_bytes`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if room_for_bytes is None else room_for_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,44 @@
+"""A Trainer for jobs that run on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+import lightning_bucketddp  # noqa: F401  (jobs need no installed package; scripts do)
+
+# So that the modules of the tests need several buckets.
+SMALL_BUCKETS_MB = 40 / 2**20
+
+
+@contextmanager
+def like_torchrun() -> Iterator[None]:
+    """Let Lightning see the ranks that run a job as processes that torchrun has started."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {
+        "TORCHELASTIC_RUN_ID": "tests",
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    with patch.dict(os.environ, variables):
+        yield
+
+
+def make_trainer(strategy: Any, **options: Any) -> Trainer:
+    """A quiet Trainer on the CPU with one device per rank."""
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **{**quiet, **options})

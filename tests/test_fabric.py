@@ -1,0 +1,61 @@
+"""`Fabric(strategy="bucketddp")` on two processes does what `Fabric(strategy="ddp")` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.scripts.fabrics import LOOPS, ROOTS, count_reductions, failure_to_save, load, save, talk, train
+
+# What torch DDP needs for the same result.
+LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_training_equals_ddp(loop: str) -> None:
+    ddp = run_on_ranks(train, strategy="ddp", loop=LOOP_FOR_DDP.get(loop, loop))
+    for rank in run_on_ranks(train, strategy="bucketddp", loop=loop):
+        assert rank == ddp[0]
+
+
+def test_both_roots_train_alike() -> None:
+    lightning, lightning_fabric = (
+        run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS
+    )
+    assert lightning == lightning_fabric
+
+
+def test_accumulation_reduces_each_bucket_once_per_step() -> None:
+    for reductions_by_bucket in run_on_ranks(count_reductions):
+        assert len(reductions_by_bucket) > 1
+        assert set(reductions_by_bucket) == {2}
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "bucketddp"), ("bucketddp", "ddp")])
+def test_a_loaded_checkpoint_trains_on(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+    saved = run_on_ranks(save, strategy=saved_by, path=tmp_path / "model.ckpt")
+    loaded = run_on_ranks(load, strategy=loaded_by, path=tmp_path / "model.ckpt")
+    assert saved[0] == loaded[0]
+
+
+def test_a_failure_to_save_is_raised_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(failure_to_save, path=path)
+    assert rank_zero.startswith(f"CheckpointWriteError: Could not write checkpoint `{path}`: Not a directory.")
+    assert rank_one == f"{rank_zero} (on rank 0)"
+
+
+def test_collectives_return_what_those_of_ddp_do() -> None:
+    ours = run_on_ranks(talk, strategy="bucketddp")
+    assert ours == run_on_ranks(talk, strategy="ddp")
+    assert ours[0] == {
+        "gathered": [[1.0, 10.0], [2.0, 10.0]],
+        "gradient": [2.0, 2.0],
+        "gathered_dict": {"rank": [0, 1]},
+        "mean": [1.5, 10.0],
+        "sum": [3.0, 20.0],
+        "broadcast": {"from": 1},
+    }
