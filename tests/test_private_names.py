@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.autograd import Variable
 
-from lightning_bucketddp.strategies.fabric import PROCESS_SETUP as FABRIC_PROCESS_SETUP
-from lightning_bucketddp.strategies.trainer import PROCESS_SETUP as TRAINER_PROCESS_SETUP
+from lightning_bucketddp.strategies.binding import FABRIC_PROCESS_SETUP, TRAINER_PROCESS_SETUP
 
 PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 

@@ -9,6 +9,7 @@ from tests.ranks import run_on_ranks
 from tests.scripts.behaviour import (
     batchnorm_after_failed_fit,
     count_reductions,
+    fit_with_a_layer_added_between_epochs,
     fit_with_sync_batchnorm,
     module_is_not_wrapped,
     refusal,
@@ -102,6 +103,12 @@ def test_sync_batchnorm_is_reverted_after_a_fit_that_fails() -> None:
 
 def test_a_layer_sync_plugin_of_the_user_is_applied_and_reverted_once() -> None:
     assert run_on_ranks(use_own_layer_sync) == [["apply", "revert"]] * 2
+
+
+def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> None:
+    ranks = run_on_ranks(fit_with_a_layer_added_between_epochs)
+    assert all(rank["trained"] for rank in ranks)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,10 @@ class Replicas:
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives, *, defer_norm_statistics: bool = True) -> None:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = _ignored_names(module)
         self.collectives = collectives
         self._module_type = type(module).__name__
-        self.parameters: dict[str, nn.Parameter] = {
-            name: param for name, param in module.named_parameters() if name not in ignored
-        }
+        self.parameters = _parameters(module)
         _check(module, self.parameters)
         sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
         self.sparse_names = {name for name, param in self.parameters.items() if id(param) in sparse_weights}
@@ -66,6 +64,11 @@ class Replicas:
                 name = f"{prefix}.{key}" if prefix else key
                 if name not in ignored:
                     slots.append(_BufferSlot(name, owner, key))
+
+    def are_outdated(self, module: nn.Module) -> bool:
+        """Whether parameters were added to `module`, taken from it or replaced since this was made."""
+        now = _parameters(module)
+        return list(now) != list(self.parameters) or any(now[name] is not self.parameters[name] for name in now)
 
     def check_trainable(self) -> None:
         """Raise if there is nothing to train."""
@@ -107,6 +110,15 @@ class Replicas:
             }
             for name, tensor in {**self.parameters, **buffers}.items()
         }
+
+
+def _ignored_names(module: nn.Module) -> set[str]:
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    ignored = _ignored_names(module)
+    return {name: param for name, param in module.named_parameters() if name not in ignored}
 
 
 def explain_difference(by_rank: list[Description]) -> str:

@@ -11,6 +11,41 @@ from lightning_bucketddp.strategies.registration import TRAINER_ROOTS, strategy_
 
 _Class = TypeVar("_Class", bound=type)
 
+# What a strategy takes over from the `DDPStrategy` of Lightning's Trainer, and from that of Fabric.
+TRAINER_PROCESS_SETUP = (
+    "root_device",
+    "num_nodes",
+    "num_processes",
+    "distributed_sampler_kwargs",
+    "process_group_backend",
+    "_configure_launcher",
+    "setup_distributed",
+    "_get_process_group_backend",
+    "set_world_ranks",
+    "determine_ddp_device_ids",
+    "model_to_device",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "_enable_model_averaging",
+)
+FABRIC_PROCESS_SETUP = (
+    "root_device",
+    "num_nodes",
+    "num_processes",
+    "distributed_sampler_kwargs",
+    "process_group_backend",
+    "_configure_launcher",
+    "_setup_distributed",
+    "_get_process_group_backend",
+    "_set_world_ranks",
+    "_determine_ddp_device_ids",
+    "module_to_device",
+    "barrier",
+    "broadcast",
+    "all_reduce",
+)
+
 
 def adopt_process_setup(ddp_strategy: Any, names: Iterable[str]) -> Callable[[_Class], _Class]:
     """A class decorator that takes over Lightning's own process set-up and counts as a `DDPStrategy`.

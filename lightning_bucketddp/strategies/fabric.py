@@ -28,24 +28,6 @@ if TYPE_CHECKING:
 else:
     _ParallelStrategy = object
 
-# What a strategy takes over from Fabric's `DDPStrategy` (see `adopt_process_setup`).
-PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "distributed_sampler_kwargs",
-    "process_group_backend",
-    "_configure_launcher",
-    "_setup_distributed",
-    "_get_process_group_backend",
-    "_set_world_ranks",
-    "_determine_ddp_device_ids",
-    "module_to_device",
-    "barrier",
-    "broadcast",
-    "all_reduce",
-)
-
 
 class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.

@@ -7,11 +7,11 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.parallel import ParallelStrategy
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
-from lightning_bucketddp.strategies.binding import adopt_process_setup
-from lightning_bucketddp.strategies.fabric import PROCESS_SETUP, FabricStrategy
+from lightning_bucketddp.strategies.binding import FABRIC_PROCESS_SETUP, adopt_process_setup
+from lightning_bucketddp.strategies.fabric import FabricStrategy
 
 
-@adopt_process_setup(DDPStrategy, PROCESS_SETUP)
+@adopt_process_setup(DDPStrategy, FABRIC_PROCESS_SETUP)
 class BucketDDPStrategy(FabricStrategy, ParallelStrategy):
     __doc__ = FabricStrategy.__doc__
     _default_checkpoint_io = BucketDDPCheckpointIO

@@ -36,25 +36,6 @@ if TYPE_CHECKING:
 else:
     _ParallelStrategy = object
 
-# What a strategy takes over from Lightning's `DDPStrategy` (see `adopt_process_setup`).
-PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "distributed_sampler_kwargs",
-    "process_group_backend",
-    "_configure_launcher",
-    "setup_distributed",
-    "_get_process_group_backend",
-    "set_world_ranks",
-    "determine_ddp_device_ids",
-    "model_to_device",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "_enable_model_averaging",
-)
-
 
 class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
@@ -204,6 +185,9 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
             self._replicas.agree()
             self._replicas.broadcast()
         if self._is_fitting:
+            if self.reducer is not None:
+                self.reducer.close()
+            self._num_backwards_shared = 0
             # Buffers are shared before a forward, not by the reducer after a backward: callbacks may change them.
             self.reducer = Reducer(self._replicas, replace(self.config, broadcast_buffers=False))
         return model
@@ -219,6 +203,13 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
+        if batch_idx == 0 and self._replicas is not None:
+            assert self.model is not None
+            if self._replicas.are_outdated(self.model):
+                self._setup_model(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._share_buffers()

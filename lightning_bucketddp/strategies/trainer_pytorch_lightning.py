@@ -5,11 +5,11 @@ from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
-from lightning_bucketddp.strategies.binding import adopt_process_setup
-from lightning_bucketddp.strategies.trainer import PROCESS_SETUP, TrainerStrategy
+from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
+from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
-@adopt_process_setup(DDPStrategy, PROCESS_SETUP)
+@adopt_process_setup(DDPStrategy, TRAINER_PROCESS_SETUP)
 class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     __doc__ = TrainerStrategy.__doc__
     _torch_sync_batchnorm = TorchSyncBatchNorm

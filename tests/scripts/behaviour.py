@@ -108,6 +108,30 @@ def batchnorm_after_failed_fit() -> str:
     return type(module.layers[2]).__name__
 
 
+class _AddsLayer(Callback):
+    """Gives the model another layer at the start of the second epoch, different on every rank."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            torch.manual_seed(dist.get_rank())
+            layer = nn.Linear(pl_module.layers[-1].out_features, pl_module.layers[-1].out_features)
+            pl_module.layers.append(layer)
+            trainer.optimizers[0].add_param_group({"params": layer.parameters()})
+
+
+@like_torchrun()
+def fit_with_a_layer_added_between_epochs() -> dict[str, Any]:
+    """The weights at the end, and how far the added layer has come from where rank 0 started it."""
+    module = models.Regression()
+    make_trainer("bucketddp", max_epochs=3, callbacks=_AddsLayer()).fit(module, models.loader())
+    torch.manual_seed(0)
+    start = nn.Linear(module.layers[-1].in_features, module.layers[-1].out_features)
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "trained": not torch.equal(start.weight, module.layers[-1].weight),
+    }
+
+
 class OwnLayerSync(LayerSync):
     """A user's own plugin."""
 
