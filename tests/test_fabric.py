@@ -13,7 +13,18 @@ from tests.scripts.fabrics import LOOPS, ROOTS, count_reductions, failure_to_sav
 LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(strict=True, reason="buffers are broadcast after a backward, not before a forward")
+            if name == "buffer_between_steps"
+            else (),
+        )
+        for name in LOOPS
+    ],
+)
 def test_training_equals_ddp(loop: str) -> None:
     ddp = run_on_ranks(train, strategy="ddp", loop=LOOP_FOR_DDP.get(loop, loop))
     for rank in run_on_ranks(train, strategy="bucketddp", loop=loop):

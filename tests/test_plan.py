@@ -82,6 +82,13 @@ def test_a_cap_that_is_no_positive_number_is_refused(bucket_cap_mb: object) -> N
         ReducerConfig(bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]
 
 
+def test_what_travels_is_checked() -> None:
+    with pytest.raises(ValueError, match="`reduce_dtype` must be one of fp32, bf16, fp16, got 'int8'"):
+        ReducerConfig(reduce_dtype="int8")
+    with pytest.raises(ValueError, match="`reduce_dtype` and a communication hook both say what travels"):
+        ReducerConfig(reduce_dtype="bf16", comm_hook=print)
+
+
 def test_a_number_means_that_size_with_small_edges() -> None:
     assert ReducerConfig(bucket_cap_mb=None).caps == BucketCaps((MIB, 25 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)

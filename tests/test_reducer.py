@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 from tests.jobs import reducing
@@ -53,6 +54,25 @@ def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
 @pytest.mark.parametrize("failing_ranks", [[0, 1], [1], [0]], ids=["all_ranks", "rank_1", "rank_0"])
 def test_training_continues_after_an_exception_in_backward(failing_ranks: list[int], marked: bool) -> None:
     run_on_ranks(reducing.training_continues_after_an_exception_in_backward, marked=marked, failing_ranks=failing_ranks)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("own", "travels_as", "dtype"),
+    [
+        (torch.float32, "bf16", "torch.bfloat16"),
+        (torch.float32, "fp16", "torch.float16"),
+        (torch.bfloat16, "fp32", "torch.float32"),
+        (torch.float16, "fp32", "torch.float32"),
+        (torch.float32, "fp32", "torch.float32"),
+    ],
+)
+def test_gradients_travel_in_the_dtype_asked_for(
+    own: torch.dtype, travels_as: str, dtype: str, world_size: int
+) -> None:
+    job = reducing.gradients_travel_in_another_dtype
+    ranks = run_on_ranks(job, world_size=world_size, own=own, travels_as=travels_as)
+    assert ranks == [[dtype]] * world_size
 
 
 def test_late_gradient_names_parameter_bucket_rank_and_remedy() -> None:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 MIB = 2**20
+
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DEFAULT_CAP_MB = 25.0
 # The first bucket should leave early and the last one, which nothing hides, should be short.
@@ -23,6 +27,7 @@ class ReducerConfig:
             gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
             further ones.
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
+        reduce_dtype: What gradients travel as: `fp32`, `bf16` or `fp16`. None: their own dtype.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
@@ -30,6 +35,7 @@ class ReducerConfig:
 
     bucket_cap_mb: float | Sequence[float] | None = None
     overlap: bool = True
+    reduce_dtype: str | None = None
     broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
     comm_state: object = None
@@ -42,6 +48,10 @@ class ReducerConfig:
                 "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
                 f" {self.bucket_cap_mb!r}. The default is {_DEFAULT_CAP_MB:g}."
             )
+        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
+        if self.reduce_dtype is not None and self.comm_hook is not None:
+            raise ValueError("`reduce_dtype` and a communication hook both say what travels: pass one of them.")
 
     @property
     def caps(self) -> BucketCaps:

@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.core.config import MIB, ReducerConfig
+from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.core.reductions import Reductions
@@ -88,7 +88,7 @@ class Reducer:
         self._params = list(replicas.parameters.values())
         self._specs = [_spec(name, param, name in replicas.sparse_names) for name, param in replicas.parameters.items()]
         self._reduction: Reduction = (
-            MeanReduction(self._collectives)
+            MeanReduction(self._collectives, dtype=REDUCE_DTYPES.get(config.reduce_dtype or ""))
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )

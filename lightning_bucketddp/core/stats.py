@@ -12,7 +12,7 @@ class ReducerStats:
     Attributes:
         num_backwards: synchronised backwards.
         num_reductions: buckets reduced in them.
-        bytes_reduced: what this rank contributed to those reductions.
+        bytes_reduced: size of those buckets, in the gradients' own dtype.
         num_plans: plans made; more than one when the set of trainable parameters changed.
         num_unused: gradients that were missing on this rank and filled in with zeros.
     """

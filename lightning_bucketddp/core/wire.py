@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,14 +21,37 @@ class Reduction(Protocol):
         """Start reducing `bucket` in place."""
 
 
-@dataclass(frozen=True, slots=True)
 class MeanReduction:
-    """The mean over the ranks, in the gradients' own dtype."""
+    """The mean over the ranks.
 
-    collectives: Collectives
+    Args:
+        collectives: how to reach the other ranks.
+        dtype: what travels; None: the gradients' own dtype. They arrive in their own dtype in any case.
+    """
+
+    def __init__(self, collectives: Collectives, *, dtype: torch.dtype | None = None) -> None:
+        self._collectives = collectives
+        self._dtype = dtype
+        self._cast_wires: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
 
     def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
-        return self.collectives.start_mean(bucket.wire)
+        if self._dtype is None or self._dtype == bucket.wire.dtype:
+            return self._collectives.start_mean(bucket.wire)
+        if bucket not in self._cast_wires:
+            self._cast_wires[bucket] = torch.empty_like(bucket.wire, dtype=self._dtype)
+        wire = self._cast_wires[bucket].copy_(bucket.wire)
+        return _PendingCast(bucket, wire=wire, mean=self._collectives.start_mean(wire))
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCast:
+    bucket: Bucket
+    wire: Tensor
+    mean: Pending
+
+    def wait(self) -> None:
+        self.mean.wait()
+        self.bucket.wire.copy_(self.wire)
 
 
 @dataclass(frozen=True, slots=True)

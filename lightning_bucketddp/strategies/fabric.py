@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
+        reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
@@ -71,6 +72,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         bucket_cap_mb: float | list[float] | None = 25.0,
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
+        reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
@@ -97,6 +99,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self.config = ReducerConfig(
             bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
             overlap=overlap,
+            reduce_dtype=reduce_dtype,
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_hook,
             comm_state=ddp_comm_state,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
@@ -53,6 +53,7 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
+        reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
@@ -85,6 +86,7 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         bucket_cap_mb: float | list[float] | None = 25.0,
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
+        reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
@@ -111,6 +113,7 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self.config = ReducerConfig(
             bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
             overlap=overlap,
+            reduce_dtype=reduce_dtype,
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
             comm_state=ddp_comm_state,

@@ -131,6 +131,39 @@ def half_precision_gradients_do_not_overflow() -> None:
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 45_000.0))  # type: ignore[arg-type]
 
 
+def gradients_travel_in_another_dtype(own: torch.dtype, travels_as: str) -> list[str]:
+    """Which dtypes were on the wire. The result must be the mean of what was sent, in the gradients' own dtype."""
+    model = mlp().to(device(), own)
+    reducer = build_reducer(model, reduce_dtype=travels_as)
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[travels_as]
+    seen: set[str] = set()
+    original = dist.all_reduce
+
+    def observing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.add(str(tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    for step in range(3):
+        x = batch(dist.get_rank(), step).to(own)
+        reference = copy.deepcopy(model)
+        reference(x).square().mean().backward()
+        model.zero_grad()
+        dist.all_reduce = observing
+        model(x).square().mean().backward()
+        dist.all_reduce = original
+        for param, local in zip(model.parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None
+            assert local.grad is not None
+            assert param.grad.dtype == own
+            sent = local.grad.to(wire).double()
+            dist.all_reduce(sent)
+            expected = sent / dist.get_world_size()
+            epsilon = max(torch.finfo(wire).eps, torch.finfo(own).eps)
+            torch.testing.assert_close(param.grad.double(), expected, rtol=epsilon, atol=epsilon * 1e-2)
+    reducer.close()
+    return sorted(seen)
+
+
 def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
     """What `toggle_optimizer` does: the network that is switched off is not communicated, and nothing is re-planned."""
     torch.manual_seed(3)

@@ -114,6 +114,25 @@ def _idle_rank(fabric: Any, *, uses_parameters: bool) -> list[Any]:
     return _weights(module)
 
 
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.clone() * super().forward(x)
+
+
+def _buffer_between_steps(fabric: Any) -> list[Any]:
+    """Every rank changes its buffer in its own way between steps; what rank 0 made of it counts."""
+    module = _Scaled()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(NUM_STEPS):
+        module.scale *= 0.9 + 0.5 * fabric.global_rank
+        _step(fabric, wrapped, optimizer, step=step)
+    return _weights(module)
+
+
 LOOPS: dict[str, Callable[[Any], list[Any]]] = {
     "backward": _backward,
     "plain_backward": _plain_backward,
@@ -121,6 +140,7 @@ LOOPS: dict[str, Callable[[Any], list[Any]]] = {
     "clip_norm": lambda fabric: _clip(fabric, max_norm=0.1),
     "clip_value": lambda fabric: _clip(fabric, clip_val=0.01),
     "two_modules": _two_modules,
+    "buffer_between_steps": _buffer_between_steps,
     "idle_rank": lambda fabric: _idle_rank(fabric, uses_parameters=False),
     "zero_loss_on_one_rank": lambda fabric: _idle_rank(fabric, uses_parameters=True),
 }
