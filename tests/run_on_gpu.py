@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.jobs import cuda, reducing, sync_batchnorm
 from tests.jobs.models import CASES
-from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp
+from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.jobs.sync_batchnorm import Batches
 from tests.ranks import close_pools, run_on_ranks
 
@@ -37,7 +37,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names and tests."""
     for case, known in CASES.items():
         tolerance = ROUNDING if case in ROUNDED else 0.0
-        with_ddp = known.ddp is not None and case not in WITHOUT_DDP_ON_NCCL
+        with_ddp = torch_ddp_can(case) and case not in WITHOUT_DDP_ON_NCCL
         job = parity_with_torch_ddp if with_ddp else parity_with_mean
         for training in (
             Training(tolerance=tolerance),

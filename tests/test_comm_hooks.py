@@ -8,7 +8,7 @@ from tests.jobs import comm_hooks
 from tests.ranks import run_on_ranks
 
 # Compressing hooks divide and round in their own order.
-TOLERANCE = {"allreduce": 0.0, "fp16": 1e-4, "fp16_wrapper": 1e-4, "power_sgd": 1e-6, "fp16_power_sgd": 1e-3}
+TOLERANCE = {"allreduce": 0.0, "fp16": 1e-4, "fp16_wrapper": 1e-4, "power_sgd": 1e-6, "fp16_power_sgd": 5e-3}
 
 
 @pytest.mark.parametrize("hook_name", list(comm_hooks.HOOKS))

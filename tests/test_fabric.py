@@ -18,7 +18,7 @@ LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
     [
         pytest.param(
             name,
-            marks=pytest.mark.xfail(strict=True, reason="buffers are broadcast after a backward, not before a forward")
+            marks=pytest.mark.xfail(strict=True, reason="shared after a backward: a rank may not call forward")
             if name == "buffer_between_steps"
             else (),
         )

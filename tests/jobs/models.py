@@ -247,7 +247,8 @@ CASES: dict[str, Case] = {
     "rnn": Case(Recurrent, sequence_loss),
     "many_dtypes": Case(ManyDtypes, mean_square),
     "sparse_embedding": Case(SparseEmbedding, token_loss),
-    "complex": Case(Complex, mean_square),
+    # Without the broadcast at the start, which the gloo of older versions refuses for complex tensors.
+    "complex": Case(Complex, mean_square, {"init_sync": False}),
     "unused_on_all_ranks": Case(Branches, unused_on_all_ranks, {"find_unused_parameters": True}),
     "unused_on_one_rank": Case(Branches, unused_on_one_rank, {"find_unused_parameters": True}),
     "unused_in_turns": Case(Branches, unused_in_turns, {"find_unused_parameters": True}),

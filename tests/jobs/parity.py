@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ def build_reducer(model: nn.Module, **options: Any) -> Reducer:
     return Reducer(replicas, ReducerConfig(**options))
 
 
+def torch_ddp_can(case: str) -> bool:
+    """Whether the torch that is installed can train this with DistributedDataParallel."""
+    kwargs = CASES[case].ddp
+    return kwargs is not None and kwargs.keys() <= inspect.signature(DistributedDataParallel).parameters.keys()
+
+
 def parity_with_torch_ddp(case: str, training: Training) -> Outcome:
     """Train with torch DDP and with ours; gradients and weights must be equal after every step."""
     kwargs = CASES[case].ddp
@@ -82,7 +89,8 @@ def average_by_hand(model: nn.Module) -> None:
             dist.all_reduce(real)
             dist.all_reduce(used)
             if used > 0:
-                mean = (torch.view_as_complex(real) if gradient.is_complex() else real) / dist.get_world_size()
+                real /= dist.get_world_size()
+                mean = torch.view_as_complex(real) if gradient.is_complex() else real
                 param.grad = mean.to_sparse(1) if sparse else mean
 
 
