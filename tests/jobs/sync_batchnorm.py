@@ -25,7 +25,8 @@ TOLERANCES = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-12},
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.float16: {"rtol": 2e-3, "atol": 2e-4},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-3},
+    # On CUDA torch's kernel rounds the sums that the gradients are made of to the input's dtype.
+    torch.bfloat16: {"rtol": 1e-2, "atol": 4e-3 if device().type == "cuda" else 1e-3},
 }
 
 
