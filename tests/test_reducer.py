@@ -50,6 +50,10 @@ def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
         assert bytes_by_step == bytes_by_step[:2] * 3
 
 
+def test_a_plan_that_is_no_longer_used_is_forgotten() -> None:
+    assert run_on_ranks(reducing.plans_are_forgotten_after_a_while) == [[1, 2, 3, 4]] * 2
+
+
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "plain_backward"])
 @pytest.mark.parametrize("failing_ranks", [[0, 1], [1], [0]], ids=["all_ranks", "rank_1", "rank_0"])
 def test_training_continues_after_an_exception_in_backward(failing_ranks: list[int], marked: bool) -> None:

@@ -2,5 +2,6 @@
 
 One noun per file, and a file imports only files to its left:
 
-    config -> plan -> bucket -> collectives -> wire -> stats -> reducer -> replicas, sync_batchnorm
+    config -> plan -> bucket -> placement -> collectives -> wire -> stats -> reductions -> replicas -> reducer
+    ... collectives -> sync_batchnorm
 """

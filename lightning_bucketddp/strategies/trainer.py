@@ -136,7 +136,7 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Asked by Lightning before it adds a distributed sampler."""
+        """For code that asks the strategy; Lightning itself sees a `DDPStrategy` (see `adopt_process_setup`)."""
         return True
 
     @property

@@ -180,6 +180,21 @@ def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
     return reducer.stats.num_plans, num_reduced
 
 
+def plans_are_forgotten_after_a_while() -> list[int]:
+    """How many plans were made: after a first set of trainable parameters, 66 times a second, a third, the first again."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    num_plans: list[int] = []
+    for frozen, times in ((0, 1), (2, 66), (4, 1), (0, 1)):
+        model.requires_grad_(True)
+        model[frozen].requires_grad_(False)  # type: ignore[index]
+        for step in range(times):
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+            model.zero_grad()
+        num_plans.append(reducer.stats.num_plans)
+    return num_plans
+
+
 class Fails(torch.autograd.Function):
     """Raises in backward if told to."""
 
