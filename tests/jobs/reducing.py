@@ -181,7 +181,7 @@ def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
 
 
 def plans_are_forgotten_after_a_while() -> list[int]:
-    """How many plans were made: after a first set of trainable parameters, 66 times a second, a third, the first again."""
+    """How many plans were made after one set of trainable parameters, 66 times another, a third, the first again."""
     model, _ = _model_and_copy()
     reducer = build_reducer(model)
     num_plans: list[int] = []
