@@ -42,7 +42,7 @@ class ReducerConfig:
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
-        is_valid = bool(caps) and not isinstance(caps, str) and all(_is_positive_number(cap) for cap in caps)
+        is_valid = bool(caps) and all(_is_positive_number(cap) for cap in caps)
         if self.bucket_cap_mb is not None and not is_valid:
             raise ValueError(
                 "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
