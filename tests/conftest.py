@@ -1,0 +1,49 @@
+"""No test may leave anything behind for the next one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import close_pools
+
+# Set anew by pytest for each test.
+_CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays_as_it_is() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    os.environ.clear()
+    os.environ.update(before)
+    assert changed <= _CHANGES_BY_ITSELF
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    close_pools()
+    assert _children() == []
+
+
+def _children() -> list[str]:
+    """The command lines of the processes that this one has started and that still run."""
+    commands = [_command_of_child(process) for process in Path("/proc").glob("[0-9]*")]
+    # Python's own end with us.
+    return [c for c in commands if c and "resource_tracker" not in c and "multiprocessing.forkserver" not in c]
+
+
+def _command_of_child(process: Path) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end while we look
+        status = (process / "status").read_text()
+        if f"PPid:\t{os.getpid()}\n" in status and "State:\tZ" not in status:
+            return (process / "cmdline").read_text().replace("\0", " ")
+    return ""
