@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import sys
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -25,6 +25,14 @@ _WHY_WITHOUT_EFFECT = {
 
 class RejectsUnknownOptions:
     """Answers a misspelt keyword with the nearest right one."""
+
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Python 3.10 would show the signature of `__new__` below to whoever inspects the class.
+        of_init = inspect.signature(cls.__init__)
+        cls.__signature__ = of_init.replace(parameters=list(of_init.parameters.values())[1:])
 
     def __new__(cls, *_args: Any, **options: Any) -> Any:
         parameters = inspect.signature(cls.__init__).parameters
