@@ -34,17 +34,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(first: str, second: str, tmp_
     assert_same_state(tmp_path / "3.ckpt", tmp_path / "expected.ckpt")
 
 
-def test_a_checkpoint_of_two_processes_loads_in_one(tmp_path: Path) -> None:
-    run_on_ranks(fit_and_save, strategy="bucketddp", max_epochs=1, save_to=tmp_path / "two.ckpt")
+@pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_checkpoint_resumes_at_another_world_size(
+    before: int, after: int, first: str, second: str, tmp_path: Path
+) -> None:
+    run_on_ranks(fit_and_save, world_size=before, strategy=first, max_epochs=1, save_to=tmp_path / "before.ckpt")
     run_on_ranks(
         fit_and_save,
-        world_size=1,
-        strategy="bucketddp",
+        world_size=after,
+        strategy=second,
         max_epochs=1,  # which the checkpoint has reached
-        save_to=tmp_path / "one.ckpt",
-        resume_from=tmp_path / "two.ckpt",
+        save_to=tmp_path / "after.ckpt",
+        resume_from=tmp_path / "before.ckpt",
     )
-    assert_same_state(tmp_path / "one.ckpt", tmp_path / "two.ckpt")
+    assert_same_state(tmp_path / "after.ckpt", tmp_path / "before.ckpt")
 
 
 def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:
