@@ -17,6 +17,8 @@ CORE_ORDER = [
     "collectives",
     "wire",
     "stats",
+    "lockstep",
+    "weighting",
     "reductions",
     "replicas",
     "reducer",

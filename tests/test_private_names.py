@@ -19,6 +19,7 @@ TORCH = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_NormBase": "torch.nn.modules.batchnorm",
     "_foreach_copy_": "torch",
+    "_foreach_mul_": "torch",
     "_foreach_zero_": "torch",
     "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
     # not private by name, but not documented either
@@ -38,6 +39,9 @@ LIGHTNING_ATTRIBUTES = {
     "_checkpoint_io": "strategies.strategy",
     # overridden by us
     "_setup_model": "strategies.strategy",
+    # replaced by us on the loop of a fit
+    "output_result_cls": "loops.optimization.automatic",
+    "automatic_optimization": "loops.training_epoch_loop",
     # read and reset by us
     "_error": "plugins.io.async_plugin",
 }
@@ -47,7 +51,7 @@ FABRIC_ATTRIBUTES = {
     "_checkpoint_io": "strategies.strategy",
 }
 # Names that look private to the scanner but are ours or the standard library's.
-OURS = {"_sync_original", "_sync_collectives", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
+OURS = {"_sync_original", "_sync_collectives", "_sync_is_idle", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
 
 
 @pytest.mark.parametrize(("name", "module"), TORCH.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -38,16 +40,33 @@ class _PendingMean:
             self._tensor.div_(self._divide_by)
 
 
+@dataclass(frozen=True, slots=True)
+class PendingGather:
+    """A gather in flight."""
+
+    work: dist.Work
+    gathered: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors of all ranks, by rank."""
+        self.work.wait()
+        return self.gathered
+
+
 class Collectives:
     """Collectives over one process group, for tensors on one device.
 
     Args:
         device: where the tensors live; objects travel through tensors on it.
         group: the process group; the default group if None.
+        timeout: how long a collective of the further groups may take; None: torch's default.
     """
 
-    def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.device = device
+        self._timeout = timeout
         self._world = dist.group.WORLD
         assert self._world is not None  # whoever makes this has initialised torch.distributed
         self.group = group if group is not None else self._world
@@ -55,6 +74,7 @@ class Collectives:
         self.world_size = dist.get_world_size(self.group)
         self._group_averages = self._probe_average()
         self._side_group: Collectives | None = None
+        self._host_group: Collectives | None = None
 
     @property
     def is_open(self) -> bool:
@@ -64,9 +84,19 @@ class Collectives:
     def side_group(self) -> Collectives:
         """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
         if self._side_group is None:
-            ranks = dist.get_process_group_ranks(self.group)
-            self._side_group = Collectives(self.device, group=dist.new_group(ranks))
+            self._side_group = self._new_group(self.device, backend=None)
         return self._side_group
+
+    def host_group(self) -> Collectives:
+        """The same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
+        if self._host_group is None:
+            self._host_group = self._new_group(torch.device("cpu"), backend="gloo")
+        return self._host_group
+
+    def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        return Collectives(device, group=group, timeout=self._timeout)
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""
@@ -88,6 +118,11 @@ class Collectives:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor, group=self.group)
         return gathered
+
+    def start_gather(self, tensor: Tensor) -> PendingGather:
+        """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        return PendingGather(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """This tensor of every rank, by rank; the number of rows may differ between ranks."""

@@ -59,6 +59,12 @@ class Placement:
         for bucket in self.buckets:
             bucket.arrivals.reset()
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        torch._foreach_mul_([bucket.buffer for bucket in self.buckets if isinstance(bucket, Bucket)], factor)
+        for bucket in self.sparse_buckets:
+            bucket.gradient = bucket.gradient * factor
+
     def __str__(self) -> str:
         sizes = ["sparse" if isinstance(b, SparseBucket) else f"{b.num_bytes / MIB:.2f}" for b in self.buckets]
         buckets = "1 bucket" if len(sizes) == 1 else f"{len(sizes)} buckets"

@@ -33,6 +33,7 @@ from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
+from lightning_bucketddp.core.weighting import Weighting
 from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Reduction
 
 log = logging.getLogger(__name__)
@@ -75,15 +76,17 @@ class Reducer:
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
         config: what the user set.
+        weighting: how much each rank counts; None: all count the same, always.
     """
 
-    def __init__(self, replicas: Replicas, config: ReducerConfig) -> None:
+    def __init__(self, replicas: Replicas, config: ReducerConfig, *, weighting: Weighting | None = None) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
         self.placement: Placement | None = None
         self._plan = ""
         self._replicas = replicas
         self._config = config
+        self._weighting = weighting
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
         self._specs = [_spec(name, param, name in replicas.sparse_names) for name, param in replicas.parameters.items()]
@@ -168,6 +171,8 @@ class Reducer:
             self._abandon(self._backward)
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._num_blocks == 0
+        if self._weighting is not None:
+            self._weighting.begin(self._params, syncs=syncs)
         placement = self._placements.get(trainable)
         if placement is not None:
             placement.reset()
@@ -176,6 +181,8 @@ class Reducer:
         return self._backward
 
     def _begin_inside(self) -> BackwardPass:
+        if self._weighting is not None:
+            self._weighting.refuse_unweighted()
         backward = self._begin()
         alive = _Alive()
         backward.alive = weakref.ref(alive)
@@ -193,12 +200,18 @@ class Reducer:
 
     def _finish(self, backward: BackwardPass) -> None:
         self._backward = None
-        if not backward.syncs or not any(backward.trainable):
+        if not backward.syncs:
+            return
+        # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
+        factor = self._factor()
+        if not any(backward.trainable):
             return
         with torch.no_grad(), record_function("bucketddp::finish"):
             reductions = backward.reductions or self._first_reductions(backward)
             reductions.launch_rest()
-            reductions.wait()
+            reductions.wait(factor=factor)
+            if self._weighting is not None:
+                self._weighting.end()
             if self._config.broadcast_buffers:
                 self._replicas.broadcast_buffers()
         self.placement = backward.placement
@@ -208,9 +221,13 @@ class Reducer:
         """Take part in what is left of a backward that died: other ranks may be waiting in it."""
         self._backward = None
         if backward.syncs:
+            self._factor()
             with torch.no_grad():
                 reductions = backward.reductions or self._first_reductions(backward)
                 reductions.abandon()
+
+    def _factor(self) -> float:
+        return 1.0 if self._weighting is None else self._weighting.factor(self.stats)
 
     def _first_reductions(self, backward: BackwardPass) -> Reductions:
         """Plan from what this backward has shown (Note: first backward)."""

@@ -69,9 +69,11 @@ class Reductions:
         while self.next_to_launch < len(self._placement.buckets):
             self._launch_next()
 
-    def wait(self) -> None:
-        """Make the gradients final."""
+    def wait(self, *, factor: float) -> None:
+        """Make the gradients final: what was reduced, multiplied by `factor`."""
         self._wait_for_all()
+        if factor != 1:
+            self._placement.scale(factor)
         for bucket in self._placement.sparse_buckets:
             if bucket.params[0].grad is not None:
                 bucket.attach(0)

@@ -15,6 +15,7 @@ class ReducerStats:
         bytes_reduced: size of those buckets, in the gradients' own dtype.
         num_plans: plans made; more than one when the set of trainable parameters changed.
         num_unused: gradients that were missing on this rank and filled in with zeros.
+        num_skipped: training steps that returned nothing, on all ranks together.
     """
 
     num_backwards: int = 0
@@ -22,3 +23,4 @@ class ReducerStats:
     bytes_reduced: int = 0
     num_plans: int = 0
     num_unused: int = 0
+    num_skipped: int = 0

@@ -42,6 +42,13 @@ def revert_sync_batchnorm(module: nn.Module) -> None:
             layer.__class__ = layer._sync_original  # type: ignore[assignment]
 
 
+def set_idle(module: nn.Module, is_idle: bool) -> None:
+    """Whether this rank's batches count: an idle rank takes part in the collectives, with a batch of no values."""
+    for layer in module.modules():
+        if isinstance(layer, _SyncedBatchNorm):
+            type(layer)._sync_is_idle = is_idle
+
+
 class _SyncedBatchNorm(_BatchNorm):
     """What conversion puts in front of a layer's class.
 
@@ -50,6 +57,7 @@ class _SyncedBatchNorm(_BatchNorm):
 
     _sync_original: ClassVar[type[_BatchNorm]]
     _sync_collectives: ClassVar[Collectives | None]
+    _sync_is_idle: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
         # Evaluation asks no other rank even where it needs batch statistics (`track_running_stats=False`): ranks may
@@ -62,7 +70,7 @@ class _SyncedBatchNorm(_BatchNorm):
     # The dynamo of older versions does not see the mode and would trace an ordinary `F.batch_norm`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_over_ranks(self, input: Tensor, collectives: Collectives) -> Tensor:
-        with _BatchNormOverRanks(self, collectives):
+        with _BatchNormOverRanks(self, collectives, is_idle=self._sync_is_idle):
             if self._sync_original.forward is nn.SyncBatchNorm.forward:
                 # It refuses CPU tensors, and its own collectives would use the group of the gradients.
                 return _BatchNorm.forward(self, input)
@@ -112,10 +120,11 @@ class _BatchNormOverRanks(TorchFunctionMode):
     keeps, and the activation or other work that a subclass adds in a `forward` of its own.
     """
 
-    def __init__(self, layer: nn.Module, collectives: Collectives) -> None:
+    def __init__(self, layer: nn.Module, collectives: Collectives, *, is_idle: bool) -> None:
         super().__init__()
         self._layer = layer
         self._collectives = collectives
+        self._is_idle = is_idle
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,7 +137,7 @@ class _BatchNormOverRanks(TorchFunctionMode):
     def _batch_norm(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *, momentum: float, **options: Any
     ) -> Tensor:
-        batch = _statistics_over_ranks(x.detach(), self._collectives)
+        batch = _statistics_over_ranks(x.detach()[:0] if self._is_idle else x.detach(), self._collectives)
         # Only where this rank has at most one value: elsewhere reading the count would make the host wait for nothing.
         if x.numel() <= x.shape[1]:
             count = int(batch.count)
@@ -139,7 +148,7 @@ class _BatchNormOverRanks(TorchFunctionMode):
         _update(running_mean, batch.mean, momentum)
         _update(running_var, batch.var * (batch.count / (batch.count - 1)), momentum)
         normalize: Callable[..., Tensor] = _Normalize.apply
-        return normalize(x, options["weight"], options["bias"], batch, options["eps"], self._collectives)
+        return normalize(x, options["weight"], options["bias"], batch, options["eps"], self._collectives, self._is_idle)
 
     def _one_value_message(self, x: Tensor) -> str:
         return (
@@ -200,12 +209,14 @@ class _Normalize(torch.autograd.Function):
         batch: _Statistics,
         eps: float,
         collectives: Collectives,
+        is_idle: bool,
     ) -> Tensor:
         dtype = batch.mean.dtype
         weight = torch.ones_like(batch.mean) if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight, batch.mean, (batch.var + eps).rsqrt(), batch.count)
         ctx.collectives = collectives
+        ctx.is_idle = is_idle
         return F.batch_norm(x, batch.mean, batch.var, weight, bias, eps=eps)
 
     @staticmethod
@@ -223,7 +234,10 @@ class _Normalize(torch.autograd.Function):
         if needs_dx:
             sums = torch.stack([dbias, dweight])
             ctx.collectives.sum(sums)
-            if x.is_cuda and x.numel() > 0:
+            if ctx.is_idle:
+                # The statistics do not depend on this rank's values.
+                dx = torch.zeros_like(x)
+            elif x.is_cuda and x.numel() > 0:
                 # One kernel, with a quarter of the memory traffic of the formula below.
                 sum_dy, sum_dy_xhat = sums
                 dx = torch.batch_norm_backward_elemt(
@@ -234,4 +248,4 @@ class _Normalize(torch.autograd.Function):
                 mean_dy, mean_dy_xhat = (sums / count).view(2, *column)
                 xhat = (x - mean.view(column)) * inv_std.view(column)
                 dx = (dy - mean_dy - xhat * mean_dy_xhat) * (weight * inv_std).view(column)
-        return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None
+        return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None, None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -26,6 +26,7 @@ class SyncedLayers:
         self._plugin = plugin
         self._collectives = collectives
         self._is_ours = type(plugin) is ours
+        self._is_idle = False
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise the layers."""
@@ -33,6 +34,12 @@ class SyncedLayers:
             return self._plugin.apply(model)
         convert_sync_batchnorm(model, self._collectives)
         return model
+
+    def set_idle(self, model: nn.Module, is_idle: bool) -> None:
+        """Whether this rank's batches count."""
+        if self._is_ours and is_idle != self._is_idle:
+            set_idle(model, is_idle)
+            self._is_idle = is_idle
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Undo `apply`."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,7 +12,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
@@ -28,7 +26,10 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
+from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation
+from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
+from lightning_bucketddp.strategies.training import TrainingHooks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,7 +38,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
+class TrainerStrategy(RejectsUnknownOptions, TrainingHooks, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -57,6 +58,9 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
+        gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
+            gives its weight, for example its number of tokens. By default every rank counts the same.
+        uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -67,6 +71,7 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
     _torch_sync_batchnorm: ClassVar[type]
     _wrapping_checkpoint_io: ClassVar[type]
     _default_checkpoint_io: ClassVar[type[Any]]
+    _batch_size_of: ClassVar[Any]
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        gradient_weight: GradientWeightOption = None,
+        uneven_data: bool = False,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -124,7 +131,10 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._init_sync = init_sync
         self._is_fitting = False
         self._synced_layers: SyncedLayers | None = None
-        self._num_backwards_shared = 0
+        self._buffers: SharedBuffers | None = None
+        self._gradient_weight = gradient_weight
+        self._extends_uneven_data = uneven_data
+        self._participation: Participation | None = None
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -166,13 +176,21 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         super().setup_environment()
         self.setup_distributed()
         if self._collectives is None or not self._collectives.is_open:
-            self._collectives = Collectives(self.root_device)
+            self._collectives = Collectives(self.root_device, timeout=self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
+        assert self._collectives is not None
         self._is_fitting = trainer.state.fn == "fit"
+        # One process alone has nobody to wait for, but may weigh its micro-batches.
+        if self._is_fitting and (self._collectives.world_size > 1 or self._gradient_weight is not None):
+            self._participation = Participation(
+                trainer,
+                self._collectives,
+                weight_of=self._batch_size_of if self._gradient_weight == "batch_size" else self._gradient_weight,
+                extends_uneven_data=self._extends_uneven_data,
+            )
         if self._is_fitting and self._layer_sync is not None:
             assert self.model is not None
-            assert self._collectives is not None
             self._synced_layers = SyncedLayers(
                 self._layer_sync, ours=self._torch_sync_batchnorm, collectives=self._collectives
             )
@@ -190,76 +208,22 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
         if self._is_fitting:
             if self.reducer is not None:
                 self.reducer.close()
-            self._num_backwards_shared = 0
             # Buffers are shared before a forward, not by the reducer after a backward: callbacks may change them.
-            self.reducer = Reducer(self._replicas, replace(self.config, broadcast_buffers=False))
+            self.reducer = Reducer(
+                self._replicas,
+                replace(self.config, broadcast_buffers=False),
+                weighting=None if self._participation is None else self._participation.weighting,
+            )
+        if self.config.broadcast_buffers:
+            self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         return model
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # As the base class does it, but for the scope: gradients must be final before `precision.post_backward`, which
-        # calls `on_after_backward`, also on a rank where no parameter took part.
-        self.pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self.reducer.backward() if self.reducer is not None else nullcontext():
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
-        if batch_idx == 0 and self._replicas is not None:
-            assert self.model is not None
-            if self._replicas.are_outdated(self.model):
-                self._setup_model(self.model)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._share_buffers()
-        return super().training_step(*args, **kwargs)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate gradients on this rank only."""
-        with self.reducer.no_sync() if self.reducer is not None else nullcontext():
-            yield
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._model_averager is not None:
-            params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-            self._model_averager.average_parameters(iter(params))
-        return output
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def on_validation_start(self) -> None:
-        self._share_statistics()
-
-    def on_test_start(self) -> None:
-        self._share_statistics()
-
-    def on_predict_start(self) -> None:
-        self._share_statistics()
-
-    def on_train_end(self) -> None:
-        self._share_statistics()
-        write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
-
-    def _share_buffers(self) -> None:
-        """Before the first forward after a synchronised backward, as torch DDP does."""
-        if self.reducer is None or self._num_backwards_shared == self.reducer.stats.num_backwards:
-            return
-        self._num_backwards_shared = self.reducer.stats.num_backwards
-        if self._replicas is not None and self.config.broadcast_buffers:
-            self._replicas.broadcast_buffers()
-
-    def _share_statistics(self) -> None:
-        """Before anything reads the statistics that training has left alone."""
-        self._share_buffers()
-        if self._replicas is not None and self.config.broadcast_buffers:
-            self._replicas.broadcast_norm_statistics()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
@@ -281,8 +245,8 @@ class TrainerStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        ours = dict.fromkeys(["reducer", "_replicas", "_collectives", "_synced_layers"])
-        return {**super().__getstate__(), **ours}
+        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation")
+        return {**super().__getstate__(), **dict.fromkeys(ours)}
 
 
 accept_in_every_trainer(TrainerStrategy)

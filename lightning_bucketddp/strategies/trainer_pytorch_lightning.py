@@ -3,6 +3,7 @@
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.utilities.data import extract_batch_size
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
@@ -15,3 +16,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _torch_sync_batchnorm = TorchSyncBatchNorm
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
+    _batch_size_of = staticmethod(extract_batch_size)

@@ -1,0 +1,108 @@
+"""Short notes that all ranks exchange in one order: where each of them is, and how much its gradients count.
+
+Note: lockstep
+    Every exchange is the same small collective between the hosts, whatever its occasion. So a rank that has run out of
+    data meets the others in the next one even while they take a step, and each of them learns who is where, instead of
+    waiting in different collectives for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+
+import torch
+
+from lightning_bucketddp.core.collectives import Collectives, PendingGather
+
+
+class OutOfStepError(RuntimeError):
+    """The ranks are at different places of the training loop."""
+
+
+class Occasion(IntEnum):
+    """Why a rank sends a note."""
+
+    STEP = 0
+    OUT_OF_DATA = 1
+    FETCH = 2
+    REFERENCE_WEIGHT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank tells the others.
+
+    Attributes:
+        occasion: why it is sent.
+        epoch: the epoch that the rank is in.
+        num_batches: the batches that it has begun in this epoch.
+        weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch.
+        full_weight: how much they would count if no step had been skipped.
+        num_skipped: the steps that it has skipped.
+    """
+
+    occasion: Occasion
+    epoch: int
+    num_batches: int
+    weight: float = 0.0
+    full_weight: float = 0.0
+    num_skipped: int = 0
+
+
+class Lockstep:
+    """Exchanges notes with the other ranks, in one order (Note: lockstep).
+
+    Args:
+        collectives: how to reach the other ranks; notes take connections of their own between the hosts.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.epoch = 0
+        self.num_batches = 0
+        self._hosts = collectives.host_group()
+        self._in_flight: deque[PendingGather] = deque()
+
+    def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
+        """Start an exchange; `receive` ends it."""
+        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped)
+        self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
+
+    def receive(self) -> list[Note]:
+        """The notes of all ranks, by rank, in the newest exchange. Raises if the ranks met on different occasions."""
+        notes: list[Note] = []
+        while self._in_flight:
+            notes = [_note(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
+            if len({(note.occasion, note.epoch) for note in notes}) > 1:
+                raise OutOfStepError(_explain(notes))
+        return notes
+
+
+def _note(values: Sequence[float]) -> Note:
+    occasion, epoch, num_batches, weight, full_weight, num_skipped = values
+    return Note(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped))
+
+
+def _explain(notes: Sequence[Note]) -> str:
+    last = min(note.epoch for note in notes)
+    # Who is in a later epoch has finished this one, too.
+    stopped = [rank for rank, n in enumerate(notes) if n.occasion == Occasion.OUT_OF_DATA or n.epoch > last]
+    training = [rank for rank in range(len(notes)) if rank not in stopped]
+    remedy = (
+        "Give every rank the same number of batches, or pass `uneven_data=True` to the strategy: a rank that has run"
+        " out then takes part with weight zero until all have."
+    )
+    if not stopped or not training:
+        where = ", ".join(f"rank {r}: {n.occasion.name} in epoch {n.epoch}" for r, n in enumerate(notes))
+        return f"The ranks have lost step with each other ({where}). {remedy}"
+    goes_on = f"{_ranks(training)} {'goes' if len(training) == 1 else 'go'} on"
+    return (
+        f"{_ranks(stopped).capitalize()} {'has' if len(stopped) == 1 else 'have'} no more data in epoch {last}, while"
+        f" {goes_on} after {notes[training[0]].num_batches} batches. {remedy}"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,31 @@
+"""When the ranks get rank 0's buffers."""
+
+from __future__ import annotations
+
+from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.stats import ReducerStats
+
+
+class SharedBuffers:
+    """Shares the buffers of a module before something reads them.
+
+    Args:
+        replicas: the module's state.
+        stats: what the reducer has done since; None if nothing trains.
+    """
+
+    def __init__(self, replicas: Replicas, stats: ReducerStats | None) -> None:
+        self._replicas = replicas
+        self._stats = stats
+        self._num_backwards_shared = 0
+
+    def before_training_step(self) -> None:
+        """Before the first forward after a synchronised backward, as torch DDP does."""
+        if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
+            self._num_backwards_shared = self._stats.num_backwards
+            self._replicas.broadcast_buffers()
+
+    def before_evaluation(self) -> None:
+        """Also the statistics that training has left alone."""
+        self.before_training_step()
+        self._replicas.broadcast_norm_statistics()

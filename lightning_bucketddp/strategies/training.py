@@ -1,0 +1,115 @@
+"""What happens in the steps of a fit, of a `BucketDDPStrategy` for the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bucketddp.core.reducer import Reducer
+from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.strategies.participation import Participation
+from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
+from lightning_bucketddp.strategies.synced_layers import SyncedLayers
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
+
+
+class TrainingHooks(_ParallelStrategy):
+    """The part of a strategy that Lightning calls for each batch, from fetching it to the optimizer's step."""
+
+    # Made when a fit is set up, and gone after it.
+    reducer: Reducer | None
+    _replicas: Replicas | None
+    _buffers: SharedBuffers | None
+    _participation: Participation | None
+    _synced_layers: SyncedLayers | None
+    _model_averager: Any
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # there is one as long as there are batches
+        return self.lightning_module
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._participation is None or not self._module.trainer.training:
+            return dataloader
+        return self._participation.prepare(dataloader)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._participation is not None and self._module.trainer.training:
+            self._participation.see(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
+        if batch_idx == 0 and self._replicas is not None and self._replicas.are_outdated(self._module):
+            self._setup_model(self._module)
+        if self._participation is not None:
+            self._participation.begin_batch(batch_idx)
+            if self._synced_layers is not None:
+                self._synced_layers.set_idle(self._module, self._participation.is_idle)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers is not None:
+            self._buffers.before_training_step()
+        output = super().training_step(*args, **kwargs)
+        # One process alone leaves such a step to Lightning.
+        if output is None and self._module.automatic_optimization and self.world_size > 1:
+            assert self._participation is not None
+            return self._participation.skip()
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
+        # which calls `on_after_backward`, also on a rank where no parameter took part.
+        self.pre_backward(closure_loss)
+        if self._participation is not None:
+            closure_loss = self._participation.weigh(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        with self.reducer.backward() if self.reducer is not None else nullcontext():
+            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate gradients on this rank only."""
+        with self.reducer.no_sync() if self.reducer is not None else nullcontext():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._participation is not None and self._module.automatic_optimization:
+            closure = self._participation.agreed(closure)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.reducer is not None and self.reducer.stats.num_skipped:
+            self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
+        if self._model_averager is not None:
+            params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+            self._model_averager.average_parameters(iter(params))
+        return output
+
+    def on_validation_start(self) -> None:
+        self._share_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_statistics()
+
+    def on_predict_start(self) -> None:
+        self._share_statistics()
+
+    def on_train_end(self) -> None:
+        self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        if self._buffers is not None:
+            self._buffers.before_evaluation()

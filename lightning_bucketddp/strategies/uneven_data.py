@@ -1,0 +1,143 @@
+"""Training data that ends earlier on some ranks than on others.
+
+Note: evenness
+    By default this only watches: a rank whose data ends says so in the next exchange between the ranks, and if the
+    others go on, all of them raise. It costs nothing per step. With `extends`, all ranks ask each other at every batch
+    whether anyone has more; one that has not repeats its last batch, with weight zero, until all have finished. So
+    every rank runs the same steps, with every collective that the user's code has in them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from lightning_bucketddp.core.lockstep import Lockstep, Occasion
+
+# Py_TPFLAGS_HEAPTYPE: Python lets an object change from such a class to another one.
+_DEFINED_IN_PYTHON = 1 << 9
+
+
+class UnevenData:
+    """What becomes of the training data of a fit (Note: evenness).
+
+    Args:
+        lockstep: the exchange with the other ranks.
+        extends: go on until the data of all ranks has ended.
+    """
+
+    def __init__(self, lockstep: Lockstep, *, extends: bool) -> None:
+        self._lockstep = lockstep
+        self._extends = extends
+        self._num_own_batches: int | None = None
+        self._num_batches_begun = 0
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the batch that has begun is one that this rank has had before."""
+        return self._num_own_batches is not None and self._num_batches_begun > self._num_own_batches
+
+    def begin_batch(self) -> None:
+        """A batch is being trained on. Loaders are ahead of training, so this is counted apart from what they gave."""
+        self._num_batches_begun += 1
+
+    def prepare(self, loader: Any, *, is_only_loader: Callable[[Any], bool]) -> Any:
+        """A loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
+        if _is_even(loader):
+            return loader
+        prepared = copy.copy(loader) if _has_own_class(loader) else _Batches(loader)
+        original: Any = getattr(prepared, "_even_original", type(prepared))
+        prepared.__class__ = original
+        length = self._agreed_length(prepared)
+
+        def iterate(this: Any) -> Iterator[Any]:
+            batches: Iterator[Any] = original.__iter__(this)
+            if not is_only_loader(this):
+                return self._one_of_several(batches)
+            return self._extended(batches) if self._extends else self._watched(batches, length)
+
+        members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__, "_even_original": original}
+        if self._extends and length is not None:
+            members["__len__"] = lambda _: length
+        # Still an instance of its own class: users and Lightning ask for it, and set attributes of it.
+        prepared.__class__ = type(original.__name__, (original,), members)
+        return prepared
+
+    def _agreed_length(self, loader: Any) -> int | None:
+        """This rank's number of batches, or the largest of all ranks' if all are to have as many."""
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            length = None
+        if not self._extends:
+            return length
+        self._lockstep.send(Occasion.FETCH, weight=-1 if length is None else length)
+        lengths = [int(note.weight) for note in self._lockstep.receive()]
+        return None if -1 in lengths else max(lengths)
+
+    def _watched(self, batches: Iterator[Any], length: int | None) -> Iterator[Any]:
+        has_told = False
+        for num_given, batch in enumerate(batches, start=1):
+            if num_given == length:  # nobody will ask for another
+                self._lockstep.send(Occasion.OUT_OF_DATA)
+                has_told = True
+            yield batch
+        if not has_told:
+            self._lockstep.send(Occasion.OUT_OF_DATA)
+
+    def _extended(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._num_own_batches = None
+        self._num_batches_begun = 0
+        nothing = object()
+        batch: Any = nothing
+        for num_given in itertools.count():
+            following = next(batches, nothing)
+            if following is not nothing:
+                batch = following
+            elif self._num_own_batches is None:
+                self._num_own_batches = num_given
+            self._lockstep.send(Occasion.FETCH, weight=following is not nothing)
+            having = [bool(note.weight) for note in self._lockstep.receive()]
+            if not any(having):
+                return
+            if num_given == 0 and not all(having):
+                raise ValueError(
+                    f"Rank {having.index(False)} has no training data at all. `uneven_data` needs at least one batch on"
+                    " every rank."
+                )
+            yield batch
+
+    def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._extends:
+            raise ValueError(
+                "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
+            )
+        yield from batches
+
+
+class _Batches:
+    """A loader of a built-in type, such as a generator of batches, in a class that can be changed."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _has_own_class(loader: Any) -> bool:
+    return bool(type(loader).__flags__ & _DEFINED_IN_PYTHON)
+
+
+def _is_even(loader: Any) -> bool:
+    """Whether a sampler gives every rank the same number of samples."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
