@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.jobs.weighting import CONFIGS, weighted_mean
 from tests.ranks import run_on_ranks
-from tests.scripts.participation import Outcome, Setting, expected_weights, fit, num_tokens, refusal
+from tests.scripts.participation import (
+    Outcome,
+    Setting,
+    expected_weights,
+    fit,
+    num_tokens,
+    refusal,
+    scale_after_skipped_steps,
+)
 
 EVEN = [[4, 4, 4, 4, 4]] * 2
 DIFFERENT_SIZES = [[4, 4, 4, 4, 1], [4, 2, 4, 7, 3]]
@@ -45,6 +54,13 @@ def test_nothing_is_counted_when_nothing_is_skipped() -> None:
         assert rank.had_output == [True] * 10
 
 
+@pytest.mark.parametrize(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)], ids=["one", "all"])
+def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[int, int]], num_steps: int) -> None:
+    ranks = run_on_ranks(scale_after_skipped_steps, skipped=skipped)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == 2**num_steps
+
+
 def test_a_skipped_step_has_no_weight() -> None:
     assert_trained_as_one_process(
         Setting(DIFFERENT_SIZES, skipped=[(0, 0), (1, 3)], options={"gradient_weight": "batch_size"})
@@ -76,6 +92,13 @@ def test_several_weighted_losses_in_one_step_add_up() -> None:
     assert_trained_as_one_process(
         Setting(DIFFERENT_SIZES, manual="two_losses", options={"gradient_weight": "batch_size"})
     )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
+    run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
 
 
 def test_the_plain_mean_is_the_default() -> None:

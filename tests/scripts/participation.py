@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -140,6 +141,19 @@ def make_loader(kind: str, batches: list[Batch]) -> Any:
         "several": [DataLoader(_Stream(batches), batch_size=None), _Batches(batches)],
     }
     return loaders[kind]
+
+
+@like_torchrun()
+def scale_after_skipped_steps(*, skipped: Sequence[tuple[int, int]]) -> tuple[float, list[float]]:
+    """The scale of a GradScaler that doubles it at every step that is taken, and the weights at the end."""
+    module = Module(Setting([[4] * 5] * 2, skipped=skipped)).float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)  # type: ignore[arg-type]
+    batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), [4] * 5)]
+    make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision).fit(
+        module, _Batches(batches)
+    )
+    return scaler.get_scale(), [weight for p in module.parameters() for weight in p.flatten().tolist()]
 
 
 @dataclass(frozen=True)
