@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.jobs import cuda, reducing, sync_batchnorm
+from tests.jobs import cuda, reducing, sync_batchnorm, weighting
 from tests.jobs.models import CASES
 from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.jobs.sync_batchnorm import Batches
@@ -53,6 +53,12 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, options in REDUCING.items():
         for kwargs in options:
             yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
+    for config in weighting.CONFIGS:
+        for num_micro_batches in (1, 3):
+            yield (
+                f"weighted_mean {config} {num_micro_batches}",
+                partial(run_on_ranks, weighting.weighted_mean, config=config, num_micro_batches=num_micro_batches),
+            )
     for batches in SYNC_BATCHNORM:
         layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
@@ -80,6 +86,15 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
     "weights_and_buffers_come_from_rank_zero": [{}],
     "norm_statistics_are_shared_on_demand": [{}],
     "replica_error": [{"build": reducing.other_width}, {"build": reducing.other_dtype}],
+    "gradients_travel_in_another_dtype": [
+        {"own": own, "travels_as": travels_as}
+        for own, travels_as in (
+            (torch.float32, "bf16"),
+            (torch.float32, "fp16"),
+            (torch.bfloat16, "fp32"),
+            (torch.float16, "fp32"),
+        )
+    ],
     "comm_hook_runs": [{"hook_name": "allreduce_hook"}, {"hook_name": "bf16_compress_hook"}],
 }
 
@@ -103,6 +118,7 @@ def trainer_runs() -> bool:
         for rank in range(2)
     ]
     exit_codes = [rank.wait(timeout=300) for rank in ranks]
+    print(f"exit codes {exit_codes}")
     return exit_codes == [0, 0]
 
 

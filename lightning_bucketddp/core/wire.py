@@ -76,18 +76,26 @@ class GradBucket:
         self._bucket = bucket
         self._index = index
         self._is_last = is_last
+        self._buffer = bucket.buffer
 
     def index(self) -> int:
         return self._index
 
     def buffer(self) -> Tensor:
-        return self._bucket.buffer
+        return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        self._bucket.buffer.copy_(buffer)
+        # Not copied into the bucket: a wrapper that rounds to half precision wants that to travel.
+        self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        return self._bucket.views
+        own = self._bucket.buffer
+        if self._buffer is own:
+            return self._bucket.views
+        return [
+            self._buffer.as_strided(view.shape, view.stride(), view.storage_offset() - own.storage_offset())
+            for view in self._bucket.views
+        ]
 
     def parameters(self) -> list[Tensor]:
         return self._bucket.params

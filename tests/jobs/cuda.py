@@ -8,6 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.lockstep import Lockstep
+from lightning_bucketddp.core.reducer import Reducer
+from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.weighting import Weighting
 from tests.jobs.models import batch
 from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
 from tests.ranks import device
@@ -61,7 +67,9 @@ def gradients_from_several_streams_are_waited_for() -> None:
 def a_step_never_makes_the_host_wait() -> None:
     """torch raises where an operation would synchronise the host with the device."""
     model = _wide_model()
-    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    collectives = Collectives(device())
+    weighting = Weighting(Lockstep(collectives), by_weight=True, needs_every_weight=False)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), weighting=weighting)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = batch(dist.get_rank(), 0, 64, WIDE)
     for step in range(4):
@@ -69,8 +77,10 @@ def a_step_never_makes_the_host_wait() -> None:
             torch.cuda.set_sync_debug_mode("error")
         try:
             optimizer.zero_grad()
-            with reducer.no_sync():
+            weighting.add(1.0)
+            with reducer.no_sync(), reducer.backward():
                 model(x).square().mean().backward()
+            weighting.add(1.0 + dist.get_rank())
             with reducer.backward():
                 model(x).square().mean().backward()
             optimizer.step()
