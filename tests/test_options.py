@@ -95,6 +95,11 @@ def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
     assert (config.bucket_cap_mb, config.broadcast_buffers) == ([1, 5], False)
 
 
+def test_a_weight_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`gradient_weight` must be `batch_size` or a function .*, got 'tokens'\."):
+        BucketDDPStrategy(gradient_weight="tokens")
+
+
 def test_keywords_without_effect_are_explained_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         BucketDDPStrategy(

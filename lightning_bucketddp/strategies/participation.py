@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 
 
+def check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption:
+    """`option`, if it is one."""
+    if option is None or option == "batch_size" or callable(option):
+        return option
+    raise ValueError(
+        f"`gradient_weight` must be `batch_size` or a function that takes a batch and gives its weight, got {option!r}."
+    )
+
+
 class Participation:
     """The weight of each backward of this rank in a fit.
 

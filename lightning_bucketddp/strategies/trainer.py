@@ -26,7 +26,7 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
-from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation
+from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 from lightning_bucketddp.strategies.training import TrainingHooks
@@ -132,7 +132,7 @@ class TrainerStrategy(RejectsUnknownOptions, TrainingHooks, _ParallelStrategy):
         self._is_fitting = False
         self._synced_layers: SyncedLayers | None = None
         self._buffers: SharedBuffers | None = None
-        self._gradient_weight = gradient_weight
+        self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
         self._participation: Participation | None = None
         # Read by what `adopt_process_setup` takes over.
