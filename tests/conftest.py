@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import close_pools
+# Their assertions are those of the tests that call them.
+pytest.register_assert_rewrite("tests.programs", "tests.hosts")
+
+from tests.ranks import close_pools  # noqa: E402
 
 # Set anew by pytest for each test.
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}

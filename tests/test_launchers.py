@@ -2,96 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import uuid
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-REPOSITORY = Path(__file__).parents[1]
-SCRIPTS = REPOSITORY / "tests" / "scripts"
-STRATEGY_MODULE_OF = {
-    "lightning.pytorch": "lightning_bucketddp.strategies.trainer_lightning",
-    "pytorch_lightning": "lightning_bucketddp.strategies.trainer_pytorch_lightning",
-}
-TIMEOUT_S = 120
-# What a process that ends by itself may need for it after its parent has ended.
-GRACE_S = 10
-
-
-@dataclass(frozen=True)
-class Run:
-    """A program that has ended, with all its processes."""
-
-    returncode: int
-    output: str
-    results: dict[str, Any]
-
-
-def run(*command: str | Path, root: str, directory: Path, cwd: Path | None = None) -> Run:
-    """Run `python <command>` and wait until no process of it is left, or fail."""
-    run_id = str(uuid.uuid4())
-    variables = {"LIGHTNING_ROOT": root, "RESULTS": str(directory), "BUCKETDDP_TEST_RUN": run_id}
-    output = directory / "output.txt"  # not a pipe, which a process left behind would keep open
-    try:
-        with output.open("w") as file:
-            process = subprocess.run(
-                [sys.executable, *map(str, command)],
-                env={**os.environ, **variables},
-                cwd=cwd or directory,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        left_behind = _wait_for_end(run_id)
-    finally:
-        for pid in _processes(run_id):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert left_behind == [], output.read_text()
-    results = {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
-    return Run(process.returncode, output.read_text(), results)
-
-
-def _processes(run_id: str) -> list[int]:
-    """The processes that have `run_id` in their environment; torchrun's are in no common session or group."""
-    variable = f"BUCKETDDP_TEST_RUN={run_id}".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if variable in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
-
-
-def _wait_for_end(run_id: str) -> list[int]:
-    """The processes that do not end by themselves."""
-    deadline = time.monotonic() + GRACE_S
-    while (processes := _processes(run_id)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return processes
-
-
-def assert_trained(finished: Run, *, root: str, name: str = "run", bucket_cap_mb: float = 25) -> None:
-    """Two processes have trained together with our strategy."""
-    assert finished.returncode == 0, finished.output
-    ranks = [finished.results[f"{name}.rank{rank}"] for rank in range(2)]
-    for rank in ranks:
-        assert rank["world_size"] == 2
-        assert rank["steps"] == 8
-        assert rank["strategy"] == STRATEGY_MODULE_OF[root]
-        assert rank["bucket_cap_mb"] == bucket_cap_mb
-        assert rank["weights"] == ranks[0]["weights"]
-    assert ranks[0]["pid"] != ranks[1]["pid"]
+from tests.programs import REPOSITORY, SCRIPTS, assert_trained, run, weights_on_one_host
+from tests.ranks import run_on_ranks
+from tests.scripts.one_host import print_config, train_by_command_line
 
 
 def test_a_script_starts_its_processes(tmp_path: Path) -> None:
@@ -147,15 +66,58 @@ def test_a_config_gives_the_class_path_and_options(tmp_path: Path) -> None:
     assert finished.output.count("bucketddp: no effect, and no need to set: `find_unused_parameters`") == 1
 
 
-def test_print_config_shows_every_option(tmp_path: Path) -> None:
+def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path) -> None:
+    program, root = SCRIPTS / "cli.py", "pytorch_lightning"
     config = write_config(tmp_path, strategy=BY_CLASS_PATH)
-    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--print_config"]
-    finished = run(*command, root="lightning.pytorch", directory=tmp_path)
+    finished = run(program, "fit", "--config", config, "--print_config", root=root, directory=tmp_path)
     assert finished.returncode == 0, finished.output
-    printed = yaml.safe_load(finished.output[finished.output.index("seed_everything:") :])["trainer"]["strategy"]
+    text = finished.output[finished.output.index("seed_everything:") :]
+    printed = yaml.safe_load(text)["trainer"]["strategy"]
     assert printed["class_path"].endswith("BucketDDPStrategy")
     expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "start_method": "popen"}
     assert {option: printed["init_args"][option] for option in expected} == expected
+    config.write_text(text)
+    assert_trained(run(program, "fit", "--config", config, root=root, directory=tmp_path), root=root, bucket_cap_mb=5)
+
+
+BY_ARGUMENTS = [
+    *("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=2"),
+    *("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bucket_cap_mb"),
+    [
+        (["--trainer.strategy=bucketddp"], 25),
+        (["--trainer.strategy", "lightning_bucketddp.BucketDDPStrategy", "--trainer.strategy.bucket_cap_mb=5"], 5),
+        (
+            [
+                *("--trainer.strategy.class_path", "lightning_bucketddp.BucketDDPStrategy"),
+                *("--trainer.strategy.bucket_cap_mb", "5"),
+            ],
+            5,
+        ),
+    ],
+    ids=["name", "class", "class_path"],
+)
+def test_arguments_and_the_config_printed_for_them_train_the_same(
+    strategy: list[str], bucket_cap_mb: float, tmp_path: Path
+) -> None:
+    arguments = ["fit", *BY_ARGUMENTS, *strategy]
+    expected = {"bucket_cap_mb": bucket_cap_mb, "weights": weights_on_one_host()}
+    assert run_on_ranks(train_by_command_line, arguments=arguments) == [expected] * 2
+    [printed, _] = run_on_ranks(print_config, arguments=[*arguments, "--print_config"])
+    config = tmp_path / "printed.yaml"
+    config.write_text(printed)
+    assert run_on_ranks(train_by_command_line, arguments=["fit", "--config", str(config)]) == [expected] * 2
+
+
+def test_an_argument_overrides_the_strategy_of_a_config(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy=BY_CLASS_PATH)
+    arguments = ["fit", "--config", str(config), "--trainer.strategy.bucket_cap_mb", "7"]
+    expected = {"bucket_cap_mb": 7, "weights": weights_on_one_host()}
+    assert run_on_ranks(train_by_command_line, arguments=arguments) == [expected] * 2
 
 
 # --- Failures

@@ -1,11 +1,13 @@
-"""Trains on two processes as a user's script does: the strategy by its name, and no import of our package.
+"""Trains as a user's script does: the strategy by its name, and no import of our package.
 
 LIGHTNING_ROOT=lightning.pytorch RESULTS=directory python fit.py bucketddp
 """
 
+import argparse
+import hashlib
 import json
 import os
-import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,27 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-lightning: Any = import_module(os.environ["LIGHTNING_ROOT"])
+lightning: Any = import_module(os.environ.get("LIGHTNING_ROOT", "lightning.pytorch"))
 
 
 class Regression(lightning.LightningModule):
-    """Starts from other weights in every process."""
+    """Every rank starts from weights of its own, the same in every run; rank 0's count."""
 
-    def __init__(self, run: str = "run", extra_layer_on_rank: int | None = None) -> None:
+    def __init__(self, width: int = 2, extra_layer_on_rank: int | None = None) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1)
-        self._run = run
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 1))
         self._extra_layer_on_rank = extra_layer_on_rank
 
     def configure_model(self) -> None:
+        torch.manual_seed(self.global_rank)
+        for layer in self.layers:
+            layer.reset_parameters()
         if self.global_rank == self._extra_layer_on_rank:
             self.extra = nn.Linear(1, 1)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         inputs, targets = batch
-        return F.mse_loss(self.layer(inputs), targets)
+        return F.mse_loss(self.layers(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -42,21 +46,38 @@ class Regression(lightning.LightningModule):
         inputs = torch.linspace(-1, 1, 64).view(16, 4)
         return DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=2)
 
-    def on_fit_end(self) -> None:
-        strategy = self.trainer.strategy
+
+class Report(lightning.Callback):
+    """Writes down what each rank has at the end of a fit."""
+
+    def __init__(self, run: str = "run") -> None:
+        self._run = run
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         result = {
             "pid": os.getpid(),
-            "world_size": self.trainer.world_size,
-            "steps": self.trainer.global_step,
-            "strategy": type(strategy).__module__,
-            "bucket_cap_mb": strategy.config.bucket_cap_mb,
-            "weights": weights(self),
+            "directory": os.getcwd(),
+            "network": os.readlink("/proc/self/ns/net"),
+            "world_size": trainer.world_size,
+            "node": trainer.node_rank,
+            "steps": trainer.global_step,
+            "strategy": type(trainer.strategy).__module__,
+            "bucket_cap_mb": _bucket_cap_mb(trainer.strategy),
+            "weights": weights(pl_module),
         }
-        write(f"{self._run}.rank{self.global_rank}", result)
+        write(f"{self._run}.rank{trainer.global_rank}", result)
 
 
-def weights(module: nn.Module) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in module.state_dict().items()}
+def _bucket_cap_mb(strategy: Any) -> float | list[float] | None:
+    """None for a strategy that is not ours."""
+    cap = strategy.config.bucket_cap_mb if hasattr(strategy, "config") else None
+    # Hydra gives lists of a kind of its own.
+    return list(cap) if isinstance(cap, Sequence) else cap
+
+
+def weights(module: nn.Module) -> dict[str, str]:
+    """A fingerprint of each parameter."""
+    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in module.state_dict().items()}
 
 
 def write(name: str, result: dict[str, Any]) -> None:
@@ -64,17 +85,25 @@ def write(name: str, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    for strategy in sys.argv[1:]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("strategies", nargs="+")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--width", type=int, default=2)
+    arguments = parser.parse_args()
+    for strategy in arguments.strategies:
         trainer = lightning.Trainer(
             accelerator="cpu",
-            devices=2,
+            devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
             strategy=strategy,
             max_epochs=2,
+            callbacks=Report(strategy),
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-        module = Regression(strategy)
+        module = Regression(arguments.width)
         trainer.fit(module)
         # Where the ranks are other processes, they have handed their weights back.
         write(f"{strategy}.main{trainer.global_rank}", weights(module))
