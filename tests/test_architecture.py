@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 
 CORE_ORDER = [
     "config",
+    "compiled",
     "plan",
     "bucket",
     "placement",

@@ -28,6 +28,7 @@ TORCH = {
     "native_batch_norm_backward": "torch.ops.aten",
 }
 TORCH_ATTRIBUTES = {
+    "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
     "_execution_engine": Variable,
     "_indices": torch.Tensor,
     "_values": torch.Tensor,

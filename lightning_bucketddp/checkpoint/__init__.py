@@ -4,4 +4,5 @@ One noun per file, and a file imports only files to its left:
 
     errors -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
     errors -> rank_zero -> background
+    plain_data, per_rank -> hook_state
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -132,6 +132,14 @@ class Collectives:
         padded[: tensor.shape[0]] = tensor
         return [rows[:n] for rows, n in zip(self.gather(padded), rows_by_rank, strict=True)]
 
+    def send(self, tensor: Tensor, *, destination: int) -> None:
+        """Give a dense `tensor` to rank `destination`, which must `receive` it."""
+        self._exchange(dist.isend, tensor.contiguous(), peer=destination)
+
+    def receive(self, tensor: Tensor, *, source: int) -> None:
+        """Overwrite a contiguous `tensor` with the one that rank `source` sends."""
+        self._exchange(dist.irecv, tensor, peer=source)
+
     def gather_json(self, value: Any) -> list[Any]:
         """This JSON value of every rank, by rank."""
         return [_from_bytes(raw) for raw in self.gather_rows(_to_bytes(value, self.device))]
@@ -162,6 +170,16 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+
+    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, peer: int) -> None:
+        if tensor.numel() == 0:
+            return
+        # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
+        # has and does not make another one for each pair of ranks.
+        raw = tensor.view(-1).view(torch.uint8)
+        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, peer), self.group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
     def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         work: dist.Work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)

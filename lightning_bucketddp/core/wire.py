@@ -63,10 +63,18 @@ class CommHookReduction:
     state: object
 
     def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
-        # The hook may compress what it sends, so the flags travel on their own.
-        flags = self.collectives.start_mean(bucket.flags) if bucket.flags.numel() else None
+        # The hook may compress what it sends, so the flags travel on their own; it may also resize the buffer (batched
+        # PowerSGD does), which moves the memory that they lie in.
+        flags = bucket.flags.clone()
+        mean_of_flags = self.collectives.start_mean(flags) if flags.numel() else None
         view = GradBucket(bucket, index=index, is_last=is_last)
-        return _PendingHook(bucket, future=self.hook(self.state, view), flags=flags)
+        future = self.hook(self.state, view)
+        if self.collectives.device.type == "cpu":
+            # gloo runs a hook's callbacks in its few threads, where PowerSGD's start collectives and wait for them:
+            # with two buckets on the way their order is not the same on all ranks, and no thread may be left for them.
+            # NCCL's callbacks have run by now, in this thread.
+            future.wait()
+        return _PendingHook(bucket, future=future, flags=flags, mean_of_flags=mean_of_flags)
 
 
 class GradBucket:
@@ -108,7 +116,8 @@ class GradBucket:
 class _PendingHook:
     bucket: Bucket
     future: torch.futures.Future[Any]
-    flags: Pending | None
+    flags: Tensor
+    mean_of_flags: Pending | None
 
     def wait(self) -> None:
         reduced = self.future.wait()
@@ -116,8 +125,9 @@ class _PendingHook:
         reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
         if reduced.data_ptr() != self.bucket.buffer.data_ptr():
             self.bucket.buffer.copy_(reduced.view_as(self.bucket.buffer))
-        if self.flags is not None:
-            self.flags.wait()
+        if self.mean_of_flags is not None:
+            self.mean_of_flags.wait()
+            self.bucket.flags.copy_(self.flags)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
+from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
@@ -127,7 +128,23 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setup_distributed()
-        self._collectives = Collectives(self.root_device)
+        self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._split_graphs_in_forward(self._collectives.world_size)
+
+    def _split_graphs_in_forward(self, world_size: int) -> None:
+        # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
+        of_precision = self.precision.forward_context
+
+        @contextmanager
+        def both() -> Iterator[None]:
+            with graphs_split(self.config, world_size=world_size), of_precision():
+                yield
+
+        def forward_context() -> AbstractContextManager[None]:
+            # Too late for a function that the user has compiled around the forward and that is being traced now.
+            return of_precision() if torch.compiler.is_compiling() else both()
+
+        self.precision.forward_context = forward_context  # type: ignore[method-assign]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Make `module` the same on every rank and average its gradients from now on. It is not wrapped."""
@@ -137,7 +154,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         if self._init_sync:
             replicas.agree()
             replicas.broadcast()
-        self.reducers[module] = Reducer(replicas, self.config)
+        # Fabric names a compiled module by what was compiled.
+        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
         return module
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.checkpoint.background import drain, raised_once
-from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
@@ -27,6 +25,7 @@ from lightning_bucketddp.strategies.options import (
     resolve_start_method,
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
+from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 from lightning_bucketddp.strategies.training import TrainingHooks
@@ -38,7 +37,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, TrainingHooks, _ParallelStrategy):
+class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -218,21 +217,8 @@ class TrainerStrategy(RejectsUnknownOptions, TrainingHooks, _ParallelStrategy):
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         return model
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
-
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write on rank zero; a failure is raised on every rank."""
-
-        def write() -> None:
-            with raised_once(self.checkpoint_io):
-                super(TrainerStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-
-        write_on_rank_zero(write, self._collectives, path=filepath)
 
     def teardown(self) -> None:
         if self.reducer is not None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.core.compiled import graphs_split
+from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.participation import Participation
@@ -26,6 +28,7 @@ else:
 class TrainingHooks(_ParallelStrategy):
     """The part of a strategy that Lightning calls for each batch, from fetching it to the optimizer's step."""
 
+    config: ReducerConfig
     # Made when a fit is set up, and gone after it.
     reducer: Reducer | None
     _replicas: Replicas | None
@@ -61,7 +64,8 @@ class TrainingHooks(_ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is not None:
             self._buffers.before_training_step()
-        output = super().training_step(*args, **kwargs)
+        with graphs_split(self.config, world_size=self.world_size):
+            output = super().training_step(*args, **kwargs)
         # One process alone leaves such a step to Lightning.
         if output is None and self._module.automatic_optimization and self.world_size > 1:
             assert self._participation is not None
