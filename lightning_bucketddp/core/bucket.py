@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,9 +37,20 @@ class Bucket:
         arrivals: when the bucket is complete.
         num_flags: spare elements at the end of the buffer that travel with the gradients.
         device: where the buffer lives.
+        may_be_resized: a communication hook gets the buffer and may resize it. A gradient then has the whole buffer as
+            its storage, because a part of it would be left behind. Otherwise each has its part, so that `torch.save`
+            and `copy.deepcopy` of one gradient do not take all others along.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, arrivals: Arrivals, num_flags: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        arrivals: Arrivals,
+        num_flags: int,
+        device: torch.device,
+        may_be_resized: bool,
+    ) -> None:
         self.params = list(params)
         self.arrivals = arrivals
         dtype = params[0].dtype if params else torch.float32
@@ -54,14 +66,19 @@ class Bucket:
         self.flags = self.wire[num_reals:]
         gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
-        self.views = [
-            self.buffer.as_strided(param.shape, _gradient_strides(param), offset)
-            for param, offset in zip(params, offsets, strict=True)
-        ]
+        self._offsets = offsets
+        self._may_be_resized = may_be_resized
+        self.views = self.views_of(self.buffer)
+        # Measured, not known: it depends on the interpreter how many references a call itself holds.
+        self._references_of_ours = sys.getrefcount(self.views[0]) if self.views else 0
 
     @property
     def num_bytes(self) -> int:
         return self.wire.nbytes
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """The members' gradients in a buffer with the layout of this bucket's."""
+        return [self._view(buffer, position) for position in range(len(self.params))]
 
     def collect(self) -> list[int]:
         """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
@@ -69,21 +86,38 @@ class Bucket:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         missing: list[int] = []
-        for position, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+        for position, param in enumerate(self.params):
             grad = param.grad
-            if grad is view:
+            if grad is self.views[position]:
                 continue
+            if sys.getrefcount(self.views[position]) > self._references_of_ours:
+                self._part_with(position)
             if grad is None:
                 missing.append(position)
             else:
                 copied.append(param)
                 sources.append(grad)
-                targets.append(view)
+                targets.append(self.views[position])
         if sources:
             torch._foreach_copy_(targets, sources)
             for param, view in zip(copied, targets, strict=True):
                 param.grad = view
         return missing
+
+    def _part_with(self, position: int) -> None:
+        """Somebody has kept the gradient of an earlier backward: it stays as it is, in a storage of its own."""
+        self.views[position].data = self.views[position].clone()
+        self.views[position] = self._view(self.buffer, position)
+
+    def _view(self, buffer: Tensor, position: int) -> Tensor:
+        param = self.params[position]
+        offset = buffer.storage_offset() + self._offsets[position]
+        strides = _gradient_strides(param)
+        if self._may_be_resized:
+            return buffer.as_strided(param.shape, strides, offset)
+        start = offset * buffer.itemsize
+        storage = buffer.untyped_storage()[start : start + param.numel() * buffer.itemsize]
+        return buffer.new_empty(0).set_(storage, 0, param.shape, strides)
 
     def zero(self, positions: Sequence[int]) -> None:
         """Contribute nothing for these members."""

@@ -20,6 +20,7 @@ class Placement:
         params: all parameters of the module, trainable or not.
         num_firings: how often the hook of a parameter fired in the backward that was observed.
         device: where the buffers live.
+        may_be_resized: a communication hook may resize the buffers.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Placement:
         params: Sequence[Tensor],
         num_firings: Mapping[int, int],
         device: torch.device,
+        may_be_resized: bool = False,
     ) -> None:
         self.plan = plan
         self.buckets: list[Bucket | SparseBucket] = []
@@ -42,7 +44,15 @@ class Placement:
                 self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
             else:
                 num_flags = len(params) if index == len(plan) - 1 else 0
-                self.buckets.append(Bucket(members, arrivals=arrivals, num_flags=num_flags, device=device))
+                self.buckets.append(
+                    Bucket(
+                        members,
+                        arrivals=arrivals,
+                        num_flags=num_flags,
+                        device=device,
+                        may_be_resized=may_be_resized,
+                    )
+                )
             self.index_of_bucket.update(dict.fromkeys(bucket_plan.members, index))
 
         self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]

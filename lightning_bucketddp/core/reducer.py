@@ -238,7 +238,11 @@ class Reducer:
         missing = [i for i in reversed(range(len(self._params))) if backward.trainable[i] and i not in set(arrived)]
         plan = plan_buckets(self._specs, arrived=arrived, missing=missing, caps=self._config.caps)
         placement = Placement(
-            plan, params=self._params, num_firings=Counter(backward.arrived), device=self._collectives.device
+            plan,
+            params=self._params,
+            num_firings=Counter(backward.arrived),
+            device=self._collectives.device,
+            may_be_resized=self._config.comm_hook is not None,
         )
         placement.streams = backward.streams
         backward.placement = placement

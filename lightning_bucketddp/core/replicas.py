@@ -14,6 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_bucketddp.core.collectives import Collectives
 
+# Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
+_RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
 # What a rank says of each of its tensors, by name.
 Description = dict[str, dict[str, Any]]
 
@@ -24,14 +27,14 @@ class ReplicaMismatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _BufferSlot:
-    """Where a buffer hangs. Looked up at each use: modules replace their buffers."""
+    """Where a buffer hangs. Looked up at each use: modules replace their buffers, and drop them."""
 
     name: str
     owner: nn.Module
     key: str
 
-    def tensor(self) -> Tensor:
-        buffer: Tensor = getattr(self.owner, self.key)
+    def tensor(self) -> Tensor | None:
+        buffer: Tensor | None = getattr(self.owner, self.key, None)
         return buffer
 
 
@@ -58,9 +61,10 @@ class Replicas:
         self._norm_statistics: list[_BufferSlot] = []
         self._other_buffers: list[_BufferSlot] = []
         for prefix, owner in module.named_modules():
-            is_deferred = defer_norm_statistics and isinstance(owner, _NormBase)
-            slots = self._norm_statistics if is_deferred else self._other_buffers
+            has_statistics = defer_norm_statistics and isinstance(owner, _NormBase)
             for key, _ in owner.named_buffers(recurse=False):
+                is_deferred = has_statistics and key in _RUNNING_STATISTICS
+                slots = self._norm_statistics if is_deferred else self._other_buffers
                 name = f"{prefix}.{key}" if prefix else key
                 if name not in ignored:
                     slots.append(_BufferSlot(name, owner, key))
@@ -88,19 +92,22 @@ class Replicas:
     def broadcast(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""
         self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
-        self.broadcast_buffers()
-        self.broadcast_norm_statistics()
+        self.broadcast_all_buffers()
 
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers, deferred ones excepted."""
-        self.collectives.broadcast_tensors([slot.tensor() for slot in self._other_buffers])
+        """Give every rank rank 0's buffers, deferred ones excepted.
 
-    def broadcast_norm_statistics(self) -> None:
-        """Give every rank rank 0's normalisation statistics, where they were deferred."""
-        self.collectives.broadcast_tensors([slot.tensor() for slot in self._norm_statistics])
+        A layer in evaluation mode reads its statistics in training too (a mean teacher): those are not deferred.
+        """
+        read_now = [slot for slot in self._norm_statistics if not slot.owner.training]
+        self.collectives.broadcast_tensors(list(_tensors([*self._other_buffers, *read_now]).values()))
+
+    def broadcast_all_buffers(self) -> None:
+        """Give every rank rank 0's buffers, deferred ones too."""
+        self.collectives.broadcast_tensors(list(_tensors([*self._other_buffers, *self._norm_statistics]).values()))
 
     def _describe(self) -> Description:
-        buffers = {slot.name: slot.tensor() for slot in (*self._norm_statistics, *self._other_buffers)}
+        buffers = _tensors([*self._norm_statistics, *self._other_buffers])
         return {
             name: {
                 "shape": list(tensor.shape),
@@ -110,6 +117,11 @@ class Replicas:
             }
             for name, tensor in {**self.parameters, **buffers}.items()
         }
+
+
+def _tensors(slots: list[_BufferSlot]) -> dict[str, Tensor]:
+    """The buffers that are still there, by name."""
+    return {slot.name: tensor for slot in slots if (tensor := slot.tensor()) is not None}
 
 
 def _ignored_names(module: nn.Module) -> set[str]:

@@ -97,13 +97,8 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        own = self._bucket.buffer
-        if self._buffer is own:
-            return self._bucket.views
-        return [
-            self._buffer.as_strided(view.shape, view.stride(), view.storage_offset() - own.storage_offset())
-            for view in self._bucket.views
-        ]
+        bucket = self._bucket
+        return bucket.views if self._buffer is bucket.buffer else bucket.views_of(self._buffer)
 
     def parameters(self) -> list[Tensor]:
         return self._bucket.params

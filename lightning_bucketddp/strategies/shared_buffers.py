@@ -18,6 +18,7 @@ class SharedBuffers:
         self._replicas = replicas
         self._stats = stats
         self._num_backwards_shared = 0
+        self._validation_has_begun = False
 
     def before_training_step(self) -> None:
         """Before the first forward after a synchronised backward, as torch DDP does."""
@@ -27,5 +28,16 @@ class SharedBuffers:
 
     def before_evaluation(self) -> None:
         """Also the statistics that training has left alone."""
-        self.before_training_step()
-        self._replicas.broadcast_norm_statistics()
+        if self._stats is not None:
+            self._num_backwards_shared = self._stats.num_backwards
+        self._replicas.broadcast_all_buffers()
+
+    def begin_validation(self) -> None:
+        """Wait for its first step, as torch DDP does: until then callbacks exchange weights and statistics."""
+        self._validation_has_begun = True
+
+    def before_validation_step(self) -> None:
+        """Share before the first step of a validation."""
+        if self._validation_has_begun:
+            self._validation_has_begun = False
+            self.before_evaluation()

@@ -103,7 +103,13 @@ class TrainingHooks(_ParallelStrategy):
         return output
 
     def on_validation_start(self) -> None:
-        self._share_statistics()
+        if self._buffers is not None:
+            self._buffers.begin_validation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers is not None:
+            self._buffers.before_validation_step()
+        return super().validation_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
         self._share_statistics()
