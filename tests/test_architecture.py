@@ -34,6 +34,8 @@ BINDINGS = {
     "strategies/fabric_lightning_fabric.py",
     "checkpoint/lightning_io.py",
     "checkpoint/lightning_fabric_io.py",
+    "callbacks/lightning_callbacks.py",
+    "callbacks/pytorch_lightning_callbacks.py",
 }
 
 

@@ -1,8 +1,11 @@
 """What Lightning asks of a strategy, on top of `core`.
 
     registration -> binding
-    options, binding -> trainer -> trainer_lightning, trainer_pytorch_lightning
-    options, binding -> fabric  -> fabric_lightning,  fabric_lightning_fabric
+    uneven_data, skipped_step -> participation
+    participation, shared_buffers, synced_layers -> training
+    rank_seeds -> saving
+    options, binding, training, saving -> trainer -> trainer_lightning, trainer_pytorch_lightning
+    options, binding                   -> fabric  -> fabric_lightning,  fabric_lightning_fabric
 
 `registration` imports the last of each only when its root of Lightning is in use.
 

@@ -11,6 +11,7 @@ from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
@@ -28,18 +29,27 @@ class CheckpointHooks(_ParallelStrategy):
     _replicas: Replicas | None
     _collectives: Collectives | None
     _model_averager: Any
+    _rank_seeds: RankSeeds | None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
         # Without optimizers only the weights are wanted.
         if "optimizer_states" in checkpoint and (state := self._training_state()):
             checkpoint[_OURS] = state
+        if self._rank_seeds is not None and self._collectives is not None:
+            self._rank_seeds.add_to(checkpoint, self._collectives, self.root_device)
 
         def write() -> None:
             with raised_once(self.checkpoint_io):
                 super(CheckpointHooks, self).save_checkpoint(checkpoint, filepath, storage_options)
 
         write_on_rank_zero(write, self._collectives, path=filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self._rank_seeds is not None:
+            self._rank_seeds.take_from(checkpoint)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.

@@ -25,6 +25,7 @@ from lightning_bucketddp.strategies.options import (
     resolve_start_method,
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
+from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
@@ -57,6 +58,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
+        rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
@@ -94,6 +96,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
         find_unused_parameters: bool | None = None,
@@ -128,6 +131,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         self._replicas: Replicas | None = None
         self._collectives: Collectives | None = None
         self._init_sync = init_sync
+        self._rank_seeds = RankSeeds() if rank_seeds else None
         self._is_fitting = False
         self._synced_layers: SyncedLayers | None = None
         self._buffers: SharedBuffers | None = None
@@ -180,6 +184,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
     def setup(self, trainer: Trainer) -> None:
         assert self._collectives is not None
         self._is_fitting = trainer.state.fn == "fit"
+        if self._rank_seeds is not None and not self._is_fitting:
+            self._rank_seeds.forget_checkpoint()
         # One process alone has nobody to wait for, but may weigh its micro-batches.
         if self._is_fitting and (self._collectives.world_size > 1 or self._gradient_weight is not None):
             self._participation = Participation(
@@ -216,6 +222,17 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         return model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        if self._rank_seeds is not None:
+            # Now that the weights are shared, and before anything asks for the training data: workers' seeds are drawn.
+            assert self._collectives is not None
+            self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
+        super().setup_optimizers(trainer)
+
+    def on_train_start(self) -> None:
+        if self._rank_seeds is not None:
+            self._rank_seeds.continue_after_start(self._module.trainer, self.root_device)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)

@@ -1,0 +1,163 @@
+"""`ScaleLearningRate`, less its Lightning base class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_bucketddp.callbacks.effective_rates import EffectiveRates
+from lightning_bucketddp.callbacks.global_batch import GlobalBatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningModule, Trainer
+else:
+    _Callback = object
+
+_NAME = "ScaleLearningRate"
+_EPOCHS_OF_THE_PAPER = 5
+_MONITOR_HOOKS = ("on_train_epoch_start", "on_train_batch_start")
+
+
+class LearningRateScaling(_Callback):
+    """Multiplies learning rates by how much larger the global batch is than the one they were chosen for.
+
+    Every step of every optimizer is made with the learning rate that its scheduler set, times that factor. The factor
+    rises from 1 during warm-up. See Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
+
+    Args:
+        base_batch_size: The global batch size that the learning rates and schedules are written for.
+        rule: `linear`, or `sqrt` for the square root of the factor.
+        warmup_epochs: How long the factor rises; by default 5 epochs.
+        warmup_steps: The same in steps of each optimizer.
+        batch_size_per_rank: Samples in one batch of one rank, where the training data does not say; with manual
+            optimization, those of all batches that one step accumulates.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_batch_size: int,
+        rule: Literal["linear", "sqrt"] = "linear",
+        warmup_epochs: float | None = None,
+        warmup_steps: int | None = None,
+        batch_size_per_rank: int | None = None,
+    ) -> None:
+        if base_batch_size < 1:
+            raise ValueError(f"`base_batch_size` is {base_batch_size}; it must be at least 1.")
+        if rule not in ("linear", "sqrt"):
+            raise ValueError(f"`rule` is {rule!r}; it must be 'linear' or 'sqrt'.")
+        if warmup_epochs is not None and warmup_steps is not None:
+            raise ValueError("`warmup_epochs` and `warmup_steps` say the same thing. Pass one of them.")
+        if min(warmup_epochs or 0, warmup_steps or 0) < 0:
+            raise ValueError(f"A warm-up of {warmup_epochs or warmup_steps} is not possible; pass 0 for none.")
+        self._base_batch_size = base_batch_size
+        self._rule = rule
+        self._warmup_epochs = _EPOCHS_OF_THE_PAPER if warmup_epochs is None else warmup_epochs
+        self._warmup_steps = warmup_steps
+        self._batch_size_per_rank = batch_size_per_rank
+        self._batch: GlobalBatch | None = None
+        self._num_warmup_steps = 0
+        self._rates: list[EffectiveRates] = []
+        self._steps_before: list[int] = []
+        self._monitors: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": [rates.num_steps for rates in self._rates]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps_before = list(state_dict["num_steps"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_warmup_steps = self._find_num_warmup_steps(trainer)
+        self._look_at_data(trainer)
+        # The optimizers are new, and so is the count, unless a checkpoint was loaded for this fit.
+        steps = [*self._steps_before, *[0] * len(trainer.optimizers)]
+        self._steps_before = []
+        multiplier = partial(self._multiplier, trainer)
+        self._rates = [
+            EffectiveRates(optimizer, multiplier, num_steps=num_steps)
+            for optimizer, num_steps in zip(trainer.optimizers, steps, strict=False)
+        ]
+        self._attach_monitors(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look_at_data(trainer)  # it may have been reloaded
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        for rates in self._rates:
+            rates.follow()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    def _find_num_warmup_steps(self, trainer: Trainer) -> int:
+        if self._warmup_steps is not None:
+            return self._warmup_steps
+        if self._warmup_epochs and math.isinf(trainer.num_training_batches):
+            raise ValueError(
+                f"`{_NAME}` cannot tell how many steps {self._warmup_epochs:g} epochs are: the training data has no"
+                " length. Pass `warmup_steps`."
+            )
+        steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        return round(self._warmup_epochs * steps_per_epoch)
+
+    def _look_at_data(self, trainer: Trainer) -> None:
+        self._adopt(GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME))
+
+    def _adopt(self, batch: GlobalBatch) -> None:
+        if batch == self._batch:
+            return
+        self._batch = batch
+        warms_up = self._factor > 1 and self._num_warmup_steps > 0
+        rank_zero_info(
+            f"{_NAME}: {batch}, base {self._base_batch_size}: learning rate x {self._factor:g}"
+            + (f", warmed up over {self._num_warmup_steps} steps" if warms_up else "")
+        )
+
+    @property
+    def _factor(self) -> float:
+        assert self._batch is not None
+        factor = self._batch.size / self._base_batch_size
+        return factor if self._rule == "linear" else math.sqrt(factor)
+
+    def _multiplier(self, trainer: Trainer, num_steps: int) -> float:
+        assert self._batch is not None
+        # `GradientAccumulationScheduler` changes it during training.
+        if self._batch.num_micro_batches != trainer.accumulate_grad_batches:
+            self._adopt(replace(self._batch, num_micro_batches=trainer.accumulate_grad_batches))
+        if self._factor <= 1 or num_steps >= self._num_warmup_steps:
+            return self._factor
+        return 1 + (self._factor - 1) * num_steps / self._num_warmup_steps
+
+    def _attach_monitors(self, trainer: Trainer) -> None:
+        """Let each `LearningRateMonitor`, which looks before a step, see what the step is made with."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
+                self._monitors.append(callback)
+                for hook in _MONITOR_HOOKS:
+                    setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
+
+    def _call_with_rates_applied(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with ExitStack() as applied:
+            for rates in self._rates:
+                applied.enter_context(rates.applied())
+            hook(*args, **kwargs)
+
+    def _detach(self) -> None:
+        for rates in self._rates:
+            rates.close()
+        while self._monitors:
+            monitor = self._monitors.pop()
+            for hook in _MONITOR_HOOKS:
+                delattr(monitor, hook)
+        self._batch = None

@@ -1,0 +1,150 @@
+"""`ScalingMonitor`, less its Lightning base class."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_bucketddp.callbacks.global_batch import GlobalBatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningModule, Trainer
+else:
+    _Callback = object
+
+_NAME = "ScalingMonitor"
+
+
+@dataclass(slots=True)
+class _Window:
+    """Steps in a row with nothing but training between them, and the samples of all ranks in them."""
+
+    began_at: float
+    num_samples: float = 0
+
+
+class ScalingMeasurement(_Callback):
+    """Logs the global batch size, the samples per second of all ranks together, and how well that scales.
+
+    Measures from one log point of the Trainer to the next, without validation, checkpoints and the start of an epoch.
+    Waits for the device there and nowhere else. Epochs of one step have nothing to measure.
+
+    Args:
+        single_rank_samples_per_second: What one rank does alone with the same batch size per rank. A run with
+            `devices=1` and this callback says it at its end. Without it no efficiency is logged: nothing within a run
+            on many ranks tells how fast one of them is alone.
+        batch_size_per_rank: Samples in one batch of one rank, where the data does not say.
+    """
+
+    def __init__(
+        self, *, single_rank_samples_per_second: float | None = None, batch_size_per_rank: int | None = None
+    ) -> None:
+        if single_rank_samples_per_second is not None and single_rank_samples_per_second <= 0:
+            raise ValueError(
+                f"`single_rank_samples_per_second` is {single_rank_samples_per_second:g}; it must be more than 0."
+            )
+        self._single_rank_samples_per_second = single_rank_samples_per_second
+        self._batch_size_per_rank = batch_size_per_rank
+        self._batch: GlobalBatch | None = None
+        self._window: _Window | None = None
+        self._global_step = 0
+        self._num_samples = 0.0
+        self._seconds = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look_at_data(trainer)
+        self._global_step = trainer.global_step
+        self._num_samples, self._seconds = 0.0, 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look_at_data(trainer)  # it may have been reloaded
+        self._window = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._window = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._window = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._count(trainer, batch_idx)
+        if trainer.global_step == self._global_step:
+            return  # still accumulating
+        self._global_step = trainer.global_step
+        if self._window is None:
+            self._window = _Window(began_at=_now(trainer.strategy.root_device))
+        elif trainer._logger_connector.should_update_logs:
+            self._log(trainer, self._window)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._seconds == 0:
+            return
+        rate = self._num_samples / self._seconds
+        if trainer.world_size == 1:
+            hint = f" Pass `single_rank_samples_per_second={rate:.6g}` when you train on more ranks."
+        else:
+            efficiency = self._efficiency(rate, trainer)
+            hint = "" if efficiency is None else f" Scaling efficiency {efficiency:.3f}."
+        rank_zero_info(f"{_NAME}: {trainer.world_size} rank(s): {rate:.6g} samples per second.{hint}")
+
+    def _look_at_data(self, trainer: Trainer) -> None:
+        self._batch = GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME)
+
+    def _count(self, trainer: Trainer, batch_idx: int) -> None:
+        """Add the samples of a batch on all ranks to the window, or give it up if they cannot be told."""
+        assert self._batch is not None
+        if self._window is None:
+            return
+        size: float = self._batch.over_ranks
+        if trainer.is_last_batch and self._batch_size_per_rank is None:
+            if (in_epoch := _samples_in_epoch(trainer.train_dataloader)) is None:
+                self._window = None
+                return
+            size = min(size, trainer.world_size * in_epoch - batch_idx * size)
+        self._window.num_samples += size
+
+    def _log(self, trainer: Trainer, window: _Window) -> None:
+        assert self._batch is not None
+        now = _now(trainer.strategy.root_device)
+        rate = window.num_samples / (now - window.began_at)
+        size = self._batch.over_ranks * trainer.accumulate_grad_batches
+        values = {"global_batch_size": float(size), "samples_per_second": rate}
+        if (efficiency := self._efficiency(rate, trainer)) is not None:
+            values["scaling_efficiency"] = efficiency
+        named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
+        # Not by `pl_module.log`: at a later log point where nothing was measured it would log the same values again.
+        trainer._logger_connector.log_metrics(named)
+        self._num_samples += window.num_samples
+        self._seconds += now - window.began_at
+        self._window = _Window(began_at=now)
+
+    def _efficiency(self, samples_per_second: float, trainer: Trainer) -> float | None:
+        if self._single_rank_samples_per_second is None:
+            return None
+        return samples_per_second / (trainer.world_size * self._single_rank_samples_per_second)
+
+
+def _samples_in_epoch(loader: Any) -> float | None:
+    """How many samples this rank sees in an epoch, of which the last batch may be short; None if it does not say."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if getattr(batch_sampler, "drop_last", False):
+        return math.inf
+    sampler = getattr(batch_sampler, "sampler", None)
+    # `DataLoader` gives an iterable dataset a sampler without an end.
+    return len(sampler) if isinstance(sampler, Sized) else None
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,134 @@
+"""Random numbers that differ from rank to rank, and that a checkpoint continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_bucketddp.core.collectives import Collectives
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Where a checkpoint holds what is ours, and there what is this file's.
+_OURS, _KEY = "bucketddp", "rank_seeds"
+_MAX_SEEDS_SHOWN = 8
+
+
+class RankSeeds:
+    """Gives each rank a random stream of its own when training begins: Python's, numpy's, torch's and CUDA's.
+
+    Weights are shared before that, and distributed samplers have a seed of their own, so both stay equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._checkpoint: dict[str, Any] | None = None
+        self._resumed_from: str | None = None
+
+    def take_from(self, checkpoint: dict[str, Any]) -> None:
+        """Remember what a checkpoint says, for the training that may begin with it."""
+        self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **checkpoint.get(_OURS, {}).get(_KEY, {})}
+
+    def forget_checkpoint(self) -> None:
+        """No training begins with the checkpoint that was loaded."""
+        self._checkpoint = None
+
+    def begin(self, *, step: int, collectives: Collectives, device: torch.device) -> None:
+        """Start this rank's stream: where the checkpoint has left it, else a new one. All ranks must call this."""
+        saved, self._checkpoint = self._checkpoint, None
+        self._resumed_from = None
+        states = [] if saved is None else saved.get("states", [])
+        seeds = self._split(step if saved is None else saved["global_step"], collectives)
+        if saved is None:
+            rank_zero_info(f"bucketddp: rank_seeds: {seeds}.")
+        elif len(states) == collectives.world_size:
+            self._resumed_from = states[collectives.rank]
+            _set_state(self._resumed_from, device)
+            rank_zero_info("bucketddp: rank_seeds: every rank goes on with its random numbers from the checkpoint.")
+        else:
+            held = f"is from {len(states)} rank(s)" if states else "holds no random states"
+            rank_zero_warn(
+                f"bucketddp: rank_seeds: the checkpoint {held} and this run has {collectives.world_size}, so random"
+                f" numbers do not go on where they were. New ones: {seeds}."
+            )
+
+    def continue_after_start(self, trainer: Trainer, device: torch.device) -> None:
+        """Call before the first batch: undo what Lightning has drawn since `begin` and an uninterrupted run had not."""
+        if self._resumed_from is not None and not _has_begun_epoch(trainer.fit_loop):
+            _set_state(self._resumed_from, device)
+        self._resumed_from = None
+
+    def add_to(self, checkpoint: dict[str, Any], collectives: Collectives, device: torch.device) -> None:
+        """Put every rank's state into a checkpoint that can be resumed. All ranks must call this."""
+        if "optimizer_states" not in checkpoint:
+            return
+        raw = torch.frombuffer(bytearray(_get_state(device).encode()), dtype=torch.uint8).to(collectives.device)
+        states = [bytes(state.tolist()).decode() for state in collectives.gather_rows(raw)]
+        checkpoint.setdefault(_OURS, {})[_KEY] = {"states": states}
+
+    def _split(self, step: int, collectives: Collectives) -> str:
+        """Seed this rank by its number; what all ranks get, in words."""
+        # `seed_everything` sets the variable in every process; without it each process has a seed from the system.
+        base = collectives.broadcast_json(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
+        seeds = [_seed_of(rank, base=base, step=step) for rank in range(collectives.world_size)]
+        seed = seeds[collectives.rank]
+        torch.manual_seed(seed)  # CUDA too
+        # Neither from the bare number: both would turn it into the same state.
+        random.seed(f"python {seed}")
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        shown = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds[:_MAX_SEEDS_SHOWN]))
+        more = f" and {len(seeds) - _MAX_SEEDS_SHOWN} more" if len(seeds) > _MAX_SEEDS_SHOWN else ""
+        return f"from seed {base} and step {step}: {shown}{more}"
+
+
+def _seed_of(rank: int, *, base: int, step: int) -> int:
+    digest = hashlib.blake2b(f"{base}/{rank}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _has_begun_epoch(fit_loop: Any) -> bool:
+    """Whether the first batch comes from the iterators that exist, and begins an epoch.
+
+    Creating iterators draws random numbers. A run that was not interrupted creates them at the beginning of each epoch,
+    after the checkpoint; a resumed one before `on_train_start` in any case, and later again or not.
+    """
+    progress = fit_loop.epoch_progress.current
+    is_between_epochs = progress.processed == progress.started
+    # The condition of Lightning's epoch loop; it has no `is_resuming` before 2.6.
+    creates_again = not fit_loop.restarting and not getattr(fit_loop, "is_resuming", False)
+    return is_between_epochs and not creates_again
+
+
+def _get_state(device: torch.device) -> str:
+    """The state of this process's generators as text, which any checkpoint may hold."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, [int(key) for key in keys], position, has_gauss, gauss],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
+    return json.dumps(state)
+
+
+def _set_state(text: str, device: torch.device) -> None:
+    state = json.loads(text)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
