@@ -107,19 +107,20 @@ SYNC_BATCHNORM = [
 ]
 
 
-def trainer_runs() -> bool:
-    """`tests.fit_on_gpu` on two ranks; it prints its own lines."""
+TRAINER_RUNS = ["tests.fit_on_gpu", "tests.resume_on_gpu", "tests.compile_on_gpu"]
+
+
+def trainer_runs(module: str) -> bool:
+    """Whether `module` exits well on two ranks; it prints its own lines."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712", "NCCL_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.fit_on_gpu"],
+            [sys.executable, "-W", "ignore", "-m", module],
             env={**environment, "NODE_RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
         )
         for rank in range(2)
     ]
-    exit_codes = [rank.wait(timeout=300) for rank in ranks]
-    print(f"exit codes {exit_codes}")
-    return exit_codes == [0, 0]
+    return [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
 
 def main() -> int:
@@ -138,8 +139,9 @@ def main() -> int:
             shown = result if any(value is not None for value in result) else ""
             print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
     close_pools()
-    num_tests += 1
-    failed += not trainer_runs()
+    for module in TRAINER_RUNS:
+        num_tests += 1
+        failed += not trainer_runs(module)
     print(f"{num_tests - failed} passed, {failed} failed")
     return int(failed > 0)
 

@@ -12,6 +12,7 @@ from tests.scripts.participation import (
     Setting,
     expected_weights,
     fit,
+    loader_with_a_distributed_sampler,
     num_tokens,
     refusal,
     scale_after_skipped_steps,
@@ -170,6 +171,12 @@ def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> 
     assert run_on_ranks(refusal, setting=Setting(sizes, data=data)) == [text] * 2
 
 
+def test_a_rank_that_is_in_the_next_epoch_is_named_where_data_is_not_watched() -> None:
+    setting = Setting(UNEVEN, data="several", validates=False)
+    for text in run_on_ranks(refusal, setting=setting):
+        assert text.startswith("OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on after 4 batch")
+
+
 def test_a_rank_without_any_data_is_named() -> None:
     text = "ValueError: Rank 1 has no training data at all. `uneven_data` needs at least one batch on every rank."
     setting = Setting([[4], []], data="stream", options={"uneven_data": True})
@@ -188,3 +195,7 @@ def test_several_loaders_are_refused() -> None:
 def test_a_watched_loader_keeps_its_class(data: str, kind: str) -> None:
     for rank in run_on_ranks(fit, setting=Setting(EVEN, data=data)):
         assert rank.loader_type == kind
+
+
+def test_a_loader_with_a_distributed_sampler_is_left_alone() -> None:
+    assert run_on_ranks(loader_with_a_distributed_sampler) == [True, True]

@@ -42,6 +42,7 @@ class EffectiveRates:
         self._optimizer = optimizer
         self._multiplier = multiplier
         self._applied: list[_AppliedRate] = []
+        self._depth = 0
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -68,12 +69,21 @@ class EffectiveRates:
         while self._handles:
             self._handles.pop().remove()
 
+    def begin_batch(self) -> None:
+        """No step is being made, even if the last one has raised."""
+        self._depth = 0
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._apply()
+        # torch calls the hooks again for a `step` that calls the `step` of its base class.
+        self._depth += 1
+        if self._depth == 1:
+            self._apply()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
-        self.num_steps += 1
+        self._depth -= 1
+        if self._depth == 0:
+            self._restore()
+            self.num_steps += 1
 
     def _apply(self) -> None:
         self._restore()  # a step that raised has not

@@ -90,6 +90,10 @@ class LearningRateScaling(_Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look_at_data(trainer)  # it may have been reloaded
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        for rates in self._rates:
+            rates.begin_batch()
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         for rates in self._rates:
             rates.follow()

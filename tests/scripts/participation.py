@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -73,6 +73,7 @@ class Setting:
     batchnorm: bool = False
     data: str = "iterable"
     manual: str | None = None
+    validates: bool = True
     num_epochs: int = 2
 
 
@@ -86,11 +87,14 @@ class Module(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         setting = self._setting
+        if setting.data == "several":
+            batch, _ = batch  # type: ignore[misc]
         if setting.manual is not None:
             self._optimize(batch)
             return None
         loss = self.net.loss(batch, of_tokens=setting.of_tokens)
-        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=1)  # collectives of its own
+        # Collectives of its own, which a rank that has left the loop does not take part in.
+        self.log("loss", loss, sync_dist=setting.data != "several", on_step=True, on_epoch=True, batch_size=1)
         return None if (self.global_rank, batch_idx) in setting.skipped else loss
 
     def _optimize(self, batch: Batch) -> None:
@@ -189,6 +193,7 @@ def fit(*, setting: Setting) -> Outcome:
         sync_batchnorm=setting.batchnorm,
         precision="64-true",
         num_sanity_val_steps=0,
+        limit_val_batches=None if setting.validates else 0,
         log_every_n_steps=1,
         callbacks=metrics,
     )
@@ -201,6 +206,15 @@ def fit(*, setting: Setting) -> Outcome:
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         type(trainer.train_dataloader).__name__,
     )
+
+
+@like_torchrun()
+def loader_with_a_distributed_sampler() -> bool:
+    """Whether the loader that trains is a plain one: such data is even, and is left alone."""
+    data = TensorDataset(torch.randn(6, WIDTH), torch.randn(6), torch.ones(6, dtype=torch.bool))
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    trainer.fit(Module(Setting([[]])).float(), DataLoader(data))
+    return type(trainer.train_dataloader) is DataLoader
 
 
 def refusal(*, setting: Setting) -> str:

@@ -16,6 +16,10 @@ from tests.scripts import models
 RATE = 2.0**-6
 
 
+# Once an Adam was made, torch calls the hooks of a subclass twice: around its `step` and around that of Adam within.
+torch.optim.Adam([torch.zeros(1)])
+
+
 class Recording(torch.optim.Adam):
     """Writes down the learning rates that it steps with."""
 
