@@ -132,6 +132,15 @@ def test_ranks_that_differ_end_every_process(tmp_path: Path) -> None:
     assert finished.output.count("ReplicaMismatchError: `extra.weight` exists on rank 1 but not on rank 0.") == 2
 
 
+def test_a_rank_that_runs_out_of_data_ends_every_process(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy="bucketddp", use_distributed_sampler=False)
+    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.short_of_data_on_rank", "1"]
+    finished = run(*command, root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode != 0
+    # Once from each rank.
+    assert finished.output.count("OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on") == 2
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_every_process(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = write_config(
