@@ -15,6 +15,7 @@ CORE_ORDER = [
     "plan",
     "bucket",
     "placement",
+    "network",
     "collectives",
     "wire",
     "stats",

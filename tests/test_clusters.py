@@ -84,8 +84,6 @@ def torchrun(hosts: tuple[Host, Host], processes_per_node: int, *, width: int, d
                 *(SCRIPTS / "fit.py", "bucketddp", "--width", str(width)),
                 *("--num-nodes", "2", "--devices", str(processes_per_node)),
             ],
-            # The name of this machine stands for an address that the other host does not reach.
-            variables={"GLOO_SOCKET_IFNAME": "eth0"},
             within=host.within,
         )
         for node, host in enumerate(hosts)

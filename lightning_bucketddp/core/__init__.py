@@ -6,4 +6,5 @@ One noun per file, and a file imports only files to its left:
     ... collectives -> lockstep -> weighting -> reducer
     ... collectives -> sync_batchnorm
     config -> compiled
+    network -> collectives
 """

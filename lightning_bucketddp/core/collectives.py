@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_bucketddp.core.network import gloo_between_hosts
+
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -95,7 +97,8 @@ class Collectives:
 
     def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        with gloo_between_hosts():
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
         return Collectives(device, group=group, timeout=self._timeout)
 
     def start_mean(self, tensor: Tensor) -> Pending:

@@ -15,6 +15,7 @@ from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.options import (
@@ -127,7 +128,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._setup_distributed()
+        with gloo_between_hosts():
+            self._setup_distributed()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)
 
