@@ -45,7 +45,7 @@ def strategy_of(root: str, name: str) -> Any:
 
 def launched_by(strategy: Any) -> str:
     """The start method of the launcher that will be used, by what it is and not by what it was asked to be."""
-    kinds = {"_SubprocessScriptLauncher": "popen", "_MultiProcessingLauncher": ""}
+    kinds = {"_ScriptLauncher": "popen", "_ProcessLauncher": ""}
     strategy._configure_launcher()
     return kinds[type(strategy.launcher).__name__] or strategy.launcher._start_method
 

@@ -21,6 +21,7 @@ TORCH = {
     "_foreach_copy_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_zero_": "torch",
+    "_get_default_store": "torch.distributed.distributed_c10d",
     "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
     # not private by name, but not documented either
     "batch_norm_update_stats": "torch",
@@ -33,7 +34,17 @@ TORCH_ATTRIBUTES = {
     "_indices": torch.Tensor,
     "_values": torch.Tensor,
 }
-LIGHTNING = {"_WrappingCheckpointIO": "plugins.io.wrapper"}
+LAUNCHERS = {
+    "_MultiProcessingLauncher": "strategies.launchers",
+    "_SubprocessScriptLauncher": "strategies.launchers",
+    # overridden by us
+    "_call_children_scripts": "strategies.launchers.subprocess_script",
+}
+LIGHTNING = {
+    "_WrappingCheckpointIO": "plugins.io.wrapper",
+    "_TunerExitException": "utilities.exceptions",
+    "_interrupt": "trainer.call",
+}
 LIGHTNING_ATTRIBUTES = {
     # written by Lightning's connector
     "_layer_sync": "strategies.parallel",
@@ -47,14 +58,22 @@ LIGHTNING_ATTRIBUTES = {
     "_logger_connector": "trainer.trainer",
     # read and reset by us
     "_error": "plugins.io.async_plugin",
+    # replaced by us on the connector of a run
+    "_signal_connector": "trainer.trainer",
+    "_sigterm_notifier_fn": "trainer.connectors.signal_connector",
+    "_slurm_sigusr_handler_fn": "trainer.connectors.signal_connector",
+    "received_sigterm": "loops.training_epoch_loop",
 }
 FABRIC_ATTRIBUTES = {
     "_backward_sync_control": "strategies.strategy",
     "_convert_stateful_objects_in_state": "strategies.strategy",
     "_checkpoint_io": "strategies.strategy",
 }
+# In Lightning since 2.6; there is nothing to replace before.
+NEWER = {"_broadcast_sigterm_tensor"}
 # Names that look private to the scanner but are ours or the standard library's.
 OURS = {"_sync_original", "_sync_collectives", "_sync_is_idle", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
+STANDARD = {"_current_frames", "_exit"}
 
 
 @pytest.mark.parametrize(("name", "module"), TORCH.items())
@@ -78,6 +97,7 @@ def test_the_trainer_still_has(root: str) -> None:
         assert hasattr(import_module(f"{root}.{module}"), name), name
     for name, module in LIGHTNING_ATTRIBUTES.items():
         assert name in inspect.getsource(import_module(f"{root}.{module}")), name
+    assert_launchers(root)
     ddp_strategy = import_module(f"{root}.strategies").DDPStrategy
     for name in TRAINER_PROCESS_SETUP:
         assert name in vars(ddp_strategy), name
@@ -87,9 +107,15 @@ def test_the_trainer_still_has(root: str) -> None:
 def test_fabric_still_has(root: str) -> None:
     for name, module in FABRIC_ATTRIBUTES.items():
         assert name in inspect.getsource(import_module(f"{root}.{module}")), name
+    assert_launchers(root)
     ddp_strategy = import_module(f"{root}.strategies.ddp").DDPStrategy
     for name in FABRIC_PROCESS_SETUP:
         assert name in vars(ddp_strategy), name
+
+
+def assert_launchers(root: str) -> None:
+    for name, module in LAUNCHERS.items():
+        assert name in inspect.getsource(import_module(f"{root}.{module}")), name
 
 
 def private_names(source: str) -> set[str]:
@@ -104,7 +130,17 @@ def private_names(source: str) -> set[str]:
 
 
 def test_the_list_is_complete() -> None:
-    listed = {*TORCH, *TORCH_ATTRIBUTES, *LIGHTNING, *LIGHTNING_ATTRIBUTES, *FABRIC_ATTRIBUTES, *OURS}
+    ours = {*OURS, *STANDARD}
+    listed = {
+        *TORCH,
+        *TORCH_ATTRIBUTES,
+        *LAUNCHERS,
+        *LIGHTNING,
+        *LIGHTNING_ATTRIBUTES,
+        *FABRIC_ATTRIBUTES,
+        *NEWER,
+        *ours,
+    }
     used = {name for path in PACKAGE.rglob("*.py") for name in private_names(path.read_text())}
     # `object._thing` of our own classes is fine where a class of ours defines it.
     defined = {name for path in PACKAGE.rglob("*.py") for name in _defined_on_self(path.read_text())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +83,12 @@ class Collectives:
     def is_open(self) -> bool:
         """Whether the process group is still there: nobody has destroyed it, or destroyed it and made another."""
         return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def abort(self) -> None:
+        """End the collectives of these ranks on a device, whatever they wait for. Those of hosts end otherwise."""
+        for collectives in (self, self._side_group, self._host_group):
+            if collectives is not None and "nccl" in dist.get_backend(collectives.group):
+                collectives.group.abort()
 
     def side_group(self) -> Collectives:
         """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
@@ -196,6 +203,53 @@ class Collectives:
         except (RuntimeError, ValueError):
             return False
         return True
+
+
+@dataclass(frozen=True)
+class StoreAccess:
+    """The store of the process group, over a connection of its own.
+
+    Attributes:
+        store: the connection.
+        port: where the store listens; None if it is not on a network.
+        name: of the process group: another one in the same store has another.
+        is_held_by_rank_zero: or else by the program that has started the ranks.
+    """
+
+    store: Any
+    port: int | None
+    name: str
+    is_held_by_rank_zero: bool
+
+
+def access_store() -> StoreAccess:
+    """Connect to the store that the process group was made with."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    underlying = store
+    while hasattr(underlying, "underlying_store"):
+        underlying = underlying.underlying_store
+    if hasattr(store, "clone"):
+        connection = store.clone()
+    else:  # torch before 2.9 or so
+        address = (underlying.host, underlying.port)
+        connection = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return StoreAccess(
+        connection,
+        port=getattr(underlying, "port", None),
+        name=dist.group.WORLD.group_name if dist.group.WORLD is not None else "",
+        is_held_by_rank_zero=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+def leave_process_group() -> None:
+    """From now on this process is on its own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def files_of_collectives() -> tuple[str, ...]:
+    """The files in which a thread is that waits for other ranks."""
+    return (__file__, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

@@ -42,6 +42,8 @@ class Note:
         weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch.
         full_weight: how much they would count if no step had been skipped.
         num_skipped: the steps that it has skipped.
+        stop_signal: the signal that it has received, by which all shall stop; 0: none.
+        wants_requeue: it has been told to save and to have the job queued again.
     """
 
     occasion: Occasion
@@ -50,10 +52,14 @@ class Note:
     weight: float = 0.0
     full_weight: float = 0.0
     num_skipped: int = 0
+    stop_signal: int = 0
+    wants_requeue: bool = False
 
 
 class Lockstep:
     """Exchanges notes with the other ranks, in one order (Note: lockstep).
+
+    What a signal handler sets here goes out with the next note, so that all ranks learn of it in the same step.
 
     Args:
         collectives: how to reach the other ranks; notes take connections of their own between the hosts.
@@ -62,12 +68,17 @@ class Lockstep:
     def __init__(self, collectives: Collectives) -> None:
         self.epoch = 0
         self.num_batches = 0
+        self.stop_signal = 0
+        self.wants_requeue = False
+        self.all_stop_by = 0
+        self.all_requeue = False
         self._hosts = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
     def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
         """Start an exchange; `receive` ends it."""
-        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped)
+        signals = (self.stop_signal, self.wants_requeue)
+        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, *signals)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
     def receive(self) -> list[Note]:
@@ -77,12 +88,17 @@ class Lockstep:
             notes = [_note(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
             if len({(note.occasion, note.epoch) for note in notes}) > 1:
                 raise OutOfStepError(_explain(notes))
+            self.all_stop_by = self.all_stop_by or max(note.stop_signal for note in notes)
+            self.all_requeue = self.all_requeue or any(note.wants_requeue for note in notes)
         return notes
 
 
 def _note(values: Sequence[float]) -> Note:
-    occasion, epoch, num_batches, weight, full_weight, num_skipped = values
-    return Note(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped))
+    occasion, epoch, num_batches, weight, full_weight, num_skipped, stop_signal, wants_requeue = values
+    return Note(
+        *(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped)),
+        *(int(stop_signal), bool(wants_requeue)),
+    )
 
 
 def _explain(notes: Sequence[Note]) -> str:

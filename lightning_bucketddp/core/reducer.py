@@ -120,6 +120,11 @@ class Reducer:
             f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
         )
 
+    def describe_backward(self) -> str:
+        """Which bucket a backward has come to, in words."""
+        reductions = None if self._backward is None else self._backward.reductions
+        return "" if reductions is None else reductions.describe(self._specs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate on this rank only. What counts is where backward runs, not forward."""

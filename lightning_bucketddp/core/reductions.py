@@ -22,8 +22,11 @@ from torch.autograd.profiler import record_function
 from lightning_bucketddp.core.bucket import Bucket, SparseBucket
 from lightning_bucketddp.core.collectives import Collectives, Pending
 from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.wire import Reduction, SparseMean
+
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,15 @@ class Reductions:
         self._stats = stats
         self._in_flight: list[Pending] = []
         self._missing: list[_Missing] = []
+
+    def describe(self, specs: Sequence[ParameterSpec]) -> str:
+        """Which bucket is next, with its parameters, in words."""
+        index, num_buckets = self.next_to_launch, len(self._placement.buckets)
+        if index == num_buckets:
+            return f", all {num_buckets} buckets launched"
+        names = [f"`{specs[member].name}`" for member in self._placement.plan[index].members]
+        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        return f", before bucket {index} of {num_buckets} ({', '.join(names[:_NUM_NAMED])}{more})"
 
     def launch_complete(self) -> None:
         """Launch buckets up to the first that still waits for a gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -12,15 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
-from lightning_bucketddp.core.collectives import Collectives, all_gather
+from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.whereabouts import OPTIMIZER, SAVING, Whereabouts
+from lightning_bucketddp.strategies.ending import Ending, Surroundings, launcher_pid
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
+    check_stall_warning,
     explain_without_effect,
     resolve_start_method,
 )
@@ -49,6 +53,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
+        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -57,6 +62,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
     """
 
     _default_checkpoint_io: ClassVar[type[Any]]
+    _launchers: ClassVar[Any]
+    trains_elsewhere: bool = False
 
     def __init__(
         self,
@@ -78,6 +85,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        stall_warning_s: float = 30.0,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -109,6 +117,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self.reducers: dict[nn.Module, Reducer] = {}
         self._init_sync = init_sync
         self._collectives: Collectives | None = None
+        self._stall_warning_s = check_stall_warning(stall_warning_s)
+        self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
+        self._ending: Ending | None = None
         self._backward_sync_control: Any = _BackwardSyncControl(self)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
@@ -126,12 +137,46 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
     def checkpoint_io(self, io: Any) -> None:
         self._checkpoint_io = io
 
+    def _configure_launcher(self) -> None:
+        self._launcher = self._launchers.make(self)
+
     def setup_environment(self) -> None:
         super().setup_environment()
         with gloo_between_hosts():
             self._setup_distributed()
+        if self.world_size > 1:
+            self._begin_watching()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)
+
+    def _begin_watching(self) -> None:
+        this = weakref.ref(self)  # the watch must not keep alive what it watches
+
+        def abort_device() -> None:
+            if (strategy := this()) is not None and strategy._collectives is not None:
+                strategy._collectives.abort()
+
+        launcher: Any = self._launcher
+        first_rank = self.global_rank - self.local_rank
+        surroundings = Surroundings(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            abort_device=abort_device,
+            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
+            launcher_pid=launcher_pid(self._start_method),
+        )
+        self._whereabouts.enter("the training loop")
+        self._ending = Ending(self._whereabouts, surroundings, stall_warning_s=self._stall_warning_s)
+        self._ending.begin()
+        self._ending.report_uncaught()
+        # Fabric does not say when a run is over.
+        weakref.finalize(self, self._ending.end)
+
+    def end_run_by(self, error: BaseException) -> None:
+        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
+        if self._ending is not None and (instead := self._ending.end_by(error)) is not None:
+            raise instead from None
 
     def _split_graphs_in_forward(self, world_size: int) -> None:
         # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
@@ -162,6 +207,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as scopes:
+            scopes.enter_context(self._whereabouts.during("backward"))
             for reducer in self._taking_part(module):
                 scopes.enter_context(reducer.backward())
             super().backward(tensor, module, *args, **kwargs)
@@ -174,6 +220,10 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         if module is not None:
             return [self.reducers[module]]
         return list(self.reducers.values()) if len(self.reducers) == 1 else []
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        with self._whereabouts.during(OPTIMIZER):
+            return super().optimizer_step(optimizer, **kwargs)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -188,11 +238,12 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        write_on_rank_zero(
-            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
-            self._collectives,
-            path=path,
-        )
+        with self._whereabouts.during(SAVING):
+            write_on_rank_zero(
+                lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
+                self._collectives,
+                path=path,
+            )
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():

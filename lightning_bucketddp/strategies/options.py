@@ -58,3 +58,10 @@ def resolve_start_method(start_method: StartMethod) -> StartMethod:
         rank_zero_info("bucketddp: starting processes by fork, because this is an interactive session.")
         return "fork"
     return start_method
+
+
+def check_stall_warning(seconds: float) -> float:
+    """`seconds`, if they are some."""
+    if not seconds > 0:
+        raise ValueError(f"`stall_warning_s` must be a positive number of seconds, got {seconds!r}.")
+    return float(seconds)

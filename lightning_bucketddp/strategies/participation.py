@@ -51,10 +51,10 @@ class Participation:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
-        self._lockstep = Lockstep(collectives)
-        self._uneven_data = UnevenData(self._lockstep, extends=extends_uneven_data)
+        self.lockstep = Lockstep(collectives)
+        self._uneven_data = UnevenData(self.lockstep, extends=extends_uneven_data)
         self.weighting = Weighting(
-            self._lockstep, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
+            self.lockstep, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
         )
         self._weight: float | None = None
         self._reference_weight: float | None = None
@@ -83,8 +83,8 @@ class Participation:
 
     def begin_batch(self, batch_idx: int) -> None:
         """This rank turns to another batch."""
-        self._lockstep.epoch = self._trainer.current_epoch
-        self._lockstep.num_batches = batch_idx + 1
+        self.lockstep.epoch = self._trainer.current_epoch
+        self.lockstep.num_batches = batch_idx + 1
         self._uneven_data.begin_batch()
 
     def skip(self) -> SkippedStep:
@@ -131,8 +131,8 @@ class Participation:
                 " iterator by itself. Use `training_step(self, batch, batch_idx)`."
             )
         if self._reference_weight is None:
-            self._lockstep.send(Occasion.REFERENCE_WEIGHT, weight=self._weight)
-            weights = [note.weight for note in self._lockstep.receive()]
+            self.lockstep.send(Occasion.REFERENCE_WEIGHT, weight=self._weight)
+            weights = [note.weight for note in self.lockstep.receive()]
             mean = sum(weights) / len(weights)
             # A power of two, which no rounding depends on.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,15 @@ from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
 else:
     _ParallelStrategy = object
+
+log = logging.getLogger(__name__)
 
 # Where our part of a checkpoint is. Other strategies do not look there.
 _OURS = "bucketddp"
@@ -30,9 +34,19 @@ class CheckpointHooks(_ParallelStrategy):
     _collectives: Collectives | None
     _model_averager: Any
     _rank_seeds: RankSeeds | None
+    _whereabouts: Whereabouts
+    # Set in a process that has started the ranks and is none: its weights are old.
+    trains_elsewhere: bool = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
+        if self.trains_elsewhere:
+            log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
+            return
+        with self._whereabouts.during(SAVING):
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         # Without optimizers only the weights are wanted.
         if "optimizer_states" in checkpoint and (state := self._training_state()):
             checkpoint[_OURS] = state

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.core.collectives import Collectives, all_gather
+from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.whereabouts import Whereabouts
 from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
+from lightning_bucketddp.strategies.ending import Ending, EndingHooks
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
+    check_stall_warning,
     explain_without_effect,
     resolve_start_method,
 )
@@ -39,7 +42,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _ParallelStrategy):
+class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, EndingHooks, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -63,6 +66,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -100,6 +104,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        stall_warning_s: float = 30.0,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -139,6 +144,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
         self._participation: Participation | None = None
+        self._stall_warning_s = check_stall_warning(stall_warning_s)
+        self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
+        self._ending: Ending | None = None
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -180,6 +188,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         super().setup_environment()
         with gloo_between_hosts():
             self.setup_distributed()
+        if self.world_size > 1:
+            self._begin_watching()
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
 
@@ -196,6 +206,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
                 weight_of=self._batch_size_of if self._gradient_weight == "batch_size" else self._gradient_weight,
                 extends_uneven_data=self._extends_uneven_data,
             )
+            if self._signals is not None:
+                self._signals.travel_with(self._participation.lockstep)
         if self._is_fitting and self._layer_sync is not None:
             assert self.model is not None
             self._synced_layers = SyncedLayers(
@@ -221,6 +233,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
                 replace(self.config, broadcast_buffers=False),
                 weighting=None if self._participation is None else self._participation.weighting,
             )
+            self._whereabouts.describe_backward = self.reducer.describe_backward
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         return model
@@ -246,11 +259,12 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
             assert self.model is not None
             self.model = self._synced_layers.revert(self.model)
             self._synced_layers = None
+        self._end_watching()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation")
+        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation", "_ending")
         return {**super().__getstate__(), **dict.fromkeys(ours)}
 
 

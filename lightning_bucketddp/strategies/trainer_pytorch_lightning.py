@@ -3,11 +3,23 @@
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.utilities.data import extract_batch_size
+from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from lightning_bucketddp.checkpoint.lightning_fabric_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
+from lightning_bucketddp.strategies.launching import Launchers, ProcessLauncher, ScriptLauncher
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+
+class _ScriptLauncher(ScriptLauncher, _SubprocessScriptLauncher):
+    pass
+
+
+class _ProcessLauncher(ProcessLauncher, _MultiProcessingLauncher):
+    on_exception_of = staticmethod(_interrupt)
 
 
 @adopt_process_setup(DDPStrategy, TRAINER_PROCESS_SETUP)
@@ -17,3 +29,6 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _batch_size_of = staticmethod(extract_batch_size)
+    _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
+    _sigterm_exception = SIGTERMException
+    _end_of_tuning = _TunerExitException

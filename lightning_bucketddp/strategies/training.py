@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +14,14 @@ from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.whereabouts import OPTIMIZER
+from lightning_bucketddp.strategies.ending import EndingHooks
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
 
-
-class TrainingHooks(_ParallelStrategy):
+class TrainingHooks(EndingHooks):
     """The part of a strategy that Lightning calls for each batch, from fetching it to the optimizer's step."""
 
     config: ReducerConfig
@@ -36,11 +32,6 @@ class TrainingHooks(_ParallelStrategy):
     _participation: Participation | None
     _synced_layers: SyncedLayers | None
     _model_averager: Any
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None  # there is one as long as there are batches
-        return self.lightning_module
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
@@ -53,6 +44,10 @@ class TrainingHooks(_ParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._whereabouts.epoch, self._whereabouts.batch = self._module.current_epoch, batch_idx + 1
+        self._whereabouts.enter("start")
+        if self._signals is not None:
+            self._signals.before_batch()
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and self._replicas is not None and self._replicas.are_outdated(self._module):
             self._setup_model(self._module)
@@ -62,6 +57,7 @@ class TrainingHooks(_ParallelStrategy):
                 self._synced_layers.set_idle(self._module, self._participation.is_idle)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._whereabouts.enter("forward")
         if self._buffers is not None:
             self._buffers.before_training_step()
         with graphs_split(self.config, world_size=self.world_size):
@@ -75,12 +71,15 @@ class TrainingHooks(_ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
         # which calls `on_after_backward`, also on a rank where no parameter took part.
+        self._whereabouts.enter("backward")
         self.pre_backward(closure_loss)
         if self._participation is not None:
             closure_loss = self._participation.weigh(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.reducer.backward() if self.reducer is not None else nullcontext():
             self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+        if self._signals is not None:
+            self._signals.after_backward()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -94,7 +93,8 @@ class TrainingHooks(_ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._participation is not None and self._module.automatic_optimization:
             closure = self._participation.agreed(closure)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, self._before_step(closure), model, **kwargs)
+        self._whereabouts.complete_step()
         if self.reducer is not None and self.reducer.stats.num_skipped:
             self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
         if self._model_averager is not None:
@@ -102,14 +102,33 @@ class TrainingHooks(_ParallelStrategy):
             self._model_averager.average_parameters(iter(params))
         return output
 
+    def _before_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, after which the optimizer changes the weights."""
+
+        def run() -> Any:
+            output = closure()
+            self._whereabouts.enter(OPTIMIZER)
+            return output
+
+        return run
+
     def on_validation_start(self) -> None:
         if self._buffers is not None:
             self._buffers.begin_validation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._whereabouts.enter("validation")
         if self._buffers is not None:
             self._buffers.before_validation_step()
         return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._whereabouts.enter("test")
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._whereabouts.enter("prediction")
+        return super().predict_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
         self._share_statistics()

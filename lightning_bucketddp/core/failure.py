@@ -1,0 +1,111 @@
+"""What ended a run: which rank, how, and where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import traceback
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+# A record travels through the store and is read by every rank: enough to find the line, not the whole story.
+_NUM_FRAMES = 6
+_NUM_CHARACTERS = 2000
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has failed, and training needs all of them."""
+
+
+class Kind(str, Enum):
+    """How a rank failed."""
+
+    RAISED = "raised"
+    DIED = "died"
+    STALLED = "stalled"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first failure of a run, as every rank learns it.
+
+    Attributes:
+        rank: who failed.
+        kind: how.
+        what: the exception, the way it died, or what it is stuck in; in words.
+        where: what it was doing.
+        process: its host and process.
+        signal: what it has received; 0 if no signal stopped it.
+        stack: where it was in the program.
+    """
+
+    rank: int
+    kind: Kind
+    what: str
+    where: str = ""
+    process: str = ""
+    signal: int = 0
+    stack: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
+        """This process has raised `error`."""
+        frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
+        return cls(
+            rank=rank,
+            kind=Kind.RAISED,
+            what=f"{type(error).__name__}: {error}"[:_NUM_CHARACTERS],
+            where=where,
+            process=this_process(),
+            stack="".join(traceback.format_list(frames)),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        fields = json.loads(text)
+        return cls(**{**fields, "kind": Kind(fields["kind"])})
+
+    def describe(self) -> str:
+        """Who, how and where, in plain words; then the stack, if there is one."""
+        who = f"Rank {self.rank}" + (f" ({self.process})" if self.process else "")
+        where = f" in {self.where}" if self.where else ""
+        sentence = {
+            Kind.RAISED: f"{who} failed{where}: {self.what}",
+            Kind.DIED: f"{who} died{where}: {self.what}.",
+            Kind.STALLED: f"{who} is stuck{where}: {self.what}.",
+            Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
+        }[self.kind]
+        return sentence + (f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else "")
+
+    def error_for(self, rank: int) -> RankFailedError:
+        """What `rank` raises, which has not failed by an exception of its own."""
+        why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
+        return RankFailedError(f"Rank {rank} ends, because {why}. {self.describe()}")
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def signal_name(number: int) -> str:
+    """As in "signal 9 (SIGKILL)"."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(status: int | None) -> str:
+    """What the status of a process that has ended means; negative: a signal, as in `subprocess`; None: not known."""
+    if status is None:
+        return "it ended without a word (only its parent process knows the exit status)"
+    if status >= 0:
+        return f"it ended with exit status {status} in the middle of the run"
+    hint = ", often the kernel's when memory runs out" if -status == signal.SIGKILL else ""
+    return f"it was killed by {signal_name(-status)}{hint}"

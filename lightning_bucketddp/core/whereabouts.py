@@ -1,0 +1,121 @@
+"""Where this rank is in the run: written by the training thread, read by the watch."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_NUM_FRAMES = 8
+# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
+_BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
+OPTIMIZER = "optimizer"
+SAVING = "saving a checkpoint"
+BETWEEN_STEPS = "callbacks"
+# Half a step of an optimizer, or half a file, is worse than a late end.
+_NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
+# Within this after an optimizer's step the trainer has counted it.
+_COUNTED_WITHIN_S = 0.3
+_DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
+
+
+class Whereabouts:
+    """The phase of this rank, and whether it has been told to end.
+
+    Writing costs the training thread two attributes. A phase begins by asking whether the run is over, so that a rank
+    ends between phases rather than inside one.
+
+    Args:
+        waiting_in: files; a thread that is inside one of them waits for other ranks.
+    """
+
+    def __init__(self, *, waiting_in: tuple[str, ...]) -> None:
+        self.phase = "set-up"
+        self.since = time.monotonic()
+        self.epoch = 0
+        self.batch = 0
+        self.num_phases = 0
+        self.end_with: Callable[[], BaseException] | None = None
+        self.describe_backward: Callable[[], str] | None = None
+        self._waiting_in = waiting_in
+        self._thread: int | None = None
+
+    def follow_this_thread(self) -> None:
+        """From now on it is the calling thread that trains."""
+        self._thread = threading.get_ident()
+
+    def enter(self, phase: str) -> None:
+        """Another phase begins. Raises if the run is over."""
+        self.phase = phase
+        self.since = time.monotonic()
+        self.num_phases += 1
+        if self.end_with is not None:
+            raise self.end_with()
+
+    def complete_step(self) -> None:
+        """The optimizer's step is done, but not counted yet: no moment to end."""
+        self.phase = BETWEEN_STEPS
+        self.since = time.monotonic()
+        self.num_phases += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase inside another one, which goes on afterwards."""
+        outer = self.phase
+        self.enter(phase)
+        yield
+        self.enter(outer)
+
+    @property
+    def may_be_interrupted(self) -> bool:
+        is_counted = self.phase != BETWEEN_STEPS or self.seconds > _COUNTED_WITHIN_S
+        return is_counted and self.phase not in _NOT_TO_BE_INTERRUPTED
+
+    @property
+    def seconds(self) -> float:
+        """How long this phase has lasted."""
+        return time.monotonic() - self.since
+
+    def describe(self) -> str:
+        """The phase and the batch, in words."""
+        phase, detail = self.phase, ""
+        if phase == "backward" and self.describe_backward is not None:
+            detail = self.describe_backward()
+        elif phase == BETWEEN_STEPS and any(_DATA_LOADING.search(f.f_code.co_filename) for f in self._frames()):
+            phase = "data loading"
+        batch = f" {'after' if self.phase == BETWEEN_STEPS else 'of'} batch {self.batch}" if self.batch else ""
+        return f"{phase}{batch} in epoch {self.epoch}{detail}" if batch else phase
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the training thread waits for other ranks at this moment."""
+        return any(frame.f_code.co_filename in self._waiting_in for frame in self._frames())
+
+    def was_waiting(self, error: BaseException) -> bool:
+        """Whether `error`, or what it was raised from, came out of a wait for other ranks."""
+        seen: BaseException | None = error
+        while seen is not None:
+            frames = traceback.extract_tb(seen.__traceback__)
+            if isinstance(seen, RuntimeError) and (
+                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(seen))
+            ):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
+
+    def stack(self) -> str:
+        """Where the training thread is in the program."""
+        frames = [(frame, frame.f_lineno) for frame in self._frames()]
+        return "".join(traceback.StackSummary.extract(iter(frames[:_NUM_FRAMES][::-1])).format())
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Innermost first."""
+        frame = sys._current_frames().get(self._thread or 0)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back

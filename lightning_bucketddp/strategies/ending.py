@@ -1,0 +1,218 @@
+"""How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.core.collectives import Collectives, StoreAccess, access_store, leave_process_group
+from lightning_bucketddp.core.connections import cut_connections
+from lightning_bucketddp.core.failure import Kind
+from lightning_bucketddp.core.side_channel import SideChannel
+from lightning_bucketddp.core.watch import Means, Watch
+from lightning_bucketddp.core.whereabouts import Whereabouts
+from lightning_bucketddp.strategies.options import StartMethod
+from lightning_bucketddp.strategies.signals import StopSignals
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a run has around it.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long a collective may take; None: torch's default.
+        abort_device: ends what waits on a device.
+        exit_status_of: how a process that this one has started for a rank ended.
+        launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
+    """
+
+    rank: int
+    world_size: int
+    timeout: timedelta | None
+    abort_device: Callable[[], None]
+    exit_status_of: Callable[[int], int | None]
+    launcher_pid: int | None
+
+
+class Ending:
+    """The end of one run, from the moment that there is a process group.
+
+    Args:
+        whereabouts: of the thread that trains.
+        surroundings: of the run.
+        stall_warning_s: how long a rank may wait for others without a word.
+    """
+
+    def __init__(self, whereabouts: Whereabouts, surroundings: Surroundings, *, stall_warning_s: float) -> None:
+        self.signals: StopSignals | None = None
+        self._rank = surroundings.rank
+        self._previous_hook: Any = None
+        self._access = access_store()
+
+        def cut() -> None:
+            cut_connections(except_port=self._access.port)
+            surroundings.abort_device()
+
+        self._whereabouts = whereabouts
+        self._watch = Watch(
+            _channel(self._access, surroundings),
+            whereabouts,
+            Means(
+                cut=cut,
+                interrupt=self._interrupt,
+                exit_status_of=surroundings.exit_status_of,
+                store_rank=0 if self._access.is_held_by_rank_zero else None,
+                launcher_pid=surroundings.launcher_pid,
+            ),
+            stall_warning_s=stall_warning_s,
+            timeout_s=(surroundings.timeout or default_pg_timeout).total_seconds(),
+        )
+
+    def begin(self) -> None:
+        """Start to watch."""
+        self._watch.start()
+        # A thread that still talks to the store when Python goes down would take the process with it.
+        atexit.register(self._watch.stop)
+
+    def end(self) -> None:
+        """The run is over on this rank, well or not."""
+        if self.signals is not None:
+            self.signals.restore_handlers()
+        if self._previous_hook is not None:
+            sys.excepthook = self._previous_hook
+        self._watch.stop()
+        atexit.unregister(self._watch.stop)
+
+    def handle_signals(self, trainer: Trainer) -> None:
+        """Have signals stop all ranks."""
+        self.signals = StopSignals(trainer, self._watch, self._whereabouts, rank=self._rank)
+        self.signals.replace_handlers()
+
+    def report_uncaught(self) -> None:
+        """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
+        previous = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            instead = self.end_by(error)
+            if instead is None:
+                previous(kind, error, trace)
+            else:
+                previous(type(instead), instead, trace)
+
+        sys.excepthook = report
+        self._previous_hook = previous
+
+    def end_by(
+        self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None
+    ) -> BaseException | None:
+        """This rank ends by `error`; what it shall raise instead, because it was not the first.
+
+        Args:
+            error: what the training thread raises.
+            sigterm_exception: what is raised when SIGTERM stops a run; None: `SystemExit`.
+        """
+        is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
+        stopped_by = 0
+        if isinstance(error, KeyboardInterrupt) or is_sigterm:
+            stopped_by = self._watch.stop_signal or signal.SIGINT
+        failure = self._watch.end_by(error, stopped_by=stopped_by)
+        if self._watch.have_parted:
+            # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
+            leave_process_group()
+        if failure.kind is Kind.STOPPED:
+            if failure.signal == signal.SIGINT:
+                return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+            # As a shell reports a process that a signal has ended. Lightning's would end with 0, like a run that is
+            # complete.
+            return (sigterm_exception or SystemExit)(128 + failure.signal)
+        # Where all have raised, each knows best what it has raised.
+        is_own = failure.rank == self._rank or not self._watch.have_parted
+        return None if is_own else failure.error_for(self._rank)
+
+    def _interrupt(self) -> None:
+        if self.signals is not None:
+            self.signals.interrupt()
+
+
+class EndingHooks(_ParallelStrategy):
+    """The part of a strategy for the Trainer that sees runs begin and end."""
+
+    _launchers: ClassVar[Any]
+    _sigterm_exception: ClassVar[type[SystemExit]]
+    _end_of_tuning: ClassVar[type[Exception]]
+
+    _collectives: Collectives | None
+    _whereabouts: Whereabouts
+    _ending: Ending | None
+    _stall_warning_s: float
+    _start_method: StartMethod
+    _timeout: timedelta | None
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # there is one as long as there is a run
+        return self.lightning_module
+
+    @property
+    def _signals(self) -> StopSignals | None:
+        return None if self._ending is None else self._ending.signals
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self._launchers.make(self)
+
+    def _begin_watching(self) -> None:
+        launcher: Any = self._launcher
+        surroundings = Surroundings(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            abort_device=lambda: None if self._collectives is None else self._collectives.abort(),
+            exit_status_of=lambda rank: launcher.exit_status_of(rank - self.global_rank + self.local_rank),
+            launcher_pid=launcher_pid(self._start_method),
+        )
+        self._ending = Ending(self._whereabouts, surroundings, stall_warning_s=self._stall_warning_s)
+        self._ending.begin()
+        self._ending.handle_signals(self._module.trainer)
+
+    def _end_watching(self) -> None:
+        if self._ending is not None:
+            self._ending.end()
+            self._ending = None
+
+    def end_run_by(self, error: BaseException) -> None:
+        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
+        if self._ending is not None and not isinstance(error, self._end_of_tuning):
+            instead = self._ending.end_by(error, sigterm_exception=self._sigterm_exception)
+            if instead is not None:
+                # Not "from" the error, which is nothing but a connection that broke.
+                raise instead from None
+
+
+def _channel(access: StoreAccess, surroundings: Surroundings) -> SideChannel:
+    # Runs follow each other in one store, also after a restart; each rank counts its own.
+    run = f"bucketddp/{access.name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    number = access.store.add(f"{run}/num_runs/{surroundings.rank}", 1)
+    name = f"{run}/{number}"
+    return SideChannel(access.store, name=name, rank=surroundings.rank, world_size=surroundings.world_size)
+
+
+def launcher_pid(start_method: StartMethod) -> int | None:
+    """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
+    return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

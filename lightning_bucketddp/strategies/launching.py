@@ -1,0 +1,128 @@
+"""Starting the processes of a run: as Lightning does it, but with an end that all of them come to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+else:
+    # Each root of Lightning has launchers of its own: they come after these classes in the bases.
+    _MultiProcessingLauncher = _SubprocessScriptLauncher = object
+
+_CHILDREN_END_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process.
+
+    Attributes:
+        function: what runs.
+        strategy: that it runs with.
+        on_exception: called with the exception where Lightning does not call its own handlers.
+    """
+
+    function: Callable[..., Any]
+    strategy: Any
+    on_exception: Callable[[BaseException], None] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.strategy.trains_elsewhere = False
+        try:
+            try:
+                return self.function(*args, **kwargs)
+            except BaseException as error:
+                self.strategy.end_run_by(error)
+                raise
+        except BaseException as error:
+            if self.on_exception is not None:
+                self.on_exception(error)
+            raise
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Starts a process for each rank of this host; this one only waits for them."""
+
+    guarding_strategy: Any
+    # Calls `on_exception` of a Trainer's callbacks. Lightning does so in the process that waits, which knows nothing of
+    # the training.
+    on_exception_of: Callable[[Any, BaseException], None] | None = None
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        strategy = self.guarding_strategy
+        on_exception = None if self.on_exception_of is None else partial(self.on_exception_of, kwargs["trainer"])
+        strategy.trains_elsewhere = True
+        try:
+            result = super().launch(Guarded(function, strategy, on_exception), *args, **kwargs)
+        except KeyboardInterrupt:
+            # Pressed in a terminal, it has reached them too; sent to this process alone, it has not.
+            self._end_processes(signal.SIGINT)
+            raise
+        strategy.trains_elsewhere = False
+        return result
+
+    def exit_status_of(self, local_rank: int) -> int | None:
+        """Not known to the ranks: none of them has started another."""
+        return None
+
+    def _end_processes(self, number: int) -> None:
+        running = [process for process in self.procs if process.is_alive()]
+        for process in running:
+            assert process.pid is not None  # it runs
+            os.kill(process.pid, number)
+        for process in running:
+            process.join(_CHILDREN_END_WITHIN_S)
+            process.kill()
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each further rank of this host."""
+
+    guarding_strategy: Any
+    children: tuple[subprocess.Popen[bytes], ...] = ()
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(Guarded(function, self.guarding_strategy), *args, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
+        self.children, self.procs = tuple(self.procs), []
+
+    def exit_status_of(self, local_rank: int) -> int | None:
+        """How the process of a rank that this one has started ended; None if it has not, or is not ours."""
+        return self.children[local_rank - 1].poll() if 0 < local_rank <= len(self.children) else None
+
+    def kill(self, signum: int) -> None:
+        """Send `signum`; SIGKILL only to those that do not end by themselves."""
+        deadline = time.monotonic() + (_CHILDREN_END_WITHIN_S if signum == signal.SIGKILL else 0)
+        while any(child.poll() is None for child in self.children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in self.children:
+            child.send_signal(signum)  # does nothing to one that has ended
+
+
+@dataclass(frozen=True)
+class Launchers:
+    """The launchers for one root of Lightning."""
+
+    of_scripts: Any
+    of_processes: Any
+
+    def make(self, strategy: Any) -> Any:
+        """The one that `strategy` wants."""
+        launcher = (
+            self.of_scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+            if strategy._start_method == "popen"
+            else self.of_processes(strategy, start_method=strategy._start_method)
+        )
+        launcher.guarding_strategy = strategy
+        return launcher

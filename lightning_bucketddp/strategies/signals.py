@@ -1,0 +1,115 @@
+"""Signals that stop a run on all ranks, after the same step if they come to one.
+
+Note: agreeing on a step
+    A handler runs between two instructions of one rank, while others wait in a collective for that rank: it must not
+    raise, nor call a collective of its own. So it only takes note. The note goes to all ranks with the next
+    synchronised backward, and all of them stop after that step, with nothing lost. If there is no such backward in
+    time (validation, a very long step), the watch stops them where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_bucketddp.core.lockstep import Lockstep
+from lightning_bucketddp.core.watch import Watch
+from lightning_bucketddp.core.whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """Handles SIGTERM, SIGINT and SLURM's requeue signal of one run (Note: agreeing on a step).
+
+    Args:
+        trainer: whose run it is.
+        watch: ends it on all ranks, if nothing else does.
+        whereabouts: of the thread that trains.
+        rank: of this process.
+    """
+
+    def __init__(self, trainer: Trainer, watch: Watch, whereabouts: Whereabouts, *, rank: int) -> None:
+        self._trainer = trainer
+        self._watch = watch
+        self._whereabouts = whereabouts
+        self._rank = rank
+        self._lockstep: Lockstep | None = None
+        self._requeue: Callable[..., Any] | None = None
+
+    def replace_handlers(self) -> None:
+        """Have Lightning register ours where it would register its own.
+
+        Its handler for SIGTERM broadcasts from within, and so does its training loop before each batch (2.6): a
+        collective and a wait for the device in every step, which the notes make needless.
+        """
+        connector: Any = self._trainer._signal_connector
+        self._requeue = connector._slurm_sigusr_handler_fn
+        register = type(connector).register_signal_handlers
+
+        def register_with_ours() -> None:
+            register(connector)
+            if threading.current_thread() is threading.main_thread():
+                # Last, so that Lightning puts back what was there before.
+                signal.signal(signal.SIGINT, self._on_stop)
+
+        connector._sigterm_notifier_fn = self._on_stop
+        connector._slurm_sigusr_handler_fn = self._on_requeue
+        connector.register_signal_handlers = register_with_ours
+        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def restore_handlers(self) -> None:
+        """Give Lightning its own back."""
+        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "register_signal_handlers"):
+            delattr(connector, name)
+        delattr(loop, "_broadcast_sigterm_tensor")
+
+    def travel_with(self, lockstep: Lockstep) -> None:
+        """From now on there are notes to go with."""
+        self._lockstep = lockstep
+
+    def after_backward(self) -> None:
+        """All ranks have read the same notes."""
+        if self._lockstep is not None and self._lockstep.all_stop_by:
+            self._watch.request_stop(self._lockstep.all_stop_by)
+            # All of them: Lightning raises at the end of this batch.
+            self._trainer._signal_connector.received_sigterm = True
+
+    def before_batch(self) -> None:
+        """All ranks are between two steps."""
+        if self._lockstep is not None and self._lockstep.all_requeue:
+            self._lockstep.all_requeue = self._lockstep.wants_requeue = False
+            assert self._requeue is not None
+            self._requeue(signal.SIGUSR1, None)
+
+    def interrupt(self) -> None:
+        """Make the training thread raise; called by the watch."""
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _on_stop(self, number: int, _frame: object) -> None:
+        if self._watch.is_ending:
+            return  # a second signal must not spoil the last checkpoint
+        if self._whereabouts.end_with is not None:
+            if self._whereabouts.may_be_interrupted:
+                raise self._whereabouts.end_with()
+            return
+        if number == signal.SIGINT and self._watch.stop_signal:
+            raise KeyboardInterrupt  # asked twice: at once
+        log.warning("bucketddp: rank %d received %s; all ranks stop.", self._rank, signal.Signals(number).name)
+        self._watch.request_stop(number)
+        if self._lockstep is not None:
+            self._lockstep.stop_signal = number
+
+    def _on_requeue(self, number: int, frame: object) -> None:
+        if self._trainer.training and self._lockstep is not None:
+            self._lockstep.wants_requeue = True
+        elif self._requeue is not None:
+            self._requeue(number, frame)  # nothing is being trained: each rank can save where it is

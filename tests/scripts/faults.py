@@ -1,0 +1,177 @@
+"""Training that goes wrong, as told: which rank, where, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_bucketddp import BucketDDPStrategy
+
+NUM_BATCHES = 400
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, on which rank, in which function, at which batch."""
+
+    what: str
+    where: str = "training_step"
+    rank: int = 1
+    batch: int = 3
+
+    def happen(self, directory: Path) -> None:
+        write(directory / "fault.json", {"at": time.time(), "pid": os.getpid()})
+        if self.what == "raise":
+            raise ValueError("boom")
+        if self.what == "exit":
+            os._exit(0)
+        if self.what == "loop":
+            while True:
+                pass
+        if self.what == "sleep":
+            time.sleep(1000)
+        if hasattr(signal, self.what):
+            os.kill(os.getpid(), getattr(signal, self.what))
+
+
+class Samples(Dataset[Tensor]):
+    """Numbers; one of them may be a fault."""
+
+    def __init__(self, fault: Fault | None, directory: Path) -> None:
+        self._fault = fault
+        self._directory = directory
+
+    def __len__(self) -> int:
+        return 4 * NUM_BATCHES
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._fault is not None and index >= 4 * self._fault.batch:
+            self._fault.happen(self._directory)
+        return torch.full((4,), index / 100)
+
+
+class Model(LightningModule):
+    """Learns little, logs a metric that is gathered over the ranks, and fails as told."""
+
+    def __init__(self, fault: Fault | None, directory: Path, *, pause_s: float, slow_from: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.mean = torchmetrics.MeanMetric()
+        self._fault = fault
+        self._directory = directory
+        self._pause_s = pause_s
+        self._slow_from = slow_from
+
+    def _may_fail(self, where: str, batch: int) -> None:
+        fault = self._fault
+        if fault is not None and (fault.where, fault.rank, fault.batch) == (where, self.global_rank, batch):
+            fault.happen(self._directory)
+
+    def setup(self, stage: str) -> None:
+        self._may_fail("setup", self._fault.batch if self._fault else 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 0:
+            write(self._directory / "training.json", {})
+        self._may_fail("training_step", batch_idx)
+        if batch_idx >= self._slow_from:
+            time.sleep(self._pause_s)
+        # Fails inside of backward, when the gradients of the layer after it have arrived.
+        self.layers[1].weight.register_hook(lambda _: self._may_fail("backward", batch_idx))
+        loss: Tensor = self.layers(batch).pow(2).mean()
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self._may_fail("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self._may_fail("on_train_batch_end", batch_idx)
+        write(self._directory / f"progress{self.global_rank}.json", {"step": self.trainer.global_step})
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._may_fail("validation_step", batch_idx)
+        self.log("loss", self.layers(batch).mean(), sync_dist=True)
+        time.sleep(self._pause_s)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Witness(Callback):
+    """Writes down what each rank sees of the end, and waits for the others as a careless callback would."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.strategy.barrier("careless")
+        seen = {
+            "type": type(exception).__name__,
+            "message": str(exception),
+            "step": trainer.global_step,
+            "weights": [p.flatten().tolist() for p in pl_module.parameters()],
+            "moments": [s["exp_avg"].flatten().tolist() for s in trainer.optimizers[0].state.values()],
+            "has_group": dist.is_initialized(),
+        }
+        write(self._directory / f"seen{trainer.global_rank}.json", seen)
+
+
+def fit(
+    *,
+    directory: Path,
+    fault: Fault | None = None,
+    pause_s: float = 0.0,
+    slow_from: int = 0,
+    save_every: int = 10**6,
+    timeout_s: float = 1800,
+    num_workers: int = 0,
+    val_check_interval: int | None = None,
+    **options: Any,
+) -> None:
+    """Train until something goes wrong."""
+    strategy = BucketDDPStrategy(timeout=timedelta(seconds=timeout_s), bucket_cap_mb=1e-4, **options)
+    saving = ModelCheckpoint(directory / "saved", save_on_exception=True, every_n_train_steps=save_every)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
+        strategy=strategy,
+        max_epochs=1,
+        val_check_interval=val_check_interval,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        # The first removes its file when a run has ended well.
+        callbacks=[OnExceptionCheckpoint(directory / "on_exception"), saving, Witness(directory)],
+    )
+    of_worker = fault if fault is not None and fault.where == "data worker" and _rank() == fault.rank else None
+    loader = DataLoader(Samples(of_worker, directory), batch_size=2, num_workers=num_workers)
+    validation = DataLoader(Samples(None, directory), batch_size=2) if val_check_interval else None
+    trainer.fit(Model(fault, directory, pause_s=pause_s, slow_from=slow_from), loader, validation)
+    write(directory / f"finished{trainer.global_rank}.json", {"step": trainer.global_step})
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """At once, for a reader that looks while we write."""
+    path.with_suffix(".tmp").write_text(json.dumps(content))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))

@@ -1,0 +1,133 @@
+"""When one rank raises, dies or is stuck, all end in seconds and say which one it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.crews import Ended, crew
+from tests.scripts.faults import Fault, fit
+
+# Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
+SOON_S = 20
+
+
+def end_of(directory: Path, *, world_size: int = 2, **options: Any) -> Ended:
+    """Let a fit go wrong and wait until every rank is gone, soon after it did."""
+    with crew(fit, directory=directory, world_size=world_size, **options) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    assert 0 not in ended.exit_codes
+    return ended
+
+
+def saved(directory: Path, name: str) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(directory / name, weights_only=False)
+    return checkpoint
+
+
+def assert_saved_as_seen(ended: Ended, directory: Path) -> None:
+    """Both callbacks that save on exceptions have saved what rank zero had when it failed."""
+    seen = ended.results["seen0"]
+    [by_model_checkpoint] = (directory / "saved").glob("*.ckpt")
+    for path in (by_model_checkpoint, directory / "on_exception" / "on_exception.ckpt"):
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] == seen["step"]
+        weights = [w for name, w in checkpoint["state_dict"].items() if "running" not in name and "num_b" not in name]
+        assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_train_batch_end"])
+def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: str, tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", where), world_size=3)
+    assert ended.exit_codes == [1, 1, 1]
+    assert ended.results["seen1"]["type"] == "ValueError"
+    for rank in (0, 2):
+        seen = ended.results[f"seen{rank}"]
+        assert seen["type"] == "RankFailedError"
+        assert "Rank 1 (process" in seen["message"]
+        assert "ValueError: boom" in seen["message"]
+        assert "epoch 0" in seen["message"]
+        assert not seen["has_group"]
+    # Rank zero has taken the step of batch 3 where the exception came after its gradients were exchanged.
+    assert ended.results["seen0"]["step"] == (3 if where == "training_step" else 4)
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_exception_of_rank_zero_ends_all(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", rank=0))
+    assert ended.results["seen0"]["type"] == "ValueError"
+    assert "Rank 0 (process" in ended.results["seen1"]["message"]
+    assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("validation_step", {"val_check_interval": 2}), ("setup", {}), ("data worker", {"num_workers": 1})],
+)
+def test_exception_outside_of_training_ends_all(where: str, options: dict[str, Any], tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", where), **options)
+    if where != "setup":  # before there are optimizers for the witness to look at
+        assert "ValueError" in ended.results["seen1"]["type"] + ended.results["seen1"]["message"]
+    assert "Rank 1 (process" in ended.output[0]
+    assert "boom" in ended.output[0]
+
+
+def test_exception_of_all_ranks_leaves_their_group_as_it_is(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("raise", rank=0), stall_warning_s=-1) as ranks:
+        ended = ranks.wait()
+    assert all("`stall_warning_s` must be a positive number" in output for output in ended.output)
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "said"),
+    [
+        ("SIGKILL", 1, "killed by signal 9 (SIGKILL)"),
+        ("SIGKILL", 0, "killed by signal 9 (SIGKILL)"),
+        ("SIGSEGV", 1, "killed by signal 11 (SIGSEGV)"),
+        ("exit", 1, "ended with exit status 0 in the middle of the run"),
+    ],
+)
+def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(what, rank=rank), world_size=3) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    for other in {0, 1, 2} - {rank}:
+        seen = ended.results[f"seen{other}"]
+        assert seen["type"] == "RankFailedError"
+        assert f"Rank {rank} (process {ended.results['fault']['pid']}" in seen["message"]
+        assert said in seen["message"] or "only its parent process knows" in seen["message"]
+        assert ended.exit_codes[other] == 1
+    if rank != 0:
+        assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["loop", "sleep", "SIGSTOP"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, stall_warning_s=1)
+    waiting = 1 - rank
+    said = ended.output[waiting]
+    assert said.count(f"rank {waiting} has waited") == 1
+    assert f"Rank {rank} " in said
+    assert "RankFailedError" in said
+    if what == "SIGSTOP":
+        assert "its process is stopped" in said
+        assert ended.exit_codes[rank] == -signal.SIGKILL
+    else:
+        assert "forward of batch 4 in epoch 0" in said
+        assert "in happen" in said  # its stack
+        assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
+
+
+def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep", "backward"), timeout_s=8, stall_warning_s=1)
+    where = (
+        r"backward of batch 4 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
+    )
+    assert re.search(where, ended.output[0])

@@ -1,0 +1,103 @@
+"""SIGTERM and SIGINT, to one process or to all, at any moment: all stop, soon, and nothing is lost but a step."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.crews import Ended, crew
+from tests.scripts.faults import Fault, fit
+
+SOON_S = 20
+SEEN_AS = {signal.SIGTERM: "SIGTERMException", signal.SIGINT: "KeyboardInterrupt"}
+EXIT_CODE_OF = {signal.SIGTERM: 143, signal.SIGINT: 1}
+
+
+def checkpoint_of(directory: Path) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(directory / "on_exception" / "on_exception.ckpt", weights_only=True)
+    return checkpoint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", SEEN_AS)
+def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, rank: int, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [EXIT_CODE_OF[number]] * 3
+    seen = [ended.results[f"seen{r}"] for r in range(3)]
+    assert {one["type"] for one in seen} == {SEEN_AS[number]}
+    # The step in which the signal came is complete on all, so no rank needs to leave the others.
+    assert [one["step"] for one in seen] == [4, 4, 4]
+    assert all(one["has_group"] for one in seen)
+    assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]
+    assert checkpoint_of(tmp_path)["global_step"] == 4
+    assert f"rank {rank} received {number.name}" in ended.output[rank]
+
+
+def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    assert ended.exit_codes == [143, 143]
+    assert checkpoint_of(tmp_path)["global_step"] == 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A signal to some ranks, at some moment of a training that also validates and saves."""
+
+    number: signal.Signals
+    ranks: tuple[int, ...]
+    delay_s: float
+
+    @classmethod
+    def draw(cls, generator: random.Random) -> Trial:
+        number = generator.choice([signal.SIGTERM, signal.SIGINT])
+        return cls(number, generator.choice([(0,), (1,), (0, 1)]), generator.uniform(0, 0.6))
+
+    def run(self, directory: Path) -> Ended:
+        directory.mkdir()
+        options = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
+        with crew(fit, directory=directory, **options) as ranks:
+            ranks.wait_for("training.json")
+            time.sleep(self.delay_s)
+            for rank in self.ranks:
+                ranks.send(rank, self.number)
+            sent_at = time.time()
+            ended = ranks.wait()
+        assert ended.at - sent_at < SOON_S
+        return ended
+
+
+def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
+    told = f"{trial}: {ended.exit_codes}\n{ended.output[0]}\n{ended.output[1]}"
+    assert 0 not in ended.exit_codes, told
+    assert {"seen0", "seen1"} <= ended.results.keys(), told
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[trial.number]}, told
+    saved_step = checkpoint_of(directory)["global_step"]
+    assert saved_step == ended.results["seen0"]["step"], told
+    completed = max(ended.results[f"progress{rank}"]["step"] for rank in (0, 1))
+    assert completed - saved_step <= 1, told
+
+
+@pytest.mark.timeout(900)
+def test_signals_at_a_hundred_random_moments(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown when it fails
+    generator = random.Random(seed)
+    trials = [Trial.draw(generator) for _ in range(100)]
+    directories = [tmp_path / str(index) for index in range(len(trials))]
+    # Two at once: the processes wait most of the time.
+    with ThreadPoolExecutor(2) as executor:
+        for trial, directory, ended in zip(
+            trials, directories, executor.map(Trial.run, trials, directories), strict=True
+        ):
+            assert_stopped_well(trial, ended, directory)
