@@ -14,15 +14,17 @@ def write_on_rank_zero(
 ) -> None:
     """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
 
-    Without it the other ranks would wait for ever for a rank zero that has failed.
+    Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
+    after a failure of some rank, rank zero writes alone and the others do nothing.
 
     Args:
         write: writes the checkpoint.
         collectives: None when there are no other ranks to tell.
         path: what is written, for the error; None if not known.
     """
-    if collectives is None:
-        write()
+    if collectives is None or not collectives.is_open:
+        if collectives is None or collectives.rank == 0:
+            write()
         return
     if collectives.rank == 0:
         try:

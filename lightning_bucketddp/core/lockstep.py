@@ -9,7 +9,7 @@ Note: lockstep
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 
@@ -42,6 +42,7 @@ class Note:
         weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch.
         full_weight: how much they would count if no step had been skipped.
         num_skipped: the steps that it has skipped.
+        is_alert: something has gone wrong there that all ranks have to hear of before their next step.
     """
 
     occasion: Occasion
@@ -50,6 +51,7 @@ class Note:
     weight: float = 0.0
     full_weight: float = 0.0
     num_skipped: int = 0
+    is_alert: bool = False
 
 
 class Lockstep:
@@ -57,17 +59,21 @@ class Lockstep:
 
     Args:
         collectives: how to reach the other ranks; notes take connections of their own between the hosts.
+        has_alert: asked before each note whether it has to alert the others.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, *, has_alert: Callable[[], bool] = lambda: False) -> None:
         self.epoch = 0
         self.num_batches = 0
+        # Some rank has alerted all of them. Whoever acts on it takes it back.
+        self.is_alerted = False
+        self._has_alert = has_alert
         self._hosts = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
     def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
         """Start an exchange; `receive` ends it."""
-        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped)
+        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, self._has_alert())
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
     def receive(self) -> list[Note]:
@@ -77,12 +83,15 @@ class Lockstep:
             notes = [_note(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
             if len({(note.occasion, note.epoch) for note in notes}) > 1:
                 raise OutOfStepError(_explain(notes))
+            self.is_alerted |= any(note.is_alert for note in notes)
         return notes
 
 
 def _note(values: Sequence[float]) -> Note:
-    occasion, epoch, num_batches, weight, full_weight, num_skipped = values
-    return Note(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped))
+    occasion, epoch, num_batches, weight, full_weight, num_skipped, is_alert = values
+    return Note(
+        Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped), bool(is_alert)
+    )
 
 
 def _explain(notes: Sequence[Note]) -> str:
