@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -112,8 +113,10 @@ def _raised_by(write: Callable[[], None], *, path: str | None = None) -> tuple[s
 # In a process of its own. The first argument is the pipe on which it reports.
 
 
-def save_for_ever(pipe: Connection, path: str, first: int, in_background: bool) -> None:
+def save_for_ever(pipe: Connection, path: str, first: int, in_background: bool, tmpdir: str) -> None:
     """Save checkpoints numbered from `first` on, and report each once `save` has returned, until killed."""
+    os.environ["TMPDIR"] = tmpdir
+    tempfile.tempdir = None  # ask the variable again
     writer = CheckpointWriter()
     write = partial(AtomicCheckpointIO().save_checkpoint, path=path)
     number = first
