@@ -41,6 +41,7 @@ def checkpoint_of_many_kinds() -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # what a bare storage is loaded as
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_snapshot_saves_to_the_same_file(times: int) -> None:
     checkpoint, snapshots = checkpoint_of_many_kinds(), Snapshots()

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ranks import run_on_ranks
+from tests.saved_state import ADVICE, assert_same_state, state_in
 from tests.scripts.checkpoints import fit_and_save, resume, save, save_in_background, save_on_full_disk, use_own_plugin
-
-STATE = ["state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"]
-ADVICE = "Check the free space, the quota and the permissions of its directory, or save to another one."
-
-
-def state_in(path: Path) -> dict[str, Any]:
-    checkpoint = torch.load(path, weights_only=False)
-    return {name: checkpoint[name] for name in STATE}
-
-
-def assert_same_state(path: Path, expected: Path) -> None:
-    torch.testing.assert_close(state_in(path), state_in(expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])

@@ -67,8 +67,8 @@ def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int 
     trainer = make_trainer(
         "bucketddp", max_epochs=max_epochs, plugins=AsyncCheckpointIO(), enable_checkpointing=True, callbacks=each_epoch
     )
-    with _full_disk(room_for_bytes):
-        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
 @like_torchrun()
@@ -78,8 +78,8 @@ def save_on_full_disk(*, directory: Path, room_for_bytes: int) -> str | None:
     trainer = make_trainer("bucketddp", max_epochs=1, enable_checkpointing=True, callbacks=each_epoch)
     trainer.fit(Scheduled(), models.loader())
     trainer.fit_loop.max_epochs = 2
-    with _full_disk(room_for_bytes):
-        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
 @like_torchrun()
@@ -87,17 +87,17 @@ def save(*, path: Path) -> str | None:
     """What `trainer.save_checkpoint` raises after a fit."""
     trainer = make_trainer("bucketddp", max_epochs=1)
     trainer.fit(Scheduled(), models.loader())
-    return _raised_by(lambda: trainer.save_checkpoint(path))
+    return raised_by(lambda: trainer.save_checkpoint(path))
 
 
 @like_torchrun()
 def resume(*, path: Path) -> str | None:
     """What `trainer.fit` raises for a checkpoint."""
     trainer = make_trainer("bucketddp", max_epochs=1)
-    return _raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
+    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
 
 
-def _raised_by(call: Any) -> str | None:
+def raised_by(call: Any) -> str | None:
     try:
         call()
     except Exception as error:
@@ -106,7 +106,7 @@ def _raised_by(call: Any) -> str | None:
 
 
 @contextmanager
-def _full_disk(room_for_bytes: int | None) -> Iterator[None]:
+def full_disk(room_for_bytes: int | None) -> Iterator[None]:
     """Let no file of this process grow beyond `room_for_bytes`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if room_for_bytes is None else room_for_bytes, before[1]))
