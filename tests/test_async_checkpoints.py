@@ -61,6 +61,14 @@ def test_an_exception_waits_for_what_is_being_written(tmp_path: Path) -> None:
     assert state_in(path)["global_step"] == jobs.SAVED_AFTER
 
 
+def test_a_save_after_an_exception_is_not_left_to_the_background(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(jobs.fail_to_save_on_exception, path=path)
+    assert rank_zero == f"CheckpointWriteError: Could not write checkpoint `{path}`: Not a directory. {ADVICE}"
+    assert rank_one == f"{rank_zero} (on rank 0)"
+
+
 def test_the_checkpoint_before_stays_when_the_next_one_cannot_be_written(tmp_path: Path) -> None:
     rank_zero, rank_one = run_on_ranks(jobs.fill_the_disk, directory=tmp_path)
     path = tmp_path / "epoch=1.ckpt"
@@ -94,7 +102,12 @@ def test_the_same_files_are_written_as_otherwise_and_the_time_is_reported(tmp_pa
 
 
 def test_a_link_never_points_to_what_is_not_written_yet(tmp_path: Path) -> None:
-    [[line], _] = run_on_ranks(jobs.fit_with_model_checkpoint, directory=tmp_path, is_async=True, save_last="link")
+    ranks = run_on_ranks(jobs.fit_with_model_checkpoint, directory=tmp_path, is_async=True, save_last="link")
+    why, line = ranks[0]
+    assert why == (
+        "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link would point"
+        " to a file that is not there yet. Pass `save_last=True` instead."
+    )
     assert line.endswith("wrote for 0.000 s in the background.")
     assert (tmp_path / "last.ckpt").is_symlink()
     assert state_in(tmp_path / "last.ckpt")["global_step"] == 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.scripts import fabrics, models
-from tests.scripts.checkpoints import Scheduled, full_disk, raised_by
+from tests.scripts.checkpoints import Saves, Scheduled, full_disk, raised_by
 from tests.scripts.trainers import like_torchrun, make_trainer
 
 SAVED_AFTER = 2  # batches
@@ -128,6 +130,13 @@ def raise_while_writing(*, path: Path) -> tuple[str | None, bool]:
 
 
 @like_torchrun()
+def fail_to_save_on_exception(*, path: Path) -> str | None:
+    """What the fit raises when the save after an exception fails."""
+    trainer = trainer_of(Saves(path), Raises(), max_epochs=1)
+    return raised_by(lambda: trainer.fit(models.Regression(), models.loader()))
+
+
+@like_torchrun()
 def fill_the_disk(*, directory: Path) -> str | None:
     """Keep one checkpoint, on a disk that has room for the first one only; what the fit raises."""
     with ExitStack() as stack:
@@ -139,23 +148,32 @@ def fill_the_disk(*, directory: Path) -> str | None:
 @like_torchrun()
 def fit_with_model_checkpoint(*, directory: Path, is_async: bool, save_last: Any = True) -> list[str]:
     """Save often: during epochs and after validations, the best two and the last; what our logger says of it."""
-    lines: list[str] = []
-    logger = logging.getLogger("lightning_bucketddp")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     best = ModelCheckpoint(directory, monitor="loss", filename="{step}-{loss:.6f}", save_top_k=2, save_last=save_last)
     during = ModelCheckpoint(directory, filename="during-{step}", every_n_train_steps=4, save_top_k=-1)
     strategy = BucketDDPStrategy(async_checkpoints=is_async)
     trainer = trainer_of(best, during, strategy=strategy, max_epochs=3, val_check_interval=5)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with lines_logged() as lines:
         trainer.fit(Scheduled(), models.loader(), models.loader())
+    return [line for line in lines if "bucketddp: " in line and "checkpoint" in line]
+
+
+@contextmanager
+def lines_logged() -> Iterator[list[str]]:
+    """What we log inside, through our logger and through Lightning's for rank zero."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger("lightning_bucketddp"), rank_zero.log]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield lines
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return [line for line in lines if "checkpoint" in line]
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 @like_torchrun()
