@@ -182,13 +182,33 @@ def with_plugin_that_does_the_same() -> str | None:
     return raised_by(lambda: trainer.fit(models.Regression(), models.loader()))
 
 
+class SavesAroundTraining(Callback):
+    """Saves before training begins and when it has ended, and looks for the file at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.was_there: list[bool] = []
+
+    def on_fit_start(self, trainer: Trainer, _: Any) -> None:
+        self.save(trainer)
+
+    def on_fit_end(self, trainer: Trainer, _: Any) -> None:
+        self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        path = self._directory / f"{len(self.was_there)}.ckpt"
+        trainer.save_checkpoint(path)
+        self.was_there.append(path.exists())
+
+
 @like_torchrun()
-def save_and_load_after_fit(*, path: Path) -> bool:
-    """Whether a file is there as soon as `save_checkpoint` returns, when nothing trains."""
-    trainer = trainer_of(plugins=HeldCheckpointIO(0.3), max_epochs=1)
+def save_around_training(*, directory: Path) -> list[bool]:
+    """Whether files are there as soon as `save_checkpoint` returns: before, right after and long after training."""
+    saves = SavesAroundTraining(directory)
+    trainer = trainer_of(saves, plugins=HeldCheckpointIO(0.3), max_epochs=1)
     trainer.fit(models.Regression(), models.loader())
-    trainer.save_checkpoint(path)
-    return path.exists()
+    saves.save(trainer)
+    return saves.was_there
 
 
 @like_torchrun()
