@@ -58,9 +58,9 @@ def two_hosts(*, rate: str | None = None) -> Iterator[tuple[Host, Host]]:
         if shutil.which(tool) is None:
             pytest.skip(f"`{tool}` is not installed (package {PACKAGE_OF[tool]})")
     with ExitStack() as holders:
-        pid = holders.enter_context(_held("unshare", "--user", "--map-root-user", "--net"))
+        pid = holders.enter_context(held("unshare", "--user", "--map-root-user", "--net"))
         user = ("nsenter", "--target", str(pid), "--user", "--preserve-credentials")
-        other_pid = holders.enter_context(_held(*user, "unshare", "--net"))
+        other_pid = holders.enter_context(held(*user, "unshare", "--net"))
         hosts = Host("10.0.0.1", (*user, "--net")), Host("10.0.0.2", (*user, f"--net=/proc/{other_pid}/ns/net"))
         cable = ("link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(other_pid))
         hosts[0].call_or_skip("ip", *cable)
@@ -75,7 +75,7 @@ def two_hosts(*, rate: str | None = None) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def _held(*command: str) -> Iterator[int]:
+def held(*command: str) -> Iterator[int]:
     """The process that holds what `command` makes. It ends with its input, so with us at the latest."""
     pipe = subprocess.PIPE
     with subprocess.Popen([*command, "cat"], stdin=pipe, stdout=pipe, stderr=pipe) as holder:

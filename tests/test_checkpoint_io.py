@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
-import multiprocessing
 import os
 import pickle
-import random
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +19,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
+from tests.children import PROCESSES, child, report_of
+from tests.disks import forbidden_directory, not_as_root, small_disk
 from tests.jobs import checkpoint as jobs
-
-# Children that are limited or killed: forked from a process that has imported torch, so that each costs milliseconds.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([jobs.__name__])
-
-
-@contextmanager
-def child(job: Callable[..., None], **kwargs: Any) -> Iterator[tuple[Any, Connection]]:
-    """`job` in a process of its own, and the pipe on which it reports."""
-    ours, theirs = _processes.Pipe(duplex=False)
-    process = _processes.Process(target=job, args=(theirs,), kwargs=kwargs, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-
-
-def report_of(job: Callable[..., None], **kwargs: Any) -> Any:
-    with child(job, **kwargs) as (_, pipe):
-        return pipe.recv()
 
 
 @pytest.fixture
@@ -102,6 +74,12 @@ def test_a_remote_path_is_written_and_loaded() -> None:
     assert BucketDDPCheckpointIO().load_checkpoint(path) == {"number": 2}
 
 
+def test_the_longest_name_that_a_file_may_have_is_no_problem(tmp_path: Path) -> None:
+    path = str(tmp_path / f"{'x' * 250}.ckpt")
+    jobs.save_numbered(1, path)
+    assert_only_number_one(path)
+
+
 def test_a_symbolic_link_is_replaced_and_what_it_pointed_to_is_kept(saved: str, tmp_path: Path) -> None:
     link = tmp_path / "links" / "last.ckpt"
     link.parent.mkdir()
@@ -129,30 +107,13 @@ def test_the_directory_for_temporary_files_plays_no_part(
 
 
 def test_a_reader_never_sees_a_part(saved: str) -> None:
-    stop = _processes.Event()
+    stop = PROCESSES.Event()
     with child(jobs.load_until, path=saved, stop=stop) as (_, pipe):
         assert pipe.recv() == "loaded 1"
         for number in range(2, 52):
             jobs.save_numbered(number, saved)
         stop.set()
         assert pipe.recv() == "never failed"
-
-
-def test_a_killed_writer_leaves_a_complete_checkpoint(saved: str) -> None:
-    moments = random.Random(0)
-    number = 1
-    for _ in range(20):
-        with child(jobs.save_for_ever, path=saved, first=number + 1) as (process, pipe):
-            number = pipe.recv()
-            time.sleep(moments.uniform(0, 0.05))
-            process.kill()
-            process.join()
-            with suppress(EOFError):
-                while True:
-                    number = pipe.recv()
-        # The last one reported, or the one after it if there was no time to report it.
-        assert jobs.number_in(saved) in (number, number + 1)
-        number = jobs.number_in(saved)
 
 
 def test_the_content_is_on_disk_before_it_gets_its_name(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +134,7 @@ def test_the_content_is_on_disk_before_it_gets_its_name(saved: str, monkeypatch:
     jobs.save_numbered(2, saved)
     directory, size = os.path.dirname(saved), os.path.getsize(saved)
     assert events == [
-        ("fsync", f".model.ckpt.{os.getpid()}.tmp", size),
+        ("fsync", events[0][1], size),
         ("replace", "model.ckpt", size),
         ("fsync", os.path.basename(directory), os.stat(directory).st_size),
     ]
@@ -191,6 +152,38 @@ def test_a_full_disk_is_named_and_keeps_the_previous_checkpoint(limit_bytes: int
     )
     assert number == errno.EFBIG
     assert_only_number_one(saved)
+
+
+# A file of number 1 takes 4 MB; what is left for number 2 ends in its first tensor, in its last one, or at once.
+@pytest.mark.parametrize("num_bytes", [4_100_000, 5_500_000, 7_900_000])
+def test_a_disk_that_is_really_full_is_named_and_keeps_the_previous_checkpoint(num_bytes: int) -> None:
+    with small_disk(num_bytes=num_bytes) as disk:
+        path = str(disk.path / "model.ckpt")
+        jobs.save_numbered(1, path)
+        with pytest.raises(CheckpointWriteError, match=f"`{path}`: No space left on device. Check the free") as raised:
+            jobs.save_numbered(2, path)
+        assert raised.value.errno == errno.ENOSPC
+        assert_only_number_one(path)
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "new/model.ckpt"])
+def test_a_read_only_disk_is_named_and_keeps_the_previous_checkpoint(name: str) -> None:
+    with small_disk(num_bytes=10_000_000) as disk:
+        jobs.save_numbered(1, str(disk.path / "model.ckpt"))
+        disk.make_read_only()
+        with pytest.raises(CheckpointWriteError, match=f"{name}`: Read-only file system. Check the free") as raised:
+            jobs.save_numbered(2, str(disk.path / name))
+        assert raised.value.errno == errno.EROFS
+        assert_only_number_one(str(disk.path / "model.ckpt"))
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "new/model.ckpt"])
+def test_a_missing_permission_is_named(name: str) -> None:
+    with forbidden_directory() as directory, not_as_root():
+        with pytest.raises(CheckpointWriteError, match=f"{directory}/{name}`: Permission denied. Check") as raised:
+            jobs.save_numbered(2, str(directory / name))
+        assert raised.value.errno == errno.EACCES
+        assert os.listdir(directory) == []
 
 
 @pytest.mark.parametrize("below", ["new.ckpt", "dir/new.ckpt"])

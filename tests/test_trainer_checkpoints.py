@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.disks import forbidden_directory, small_disk
+from tests.jobs.checkpoint import number_in, save_numbered
 from tests.ranks import run_on_ranks
-from tests.scripts.checkpoints import fit_and_save, resume, save, save_in_background, save_on_full_disk, use_own_plugin
-
-STATE = ["state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"]
-ADVICE = "Check the free space, the quota and the permissions of its directory, or save to another one."
-
-
-def state_in(path: Path) -> dict[str, Any]:
-    checkpoint = torch.load(path, weights_only=False)
-    return {name: checkpoint[name] for name in STATE}
-
-
-def assert_same_state(path: Path, expected: Path) -> None:
-    torch.testing.assert_close(state_in(path), state_in(expected), rtol=0, atol=0)
+from tests.saved_state import ADVICE, assert_same_state, state_in
+from tests.scripts.checkpoints import (
+    fit_and_save,
+    resume,
+    save,
+    save_alone,
+    save_in_background,
+    save_on_full_disk,
+    train_through_failures,
+    use_own_plugin,
+)
 
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
@@ -82,6 +83,51 @@ def test_a_full_disk_is_named_on_every_rank_and_keeps_the_checkpoint_before(tmp_
     assert rank_one == f"{rank_zero} (on rank 0)"
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
     assert state_in(tmp_path / "last.ckpt")["global_step"] == 10
+
+
+@contextmanager
+def bad_place(cause: str) -> Iterator[Path]:
+    """Where a checkpoint cannot be written, because of `cause`. There is an older one, if one can be there."""
+    if cause == "Permission denied":
+        with forbidden_directory() as directory:
+            yield directory / "model.ckpt"
+        return
+    with small_disk(num_bytes=4_003_000) as disk:  # which the older one fills
+        path = disk.path / "model.ckpt"
+        save_numbered(1, str(path))
+        if cause == "Read-only file system":
+            disk.make_read_only()
+        yield path
+        assert [file.name for file in disk.path.iterdir()] == ["model.ckpt"]
+        assert number_in(str(path)) == 1
+
+
+@pytest.mark.parametrize("cause", ["No space left on device", "Read-only file system", "Permission denied"])
+def test_training_can_go_on_after_a_save_that_fails_on_every_rank(cause: str, tmp_path: Path) -> None:
+    undisturbed = run_on_ranks(train_through_failures, path=tmp_path / "model.ckpt")
+    assert [raised for raised, _ in undisturbed] == [[None] * 3] * 2
+    with bad_place(cause) as path:
+        ranks = run_on_ranks(train_through_failures, path=path, as_root=cause != "Permission denied")
+        text = f"CheckpointWriteError: Could not write checkpoint `{path}`: {cause}. {ADVICE}"
+        assert [raised for raised, _ in ranks] == [[text] * 3, [f"{text} (on rank 0)"] * 3]
+    assert [state for _, state in ranks] == [state for _, state in undisturbed]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    ranks = run_on_ranks(save_alone, path=path, rendezvous=tmp_path / "rendezvous", async_checkpoints=is_async)
+    assert [raised for raised, _ in ranks] == ["RuntimeError: some rank has failed"] * 2
+    assert ranks[0][1] == [
+        "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of the"
+        f" communication hook and the random numbers, is missing in checkpoint `{path}`."
+    ]
+    assert ranks[1][1] == []
+    assert state_in(path)["global_step"] == 3
+    # Rank zero has its own; whoever resumes is told that others are missing.
+    state = torch.load(path, weights_only=True)["bucketddp"]
+    assert len(state["rank_seeds"]["states"]) == 1
+    assert [entries["iter"] for entries in state["comm_hook_state"]["by_rank"]] == [3]
 
 
 def test_a_path_that_cannot_be_written_is_named_on_every_rank(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 One noun per file, and a file imports only files to its left:
 
-    errors -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
+    errors, leftovers -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
+    errors, snapshot, stats -> writer
     errors -> rank_zero -> background
     plain_data, per_rank -> hook_state
 """

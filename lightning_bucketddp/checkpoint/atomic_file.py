@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, BinaryIO
 
+from lightning_bucketddp.checkpoint.leftovers import remove_leftovers, temporary_name
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -33,7 +35,7 @@ def atomic_file(path: str) -> Iterator[BinaryIO]:
     If `path` is a symbolic link, the link is replaced: what it points to may be a checkpoint that someone keeps.
     """
     path = os.path.abspath(path)
-    directory, name = os.path.split(path)
+    directory = os.path.dirname(path)
     if os.path.exists(path) and not os.path.isfile(path):
         # A rename would put a plain file in the place of /dev/null too.
         raise OSError(errno.EEXIST, "something that is not a file has this name")
@@ -41,9 +43,11 @@ def atomic_file(path: str) -> Iterator[BinaryIO]:
         os.makedirs(directory)
     # In the same directory, because a rename between file systems is a copy; not by `tempfile`, whose files only
     # their owner can read.
-    temporary = _TemporaryFile(os.path.join(directory, f".{name}.{os.getpid()}.tmp"), "wb")
+    temporary = _TemporaryFile(os.path.join(directory, temporary_name()), "xb")
     try:
         with io.BufferedWriter(temporary) as file:
+            # Before anything is written: they may take the space that it needs.
+            remove_leftovers(directory, now=os.fstat(file.fileno()).st_mtime)
             yield file
             file.flush()
             os.fsync(file.fileno())

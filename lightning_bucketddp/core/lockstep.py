@@ -9,9 +9,10 @@ Note: lockstep
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ class Note:
         num_skipped: the steps that it has skipped.
         stop_signal: the signal that it has received, by which all shall stop; 0: none.
         wants_requeue: it has been told to save and to have the job queued again.
+        is_alert: something has gone wrong there that all ranks have to hear of before their next step.
     """
 
     occasion: Occasion
@@ -54,6 +56,11 @@ class Note:
     num_skipped: int = 0
     stop_signal: int = 0
     wants_requeue: bool = False
+    is_alert: bool = False
+
+
+# Notes travel as numbers. What their fields are, in order:
+_KINDS: tuple[type[Any], ...] = (Occasion, int, int, float, float, int, int, bool, bool)
 
 
 class Lockstep:
@@ -63,22 +70,26 @@ class Lockstep:
 
     Args:
         collectives: how to reach the other ranks; notes take connections of their own between the hosts.
+        has_alert: asked before each note whether it has to alert the others.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, *, has_alert: Callable[[], bool] = lambda: False) -> None:
         self.epoch = 0
         self.num_batches = 0
         self.stop_signal = 0
         self.wants_requeue = False
         self.all_stop_by = 0
         self.all_requeue = False
+        # Some rank has alerted all of them. Whoever acts on it takes it back.
+        self.is_alerted = False
+        self._has_alert = has_alert
         self._hosts = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
     def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
         """Start an exchange; `receive` ends it."""
-        signals = (self.stop_signal, self.wants_requeue)
-        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, *signals)
+        flags = (self.stop_signal, self.wants_requeue, self._has_alert())
+        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, *flags)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
     def receive(self) -> list[Note]:
@@ -90,15 +101,12 @@ class Lockstep:
                 raise OutOfStepError(_explain(notes))
             self.all_stop_by = self.all_stop_by or max(note.stop_signal for note in notes)
             self.all_requeue = self.all_requeue or any(note.wants_requeue for note in notes)
+            self.is_alerted |= any(note.is_alert for note in notes)
         return notes
 
 
 def _note(values: Sequence[float]) -> Note:
-    occasion, epoch, num_batches, weight, full_weight, num_skipped, stop_signal, wants_requeue = values
-    return Note(
-        *(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped)),
-        *(int(stop_signal), bool(wants_requeue)),
-    )
+    return Note(*[kind(value) for kind, value in zip(_KINDS, values, strict=True)])
 
 
 def _explain(notes: Sequence[Note]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
+from lightning_bucketddp.checkpoint.stats import CheckpointStats
+from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
@@ -54,6 +56,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
+            by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -86,6 +90,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         stall_warning_s: float = 30.0,
+        async_checkpoints: bool = False,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -120,6 +125,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._stall_warning_s = check_stall_warning(stall_warning_s)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
         self._ending: Ending | None = None
+        self._async_checkpoints = async_checkpoints
+        self._writer = CheckpointWriter()
         self._backward_sync_control: Any = _BackwardSyncControl(self)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
@@ -238,14 +245,34 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
+
+        def write(content: dict[str, Any]) -> None:
+            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
+
         with self._whereabouts.during(SAVING):
             write_on_rank_zero(
-                lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
+                lambda: self._writer.save(checkpoint, write, path=path, in_background=self._async_checkpoints),
                 self._collectives,
                 path=path,
             )
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self._async_checkpoints:
+            self.wait_for_checkpoints()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
+        write_on_rank_zero(self._writer.drain, self._collectives)
+
+    @property
+    def checkpoint_stats(self) -> CheckpointStats:
+        """How long checkpoints took, on rank zero."""
+        return self._writer.stats
+
     def teardown(self) -> None:
+        with suppress(Exception):  # it is in the log
+            self._writer.drain()
         for reducer in self.reducers.values():
             reducer.close()
         super().teardown()

@@ -38,6 +38,7 @@ class Participation:
         collectives: how to reach the other ranks.
         weight_of: the weight of a batch; None: every batch counts the same.
         extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
+        has_alert: asked in each step whether this rank has to alert the others.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Participation:
         *,
         weight_of: Callable[[Any], Any] | None,
         extends_uneven_data: bool,
+        has_alert: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
-        self.lockstep = Lockstep(collectives)
+        self.lockstep = Lockstep(collectives, has_alert=has_alert)
         self._uneven_data = UnevenData(self.lockstep, extends=extends_uneven_data)
         self.weighting = Weighting(
             self.lockstep, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
@@ -65,6 +67,11 @@ class Participation:
     def is_idle(self) -> bool:
         """Whether this rank has run out of data and only keeps the others company."""
         return self._uneven_data.is_repeating
+
+    def take_alert(self) -> bool:
+        """Whether some rank has alerted all of them since this was asked. It is the same on every rank."""
+        is_alerted, self.lockstep.is_alerted = self.lockstep.is_alerted, False
+        return is_alerted
 
     def prepare(self, loader: object) -> object:
         """A training dataloader that tells the other ranks when it ends, or goes on until theirs do."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
+from lightning_bucketddp.checkpoint.plain_data import from_plain, to_plain
 from lightning_bucketddp.core.collectives import Collectives
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class RankSeeds:
 
     def __init__(self) -> None:
         self._checkpoint: dict[str, Any] | None = None
-        self._resumed_from: str | None = None
+        self._resumed_from: dict[str, Any] | None = None
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """Remember what a checkpoint says, for the training that may begin with it."""
@@ -65,13 +66,9 @@ class RankSeeds:
             _set_state(self._resumed_from, device)
         self._resumed_from = None
 
-    def add_to(self, checkpoint: dict[str, Any], collectives: Collectives, device: torch.device) -> None:
-        """Put every rank's state into a checkpoint that can be resumed. All ranks must call this."""
-        if "optimizer_states" not in checkpoint:
-            return
-        raw = torch.frombuffer(bytearray(_get_state(device).encode()), dtype=torch.uint8).to(collectives.device)
-        states = [bytes(state.tolist()).decode() for state in collectives.gather_rows(raw)]
-        checkpoint.setdefault(_OURS, {})[_KEY] = {"states": states}
+    def gather(self, collectives: Collectives | None, device: torch.device) -> dict[str, Any]:
+        """What goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
+        return {"states": gather_to_rank_zero(_get_state(device), collectives)}
 
     def _split(self, step: int, collectives: Collectives) -> str:
         """Seed this rank by its number; what all ranks get, in words."""
@@ -106,29 +103,23 @@ def _has_begun_epoch(fit_loop: Any) -> bool:
     return is_between_epochs and not creates_again
 
 
-def _get_state(device: torch.device) -> str:
-    """The state of this process's generators as text, which any checkpoint may hold."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+def _get_state(device: torch.device) -> dict[str, Any]:
+    """The state of this process's generators as plain data, which any checkpoint may hold."""
     state = {
         "python": random.getstate(),
-        "numpy": [kind, [int(key) for key in keys], position, has_gauss, gauss],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
-        state["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
-    return json.dumps(state)
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    plain: dict[str, Any] = to_plain(state)
+    return plain
 
 
-def _set_state(text: str, device: torch.device) -> None:
-    state = json.loads(text)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_from_hex(state["torch"]))
+def _set_state(plain: dict[str, Any], device: torch.device) -> None:
+    state = from_plain(plain, torch.device("cpu"))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
-
-
-def _from_hex(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.cuda.set_rng_state(state["cuda"], device)

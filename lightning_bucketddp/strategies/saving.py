@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
+from lightning_bucketddp.checkpoint.stats import CheckpointStats
+from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
 else:
     _ParallelStrategy = object
@@ -32,11 +39,35 @@ class CheckpointHooks(_ParallelStrategy):
     config: ReducerConfig
     _replicas: Replicas | None
     _collectives: Collectives | None
+    _participation: Participation | None
     _model_averager: Any
     _rank_seeds: RankSeeds | None
     _whereabouts: Whereabouts
     # Set in a process that has started the ranks and is none: its weights are old.
     trains_elsewhere: bool = False
+    _async_checkpoint_io: ClassVar[type]
+    _async_checkpoints: bool
+    _writer: CheckpointWriter
+    # As long as training goes on. Who saves before or after that may want to read the file at once.
+    _saves_in_background = False
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None  # there is one as long as training goes on
+        return self.lightning_module.trainer
+
+    @property
+    def checkpoint_stats(self) -> CheckpointStats:
+        """How long checkpoints took in this fit, on rank zero."""
+        return self._writer.stats
+
+    def setup_environment(self) -> None:
+        if self._async_checkpoints and isinstance(self.checkpoint_io, self._async_checkpoint_io):
+            raise ValueError(
+                f"`async_checkpoints=True` and the plugin `{type(self.checkpoint_io).__name__}` both write in the"
+                " background. Pass one of them."
+            )
+        super().setup_environment()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
@@ -48,18 +79,27 @@ class CheckpointHooks(_ParallelStrategy):
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         # Without optimizers only the weights are wanted.
-        if "optimizer_states" in checkpoint and (state := self._training_state()):
-            checkpoint[_OURS] = state
-        if self._rank_seeds is not None and self._collectives is not None:
-            self._rank_seeds.add_to(checkpoint, self._collectives, self.root_device)
+        if "optimizer_states" in checkpoint:
+            self._add_training_state(checkpoint, filepath)
 
-        def write() -> None:
+        def write(content: dict[str, Any]) -> None:
             with raised_once(self.checkpoint_io):
-                super(CheckpointHooks, self).save_checkpoint(checkpoint, filepath, storage_options)
+                super(CheckpointHooks, self).save_checkpoint(content, filepath, storage_options)
 
-        write_on_rank_zero(write, self._collectives, path=filepath)
+        # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
+        in_background = self._saves_in_background and not self._trainer.interrupted
+        write_on_rank_zero(
+            lambda: self._writer.save(checkpoint, write, path=filepath, in_background=in_background),
+            self._collectives,
+            path=filepath,
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(filepath), path=filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self._saves_in_background:
+            self.wait_for_checkpoints()
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._rank_seeds is not None:
             self._rank_seeds.take_from(checkpoint)
@@ -69,26 +109,85 @@ class CheckpointHooks(_ParallelStrategy):
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(_OURS, {})
-        if "comm_hook_state" in state and (hook_state := self._hook_state()) is not None:
+        if "comm_hook_state" in state and (hook_state := self._hook_state(self._collectives)) is not None:
             hook_state.restore(state["comm_hook_state"])
         if "model_averager_step" in state and self._model_averager is not None:
             self._model_averager.step = state["model_averager_step"]
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._writer.stats = CheckpointStats()
+        self._saves_in_background = self._async_checkpoints and not self._links_to_last()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # All ranks have heard of it in the last step, or none.
+        if self._writer.has_failed if self._participation is None else self._participation.take_alert():
+            write_on_rank_zero(self._writer.raise_failure, self._collectives)
+        super().on_train_batch_start(batch, batch_idx)
+
     def on_train_end(self) -> None:
         super().on_train_end()
-        write_on_rank_zero(lambda: drain(self.checkpoint_io), self._collectives)
+        self._saves_in_background = False
+        try:
+            self.wait_for_checkpoints()
+        finally:
+            if self.is_global_zero and self.checkpoint_stats.num_saves:
+                log.info("bucketddp: %s.", self.checkpoint_stats.describe())
 
-    def _training_state(self) -> dict[str, Any]:
-        """What training needs of ours to resume. All ranks must call this; rank zero's result counts."""
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._end_writing()
+
+    def teardown(self) -> None:
+        self._end_writing()
+        super().teardown()
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
+
+        def wait() -> None:
+            self._writer.drain()
+            drain(self.checkpoint_io)
+
+        write_on_rank_zero(wait, self._collectives)
+
+    def _end_writing(self) -> None:
+        """Wait for what is in flight, without the other ranks."""
+        self._saves_in_background = False
+        with suppress(Exception):  # it is in the log
+            self._writer.drain()
+
+    def _links_to_last(self) -> bool:
+        if not any(getattr(c, "save_last", None) == "link" for c in self._trainer.checkpoint_callbacks):
+            return False
+        rank_zero_info(
+            "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link would"
+            " point to a file that is not there yet. Pass `save_last=True` instead."
+        )
+        return True
+
+    def _add_training_state(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        """Add what training needs of ours to resume. All ranks must call this; rank zero's result counts."""
+        collectives = self._collectives
+        if collectives is not None and not collectives.is_open:
+            if collectives.world_size > 1 and (self.config.comm_state is not None or self._rank_seeds is not None):
+                rank_zero_warn(
+                    "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of"
+                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`."
+                )
+            collectives = None
         state: dict[str, Any] = {}
-        if (hook_state := self._hook_state()) is not None:
+        if (hook_state := self._hook_state(collectives)) is not None:
             state["comm_hook_state"] = hook_state.gather()
         if self._model_averager is not None:
             state["model_averager_step"] = self._model_averager.step
-        return state
+        if self._rank_seeds is not None:
+            state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+        if state:
+            checkpoint[_OURS] = state
 
-    def _hook_state(self) -> HookState | None:
+    def _hook_state(self, collectives: Collectives | None) -> HookState | None:
         if self.config.comm_hook is None or self.config.comm_state is None or self._replicas is None:
             return None
         layout = bucket_layout(self._replicas.parameters, self.config)
-        return HookState(self.config.comm_state, layout, self._collectives)
+        return HookState(self.config.comm_state, layout, collectives)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
@@ -67,6 +68,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        async_checkpoints: Write checkpoints while training goes on.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -77,6 +79,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
     _torch_sync_batchnorm: ClassVar[type]
     _wrapping_checkpoint_io: ClassVar[type]
     _default_checkpoint_io: ClassVar[type[Any]]
+    _async_checkpoint_io: ClassVar[type]
     _batch_size_of: ClassVar[Any]
 
     def __init__(
@@ -105,6 +108,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
         stall_warning_s: float = 30.0,
+        async_checkpoints: bool = False,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -147,6 +151,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         self._stall_warning_s = check_stall_warning(stall_warning_s)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
         self._ending: Ending | None = None
+        self._async_checkpoints = async_checkpoints
+        self._writer = CheckpointWriter()
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -205,6 +211,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
                 self._collectives,
                 weight_of=self._batch_size_of if self._gradient_weight == "batch_size" else self._gradient_weight,
                 extends_uneven_data=self._extends_uneven_data,
+                has_alert=lambda: self._writer.has_failed,
             )
             if self._signals is not None:
                 self._signals.travel_with(self._participation.lockstep)
@@ -246,6 +253,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         super().setup_optimizers(trainer)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._module.trainer, self.root_device)
 

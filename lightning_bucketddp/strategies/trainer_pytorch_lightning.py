@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `pytorch_lightning.Trainer`."""
 
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
@@ -28,6 +29,7 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _torch_sync_batchnorm = TorchSyncBatchNorm
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
+    _async_checkpoint_io = AsyncCheckpointIO
     _batch_size_of = staticmethod(extract_batch_size)
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
     _sigterm_exception = SIGTERMException

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
 
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file
 from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
+from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives
 from tests.ranks import device
 
@@ -109,13 +113,29 @@ def _raised_by(write: Callable[[], None], *, path: str | None = None) -> tuple[s
 # In a process of its own. The first argument is the pipe on which it reports.
 
 
-def save_for_ever(pipe: Connection, path: str, first: int) -> None:
-    """Save checkpoints numbered from `first` on, and report each once it is saved, until killed."""
+def save_for_ever(pipe: Connection, path: str, first: int, in_background: bool, tmpdir: str) -> None:
+    """Save checkpoints numbered from `first` on, and report each once `save` has returned, until killed."""
+    os.environ["TMPDIR"] = tmpdir
+    tempfile.tempdir = None  # ask the variable again
+    writer = CheckpointWriter()
+    write = partial(AtomicCheckpointIO().save_checkpoint, path=path)
     number = first
     while True:
-        save_numbered(number, path)
+        writer.save(numbered_checkpoint(number), write, path=path, in_background=in_background)
         pipe.send(number)
         number += 1
+
+
+def save_slowly(pipe: Connection, path: str, resume: Event) -> None:
+    """Begin to write checkpoint number 7, report, and end it when told to."""
+    with atomic_file(path) as file:
+        file.write(b"a part of it")
+        file.flush()
+        pipe.send("begun")
+        resume.wait()
+        file.seek(0)
+        torch.save(numbered_checkpoint(7), file)
+    pipe.send("saved")
 
 
 def load_until(pipe: Connection, path: str, stop: Event) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import resource
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
+from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from tests.disks import not_as_root
 from tests.scripts import models
+from tests.scripts.hooks import HOOKS
 from tests.scripts.trainers import like_torchrun, make_trainer
 
 
@@ -67,8 +72,8 @@ def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int 
     trainer = make_trainer(
         "bucketddp", max_epochs=max_epochs, plugins=AsyncCheckpointIO(), enable_checkpointing=True, callbacks=each_epoch
     )
-    with _full_disk(room_for_bytes):
-        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
 @like_torchrun()
@@ -78,8 +83,67 @@ def save_on_full_disk(*, directory: Path, room_for_bytes: int) -> str | None:
     trainer = make_trainer("bucketddp", max_epochs=1, enable_checkpointing=True, callbacks=each_epoch)
     trainer.fit(Scheduled(), models.loader())
     trainer.fit_loop.max_epochs = 2
-    with _full_disk(room_for_bytes):
-        return _raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+class TriesToSave(Callback):
+    """Saves after each epoch, with the rights of anyone if it shall, and goes on when that fails."""
+
+    def __init__(self, path: Path, *, as_root: bool) -> None:
+        self.path = path
+        self.raised: list[str | None] = []
+        self._rights = nullcontext if as_root else not_as_root
+
+    def on_train_epoch_end(self, trainer: Trainer, _: Any) -> None:
+        with self._rights():
+            self.raised.append(raised_by(lambda: trainer.save_checkpoint(self.path)))
+
+
+@like_torchrun()
+def train_through_failures(*, path: Path, as_root: bool = True) -> tuple[list[str | None], dict[str, Any]]:
+    """What three saves raise, and the state that training ends with all the same."""
+    tries = TriesToSave(path, as_root=as_root)
+    trainer = make_trainer("bucketddp", max_epochs=3, callbacks=tries)
+    trainer.fit(Scheduled(), models.loader())
+    state = {
+        "weights": {name: value.tolist() for name, value in trainer.lightning_module.state_dict().items()},
+        "optimizer": str(trainer.optimizers[0].state_dict()),
+    }
+    return tries.raised, state
+
+
+class Saves(Callback):
+    """Saves when training has failed, as `ModelCheckpoint(save_on_exception=True)` does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class LosesTheOthers(Callback):
+    def on_train_batch_start(self, _: Any, __: Any, ___: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            dist.destroy_process_group()
+            raise RuntimeError("some rank has failed")
+
+
+@like_torchrun()
+def save_alone(*, path: Path, rendezvous: Path, **options: Any) -> tuple[str | None, list[str]]:
+    """Save when there is no process group any more; what the fit raises, and what is warned of."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    strategy = BucketDDPStrategy(**HOOKS["power_sgd"](), rank_seeds=True, **options)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Saves(path), LosesTheOthers()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            raised = raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+        finally:
+            # For the next job.
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    return raised, [str(warning.message) for warning in caught if "bucketddp" in str(warning.message)]
 
 
 @like_torchrun()
@@ -87,17 +151,17 @@ def save(*, path: Path) -> str | None:
     """What `trainer.save_checkpoint` raises after a fit."""
     trainer = make_trainer("bucketddp", max_epochs=1)
     trainer.fit(Scheduled(), models.loader())
-    return _raised_by(lambda: trainer.save_checkpoint(path))
+    return raised_by(lambda: trainer.save_checkpoint(path))
 
 
 @like_torchrun()
 def resume(*, path: Path) -> str | None:
     """What `trainer.fit` raises for a checkpoint."""
     trainer = make_trainer("bucketddp", max_epochs=1)
-    return _raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
+    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
 
 
-def _raised_by(call: Any) -> str | None:
+def raised_by(call: Any) -> str | None:
     try:
         call()
     except Exception as error:
@@ -106,7 +170,7 @@ def _raised_by(call: Any) -> str | None:
 
 
 @contextmanager
-def _full_disk(room_for_bytes: int | None) -> Iterator[None]:
+def full_disk(room_for_bytes: int | None) -> Iterator[None]:
     """Let no file of this process grow beyond `room_for_bytes`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if room_for_bytes is None else room_for_bytes, before[1]))

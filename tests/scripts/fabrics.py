@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.strategies.registration import strategy_class
 from tests.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 NUM_STEPS = 6
@@ -23,6 +24,10 @@ def make_fabric(strategy: Any, *, root: str = ROOTS[0]) -> Any:
     fabric = importlib.import_module(root).Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     return fabric
+
+
+def strategy_of(root: str, **options: Any) -> Any:
+    return strategy_class(root)(**options)
 
 
 def _set_up(fabric: Any) -> tuple[Any, Any]:
