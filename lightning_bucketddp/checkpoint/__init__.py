@@ -2,7 +2,10 @@
 
 One noun per file, and a file imports only files to its left:
 
-    errors -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
+    outline -> damage -> neighbours -> reading
+    errors, harmless -> reading
+    errors -> atomic_file, reading -> atomic_io -> lightning_io, lightning_fabric_io
     errors -> rank_zero -> background
+    errors -> every_rank
     plain_data, per_rank -> hook_state
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.damage import damage_in
 
@@ -14,22 +13,21 @@ _MAX_TRIED = 10
 
 
 def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
-    """The file that was written last among those beside `path` that have its suffix and no damage; None if none is.
+    """The name of the file that was written last, among those beside `path` with its suffix and without damage.
 
     Args:
-        path: as `filesystem` names it.
+        path: as `filesystem` calls it.
         filesystem: where it is.
     """
     try:
         names = filesystem.ls(os.path.dirname(path), detail=False)
         others = [name for name in names if _is_candidate(name, path) and filesystem.isfile(name)]
-        newest_first = sorted(others, key=filesystem.modified, reverse=True)
-        for name in newest_first[:_MAX_TRIED]:
+        for name in sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]:
             with filesystem.open(name) as file:
                 if damage_in(file) is None:
-                    return str(name if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(name))
+                    return os.path.basename(str(name))
     except (OSError, NotImplementedError):
-        pass  # a server that lists nothing, or does not know when: advice is all that is missing then
+        pass  # a server that lists nothing, or does not know when: all that is missing then is advice
     return None
 
 

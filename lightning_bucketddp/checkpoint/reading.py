@@ -41,7 +41,7 @@ def read_checkpoint(path: str, *, map_location: Any, weights_only: bool | None) 
                 if isinstance(error, UnsafeCheckpointError) or not _is_about_the_file(error, file):
                     raise
                 damage = f"it is cut short or damaged ({_first_line(error)})"
-    raise CheckpointReadError(f"Cannot read checkpoint `{path}`: {damage}. {_advice(target, filesystem)}")
+    raise CheckpointReadError(f"Cannot read checkpoint `{path}`: {damage}. {_advice(path, target, filesystem)}")
 
 
 @contextmanager
@@ -92,7 +92,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
 
 
-def _advice(target: str, filesystem: AbstractFileSystem) -> str:
+def _advice(path: str, target: str, filesystem: AbstractFileSystem) -> str:
     if (intact := newest_intact_beside(target, filesystem)) is None:
         return "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
+    intact = os.path.join(os.path.dirname(path), intact)
     return f"The newest intact checkpoint beside it is `{intact}`: resume from that one."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
+from lightning_bucketddp.checkpoint.every_rank import read_nowhere, read_on_every_rank
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives
@@ -30,6 +31,9 @@ class CheckpointHooks(_ParallelStrategy):
     _collectives: Collectives | None
     _model_averager: Any
     _rank_seeds: RankSeeds | None
+    # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
+    # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
+    _is_restoring: bool
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
@@ -46,10 +50,23 @@ class CheckpointHooks(_ParallelStrategy):
         write_on_rank_zero(write, self._collectives, path=filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        def read() -> dict[str, Any]:
+            return super(CheckpointHooks, self).load_checkpoint(checkpoint_path, *args, **kwargs)
+
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+        else:
+            checkpoint = read()
         if self._rank_seeds is not None:
             self._rank_seeds.take_from(checkpoint)
         return checkpoint
+
+    def _restored(self) -> None:
+        """Call when the Trainer would have loaded a checkpoint if it had found one."""
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            read_nowhere(self._collectives)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
