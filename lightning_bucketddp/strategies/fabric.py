@@ -21,6 +21,7 @@ from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.strategies.attempt import keys_of_this_attempt
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -131,7 +132,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
+        with keys_of_this_attempt(), gloo_between_hosts():
             self._setup_distributed()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)

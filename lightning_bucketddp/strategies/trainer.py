@@ -18,6 +18,7 @@ from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.strategies.attempt import keys_of_this_attempt
 from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
@@ -179,7 +180,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
+        with keys_of_this_attempt(), gloo_between_hosts():
             self.setup_distributed()
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
