@@ -92,8 +92,12 @@ class Collectives:
     def host_group(self) -> Collectives:
         """The same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
         if self._host_group is None:
-            self._host_group = self._new_group(torch.device("cpu"), backend="gloo")
+            self._host_group = self.new_host_group()
         return self._host_group
+
+    def new_host_group(self) -> Collectives:
+        """Another `host_group`, for who needs no common order with those who share that one."""
+        return self._new_group(torch.device("cpu"), backend="gloo")
 
     def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
         ranks = dist.get_process_group_ranks(self.group)

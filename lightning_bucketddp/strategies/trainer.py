@@ -28,6 +28,7 @@ from lightning_bucketddp.strategies.options import (
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.requeue import Requeue
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
@@ -75,6 +76,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
     _wrapping_checkpoint_io: ClassVar[type]
     _default_checkpoint_io: ClassVar[type[Any]]
     _batch_size_of: ClassVar[Any]
+    _callback: ClassVar[type]
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         self._rank_seeds = RankSeeds() if rank_seeds else None
         self._is_fitting = False
         self._is_restoring = False
+        self._requeue: Requeue | None = None
         self._synced_layers: SyncedLayers | None = None
         self._buffers: SharedBuffers | None = None
         self._gradient_weight = check_gradient_weight(gradient_weight)
@@ -206,6 +209,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
                 self._layer_sync, ours=self._torch_sync_batchnorm, collectives=self._collectives
             )
             self.model = self._synced_layers.apply(self.model)
+        if self._is_fitting and getattr(self.cluster_environment, "auto_requeue", False):
+            number = self.cluster_environment.requeue_signal  # type: ignore[union-attr]
+            self._requeue = Requeue(number, self._collectives, trainer=trainer, callback=self._callback)
         super().setup(trainer)
         if self._is_fitting and isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
@@ -237,6 +243,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         super().setup_optimizers(trainer)
 
     def on_train_start(self) -> None:
+        if self._requeue is not None:
+            self._requeue.take_over()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._module.trainer, self.root_device)
 
@@ -246,6 +254,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
     def teardown(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
+        if self._requeue is not None:
+            self._requeue.close()
+            self._requeue = None
         if self._synced_layers is not None:
             assert self.model is not None
             self.model = self._synced_layers.revert(self.model)
@@ -254,7 +265,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation")
+        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation", "_requeue")
         return {**super().__getstate__(), **dict.fromkeys(ours)}
 
 

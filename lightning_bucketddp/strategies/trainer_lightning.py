@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
 
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
@@ -17,3 +18,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _batch_size_of = staticmethod(extract_batch_size)
+    _callback = Callback

@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `pytorch_lightning.Trainer`."""
 
+from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
@@ -17,3 +18,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _batch_size_of = staticmethod(extract_batch_size)
+    _callback = Callback

@@ -2,7 +2,8 @@
 
 RESULTS=directory torchrun --nproc-per-node 2 --max-restarts 2 restarts.py '[{"rank": 1, "step": 5}]'
 
-The argument says who kills itself in which attempt: at the end of a step, or while writing the checkpoint of one.
+The argument says what happens to whom in which attempt: killed at the end of a step, killed while writing the
+checkpoint of one, or sent the signal of SLURM in the middle of the step that follows it.
 """
 
 from __future__ import annotations
@@ -89,13 +90,18 @@ class Ended(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         write(f"attempt{self._attempt}.rank{trainer.global_rank}", trainer.global_step)
+        Path(os.environ["RESULTS"], f"{trainer.global_rank}.pid").write_text(f"{os.getpid()}\n")
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if self._is_due(trainer) and "while" not in self._plan:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        if self._is_due(trainer) and self._plan.get("while") == "stepping":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._is_due(trainer) and "while" in self._plan:
+        if self._is_due(trainer) and self._plan.get("while") == "saving":
             checkpoint["payload"] = _KillsWhenPickled()
 
 
@@ -143,9 +149,16 @@ def write(name: str, result: Any) -> None:
 
 
 def main() -> None:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    result = train(Path(os.environ["RESULTS"], "checkpoints"), Ended(attempt, json.loads(sys.argv[1])))
-    write(f"end.rank{os.environ['RANK']}", result)
+    of_slurm = "SLURM_JOB_ID" in os.environ
+    attempt = int(os.environ["SLURM_RESTART_COUNT" if of_slurm else "TORCHELASTIC_RESTART_COUNT"])
+    rank = os.environ["SLURM_PROCID" if of_slurm else "RANK"]
+    # In a job that SLURM has started again Lightning finds the checkpoint by itself.
+    result = train(
+        Path(os.environ["RESULTS"], "checkpoints"),
+        Ended(attempt, json.loads(sys.argv[1])),
+        ckpt_path=None if of_slurm else "last",
+    )
+    write(f"end.rank{rank}", result)
 
 
 if __name__ == "__main__":
