@@ -1,9 +1,10 @@
 """Which attempt of a run this is, when torchrun restarts it.
 
 Note: keys of earlier attempts
-    torchrun's agent keeps one store for all attempts of a run. Torch before 2.8 or so put the keys of each attempt
-    apart; since then a process that is started again may find the addresses of processes that are gone, and fail or
-    wait for them. Agents on several nodes count restarts apart, so only on one node does the number name an attempt.
+    torchrun's agent keeps one store for all attempts of a run. Older torch (2.5) has keys for each attempt; newer torch
+    (2.13) has not, so a process that is started again may find the addresses of processes that are gone, and fail or
+    wait for them. The agents of several nodes count restarts each for itself, so the number names an attempt only where
+    there is one node.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ def main() -> None:
     of_slurm = "SLURM_JOB_ID" in os.environ
     attempt = int(os.environ["SLURM_RESTART_COUNT" if of_slurm else "TORCHELASTIC_RESTART_COUNT"])
     rank = os.environ["SLURM_PROCID" if of_slurm else "RANK"]
+    if attempt > 0 and rank == "0":
+        time.sleep(2)  # until the others have looked for it, and may have found what an earlier attempt has left
     # In a job that SLURM has started again Lightning finds the checkpoint by itself.
     result = train(
         Path(os.environ["RESULTS"], "checkpoints"),
