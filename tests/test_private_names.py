@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 TORCH = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_NormBase": "torch.nn.modules.batchnorm",
+    "_create_c10d_store": "torch.distributed.rendezvous",
     "_foreach_copy_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_zero_": "torch",

@@ -144,6 +144,7 @@ def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:2000])
     text = (
         f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged (2,000 bytes that are not a"
-        " complete archive). Copy it again from where it came from, or resume from another checkpoint."
+        " complete archive). No intact checkpoint is beside it. Copy it again from where it came from, or resume from"
+        " another one."
     )
     assert run_on_ranks(resume, path=path) == [text, text]

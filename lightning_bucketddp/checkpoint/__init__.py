@@ -2,8 +2,11 @@
 
 One noun per file, and a file imports only files to its left:
 
-    errors, leftovers -> atomic_file, damage -> atomic_io -> lightning_io, lightning_fabric_io
+    outline -> damage -> neighbours -> reading
+    errors, harmless -> reading
+    errors, leftovers -> atomic_file, reading -> atomic_io -> lightning_io, lightning_fabric_io
     errors, snapshot, stats -> writer
     errors -> rank_zero -> background
+    errors -> every_rank
     plain_data, per_rank -> hook_state
 """

@@ -12,8 +12,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.damage import damage_of
-from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.reading import read_checkpoint
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _TorchCheckpointIO
@@ -41,19 +41,14 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
         except Exception as error:
             raise CheckpointWriteError.because(error, path=path) from error
 
-    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:
-            return super().load_checkpoint(str(path), *args, **kwargs)
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
-            raise
-        except Exception as error:
-            # A truncated file shows as any of six exceptions, and none of them names it.
-            if (damage := damage_of(path)) is None:
-                raise
-            raise CheckpointReadError(
-                f"Cannot read checkpoint `{path}`: {damage}. Copy it again from where it came from, or resume from"
-                " another checkpoint."
-            ) from error
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, _: storage,  # Lightning's default: as torch reads it, in host memory
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = read_checkpoint(str(path), map_location=map_location, weights_only=weights_only)
+        return checkpoint
 
 
 def _upload(checkpoint: dict[str, Any], filesystem: AbstractFileSystem, target: str) -> None:

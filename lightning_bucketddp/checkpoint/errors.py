@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 
 class CheckpointWriteError(OSError):
@@ -28,4 +29,17 @@ class CheckpointWriteError(OSError):
 
 
 class CheckpointReadError(RuntimeError):
-    """A checkpoint is there but damaged."""
+    """A checkpoint is there but cannot be used: it is damaged, unsafe, or not the same on all ranks."""
+
+
+class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
+    """A checkpoint holds more than data; it is an `UnpicklingError` because that is what torch raises."""
+
+    @classmethod
+    def holding(cls, refused: str, *, path: str | os.PathLike[str]) -> UnsafeCheckpointError:
+        """The error for a file at `path` with something in it that is not data."""
+        return cls(
+            f"Checkpoint `{path}` is not loaded, because it holds what `weights_only=True` does not take: {refused}."
+            " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
+            " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
+        )

@@ -100,10 +100,10 @@ class Ending:
         self._watch.stop()
         atexit.unregister(self._watch.stop)
 
-    def handle_signals(self, trainer: Trainer) -> None:
-        """Have signals stop all ranks."""
+    def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
+        """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
         self.signals = StopSignals(trainer, self._watch, self._whereabouts, rank=self._rank)
-        self.signals.replace_handlers()
+        self.signals.replace_handlers(callback)
 
     def report_uncaught(self) -> None:
         """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
@@ -157,6 +157,7 @@ class EndingHooks(_ParallelStrategy):
     _launchers: ClassVar[Any]
     _sigterm_exception: ClassVar[type[SystemExit]]
     _end_of_tuning: ClassVar[type[Exception]]
+    _callback: ClassVar[type]
 
     _collectives: Collectives | None
     _whereabouts: Whereabouts
@@ -189,7 +190,7 @@ class EndingHooks(_ParallelStrategy):
         )
         self._ending = Ending(self._whereabouts, surroundings, stall_warning_s=self._stall_warning_s)
         self._ending.begin()
-        self._ending.handle_signals(self._module.trainer)
+        self._ending.handle_signals(self._module.trainer, callback=self._callback)
 
     def _end_watching(self) -> None:
         if self._ending is not None:

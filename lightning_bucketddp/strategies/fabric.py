@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.every_rank import read_on_every_rank
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
@@ -256,11 +259,6 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
                 path=path,
             )
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self._async_checkpoints:
-            self.wait_for_checkpoints()
-        return super().load_checkpoint(*args, **kwargs)
-
     def wait_for_checkpoints(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
         write_on_rank_zero(self._writer.drain, self._collectives)
@@ -270,12 +268,40 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         """How long checkpoints took, on rank zero."""
         return self._writer.stats
 
+    def load_checkpoint(  # type: ignore[override]
+        self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Give `state` what a checkpoint holds, once all ranks have read the same."""
+        if self._async_checkpoints:
+            self.wait_for_checkpoints()
+        own_io = self.checkpoint_io
+        # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
+        if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
+            self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
+        try:
+            return super().load_checkpoint(path, state, strict, **kwargs)
+        finally:
+            self._checkpoint_io = own_io
+
     def teardown(self) -> None:
         with suppress(Exception):  # it is in the log
             self._writer.drain()
         for reducer in self.reducers.values():
             reducer.close()
         super().teardown()
+
+
+@dataclass(frozen=True)
+class _ReadOnEveryRank:
+    """What `checkpoint_io` reads, for Fabric's own code to take apart."""
+
+    checkpoint_io: Any
+    collectives: Collectives
+
+    def load_checkpoint(self, path: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_on_every_rank(
+            lambda: self.checkpoint_io.load_checkpoint(path, **kwargs), self.collectives, path=path
+        )
 
 
 class _BackwardSyncControl:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
+from lightning_bucketddp.checkpoint.every_rank import read_nowhere, read_on_every_rank
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
@@ -69,6 +70,10 @@ class CheckpointHooks(_ParallelStrategy):
             )
         super().setup_environment()
 
+    # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
+    # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
+    _is_restoring: bool
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank zero; a failure is raised on every rank."""
         if self.trains_elsewhere:
@@ -98,12 +103,25 @@ class CheckpointHooks(_ParallelStrategy):
         self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(filepath), path=filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
+            return super(CheckpointHooks, self).load_checkpoint(checkpoint_path, *args, **kwargs)
+
         if self._saves_in_background:
             self.wait_for_checkpoints()
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+        else:
+            checkpoint = read()
         if self._rank_seeds is not None:
             self._rank_seeds.take_from(checkpoint)
         return checkpoint
+
+    def _restored(self) -> None:
+        """Call when the Trainer would have loaded a checkpoint if it had found one."""
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            read_nowhere(self._collectives)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.

@@ -42,9 +42,14 @@ class StopSignals:
         self._rank = rank
         self._lockstep: Lockstep | None = None
         self._requeue: Callable[..., Any] | None = None
+        self._callback: Any = None
 
-    def replace_handlers(self) -> None:
+    def replace_handlers(self, callback: type) -> None:
         """Have Lightning register ours where it would register its own.
+
+        Args:
+            callback: Lightning's base class of callbacks: only one of them can save within an epoch, where the state of
+                the data is that of the step.
 
         Its handler for SIGTERM broadcasts from within, and so does its training loop before each batch (2.6): a
         collective and a wait for the device in every step, which the notes make needless.
@@ -63,6 +68,8 @@ class StopSignals:
         connector._slurm_sigusr_handler_fn = self._on_requeue
         connector.register_signal_handlers = register_with_ours
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        self._callback = _callback_after_batches(self._after_batch, callback)
+        self._trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
     def restore_handlers(self) -> None:
         """Give Lightning its own back."""
@@ -70,6 +77,7 @@ class StopSignals:
         for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "register_signal_handlers"):
             delattr(connector, name)
         delattr(loop, "_broadcast_sigterm_tensor")
+        self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
     def travel_with(self, lockstep: Lockstep) -> None:
         """From now on there are notes to go with."""
@@ -82,7 +90,7 @@ class StopSignals:
             # All of them: Lightning raises at the end of this batch.
             self._trainer._signal_connector.received_sigterm = True
 
-    def before_batch(self) -> None:
+    def _after_batch(self) -> None:
         """All ranks are between two steps."""
         if self._lockstep is not None and self._lockstep.all_requeue:
             self._lockstep.all_requeue = self._lockstep.wants_requeue = False
@@ -113,3 +121,11 @@ class StopSignals:
             self._lockstep.wants_requeue = True
         elif self._requeue is not None:
             self._requeue(number, frame)  # nothing is being trained: each rank can save where it is
+
+
+def _callback_after_batches(after_batch: Callable[[], None], base: type) -> Any:
+    class AfterBatch(base):
+        def on_train_batch_end(self, *_: Any) -> None:
+            after_batch()
+
+    return AfterBatch()

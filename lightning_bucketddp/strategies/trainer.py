@@ -143,6 +143,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         self._init_sync = init_sync
         self._rank_seeds = RankSeeds() if rank_seeds else None
         self._is_fitting = False
+        self._is_restoring = False
         self._synced_layers: SyncedLayers | None = None
         self._buffers: SharedBuffers | None = None
         self._gradient_weight = check_gradient_weight(gradient_weight)
@@ -198,9 +199,11 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
             self._begin_watching()
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._is_restoring = True
 
     def setup(self, trainer: Trainer) -> None:
         assert self._collectives is not None
+        self._restored()
         self._is_fitting = trainer.state.fn == "fit"
         if self._rank_seeds is not None and not self._is_fitting:
             self._rank_seeds.forget_checkpoint()

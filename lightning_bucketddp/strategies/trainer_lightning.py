@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
 
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -34,3 +35,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
     _sigterm_exception = SIGTERMException
     _end_of_tuning = _TunerExitException
+    _callback = Callback

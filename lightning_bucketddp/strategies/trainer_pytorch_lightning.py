@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `pytorch_lightning.Trainer`."""
 
+from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
@@ -34,3 +35,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
     _sigterm_exception = SIGTERMException
     _end_of_tuning = _TunerExitException
+    _callback = Callback

@@ -46,8 +46,6 @@ class TrainingHooks(EndingHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._whereabouts.epoch, self._whereabouts.batch = self._module.current_epoch, batch_idx + 1
         self._whereabouts.enter("start")
-        if self._signals is not None:
-            self._signals.before_batch()
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and self._replicas is not None and self._replicas.are_outdated(self._module):
             self._setup_model(self._module)
