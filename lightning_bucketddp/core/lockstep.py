@@ -42,6 +42,8 @@ class Note:
         weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch.
         full_weight: how much they would count if no step had been skipped.
         num_skipped: the steps that it has skipped.
+        trainable: identifies its set of trainable parameters.
+        digest: what it makes of its weights and optimizer state, in the step in which they are compared; else 0.
     """
 
     occasion: Occasion
@@ -50,10 +52,15 @@ class Note:
     weight: float = 0.0
     full_weight: float = 0.0
     num_skipped: int = 0
+    trainable: int = 0
+    digest: int = 0
 
 
 class Lockstep:
     """Exchanges notes with the other ranks, in one order (Note: lockstep).
+
+    `digest` goes out with the next note of a step. When notes with different ones have come in, `digests_differ` is
+    set; who reads that resets it.
 
     Args:
         collectives: how to reach the other ranks; notes take connections of their own between the hosts.
@@ -62,12 +69,25 @@ class Lockstep:
     def __init__(self, collectives: Collectives) -> None:
         self.epoch = 0
         self.num_batches = 0
+        self.digest = 0
+        self.digests_differ = False
         self._hosts = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
-    def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
+    def send(
+        self,
+        occasion: Occasion,
+        *,
+        weight: float = 0.0,
+        full_weight: float = 0.0,
+        num_skipped: int = 0,
+        trainable: int = 0,
+    ) -> None:
         """Start an exchange; `receive` ends it."""
-        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped)
+        digest = 0
+        if occasion == Occasion.STEP:
+            digest, self.digest = self.digest, 0
+        note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, trainable, digest)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
     def receive(self) -> list[Note]:
@@ -77,12 +97,13 @@ class Lockstep:
             notes = [_note(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
             if len({(note.occasion, note.epoch) for note in notes}) > 1:
                 raise OutOfStepError(_explain(notes))
+            self.digests_differ |= len({note.digest for note in notes}) > 1
         return notes
 
 
 def _note(values: Sequence[float]) -> Note:
-    occasion, epoch, num_batches, weight, full_weight, num_skipped = values
-    return Note(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, int(num_skipped))
+    occasion, epoch, num_batches, weight, full_weight, *counts = values
+    return Note(Occasion(int(occasion)), int(epoch), int(num_batches), weight, full_weight, *map(int, counts))
 
 
 def _explain(notes: Sequence[Note]) -> str:

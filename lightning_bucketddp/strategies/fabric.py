@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
@@ -23,6 +26,12 @@ from lightning_bucketddp.strategies.options import (
     StartMethod,
     explain_without_effect,
     resolve_start_method,
+)
+from lightning_bucketddp.strategies.replica_checks import (
+    OnDivergence,
+    ReplicaCheckConfig,
+    ReplicaChecks,
+    training_state,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +57,10 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
+        init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
+        check_replicas_every_n_steps: How often the ranks compare their weights, beside the comparison before each
+            checkpoint; None or 0: only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -78,6 +90,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        check_replicas_every_n_steps: int | None = 100,
+        on_divergence: OnDivergence = "raise",
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -108,6 +122,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         )
         self.reducers: dict[nn.Module, Reducer] = {}
         self._init_sync = init_sync
+        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
+        self._checks: ReplicaChecks | None = None
         self._collectives: Collectives | None = None
         self._backward_sync_control: Any = _BackwardSyncControl(self)
         # Read by what `adopt_process_setup` takes over.
@@ -153,14 +169,24 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         assert self._collectives is not None
         # Fabric does not say when an evaluation begins, so normalisation statistics are kept equal all the time.
         replicas = Replicas(module, self._collectives, defer_norm_statistics=False)
+        replicas.agree()
         if self._init_sync:
-            replicas.agree()
             replicas.broadcast()
+        replicas_differ_by_design = isinstance(self.config.comm_state, PostLocalSGDState)
+        if self._checks is None and self._collectives.world_size > 1 and not replicas_differ_by_design:
+            self._checks = ReplicaChecks(
+                self._collectives, self._check_config, lockstep=Lockstep(self._collectives), has_notes=False
+            )
         # Fabric names a compiled module by what was compiled.
         self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
         return module
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self._checks is not None:
+            num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
+            self._checks.between_steps(
+                lambda: training_state(self._parameters(self.reducers), {}), num_backwards=num_backwards
+            )
         with ExitStack() as scopes:
             for reducer in self._taking_part(module):
                 scopes.enter_context(reducer.backward())
@@ -186,6 +212,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
+        self._compare_replicas(state, path)
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         write_on_rank_zero(
@@ -193,6 +220,25 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             self._collectives,
             path=path,
         )
+
+    def _compare_replicas(self, state: dict[str, Any], path: Any) -> None:
+        """Compare what `state` holds of the modules that were set up and of optimizers."""
+        if self._checks is None or self._collectives is None or not self._collectives.is_open:
+            return
+        modules = [value for value in state.values() if isinstance(value, nn.Module) and value in self.reducers]
+        optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+        self._checks.compare(
+            training_state(self._parameters(modules), optimizers), when=f"before checkpoint `{path}` is written"
+        )
+
+    def _parameters(self, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+        """The parameters of modules that were set up; with several, their names tell which one has them."""
+        prefixes = {module: f"module {i}: " if len(self.reducers) > 1 else "" for i, module in enumerate(self.reducers)}
+        return {
+            f"{prefixes[module]}{name}": param
+            for module in modules
+            for name, param in self.reducers[module].replicas.parameters.items()
+        }
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():

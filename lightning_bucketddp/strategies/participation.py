@@ -51,7 +51,7 @@ class Participation:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
-        self._lockstep = Lockstep(collectives)
+        self.lockstep = self._lockstep = Lockstep(collectives)
         self._uneven_data = UnevenData(self._lockstep, extends=extends_uneven_data)
         self.weighting = Weighting(
             self._lockstep, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
@@ -11,7 +11,9 @@ from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.replica_checks import ReplicaChecks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
@@ -30,9 +32,12 @@ class CheckpointHooks(_ParallelStrategy):
     _collectives: Collectives | None
     _model_averager: Any
     _rank_seeds: RankSeeds | None
+    _checks: ReplicaChecks | None
+    _trained_state: Callable[[], TrainingState]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write on rank zero; a failure is raised on every rank."""
+        """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
+        self._compare_replicas(checkpoint, filepath)
         # Without optimizers only the weights are wanted.
         if "optimizer_states" in checkpoint and (state := self._training_state()):
             checkpoint[_OURS] = state
@@ -44,6 +49,15 @@ class CheckpointHooks(_ParallelStrategy):
                 super(CheckpointHooks, self).save_checkpoint(checkpoint, filepath, storage_options)
 
         write_on_rank_zero(write, self._collectives, path=filepath)
+
+    def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
+        # Where a rank has failed the others save alone, if at all.
+        if self._checks is None or self._collectives is None or not self._collectives.is_open:
+            return
+        has_differed = self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        if has_differed and "optimizer_states" in checkpoint:
+            # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
+            checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -27,6 +27,7 @@ from lightning_bucketddp.strategies.options import (
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
@@ -58,7 +59,10 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
+        init_sync: At the start give every rank rank 0's weights. The ranks' modules are compared in any case.
+        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
+            comparison before each checkpoint; None or 0: only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
@@ -97,6 +101,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        check_replicas_every_n_steps: int | None = 100,
+        on_divergence: OnDivergence = "raise",
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
@@ -132,6 +138,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         self._replicas: Replicas | None = None
         self._collectives: Collectives | None = None
         self._init_sync = init_sync
+        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
+        self._checks: ReplicaChecks | None = None
         self._rank_seeds = RankSeeds() if rank_seeds else None
         self._is_fitting = False
         self._synced_layers: SyncedLayers | None = None
@@ -209,8 +217,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         assert self._collectives is not None
         self._replicas = Replicas(model, self._collectives)
+        self._replicas.agree()
         if self._init_sync:
-            self._replicas.agree()
             self._replicas.broadcast()
         if self._is_fitting:
             if self.reducer is not None:
@@ -223,7 +231,18 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
             )
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
+        self._checks = self._make_checks()
         return model
+
+    def _make_checks(self) -> ReplicaChecks | None:
+        """None where nothing is trained, where there is one replica, and where they differ by design."""
+        assert self._collectives is not None
+        is_local = isinstance(self._ddp_comm_state, PostLocalSGDState)
+        if not self._is_fitting or self._participation is None or self._collectives.world_size == 1 or is_local:
+            return None
+        return ReplicaChecks(
+            self._collectives, self._check_config, lockstep=self._participation.lockstep, has_notes=True
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:
@@ -233,6 +252,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         super().setup_optimizers(trainer)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._module.trainer, self.root_device)
 
@@ -250,7 +270,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation")
+        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation", "_checks")
         return {**super().__getstate__(), **dict.fromkeys(ours)}
 
 
