@@ -36,12 +36,16 @@ class Difference:
     is_number: bool
 
     @property
+    def exists_everywhere(self) -> bool:
+        return None not in self.values
+
+    @property
     def outvoted(self) -> list[int]:
         """The ranks that are not in the first camp."""
         return sorted(rank for camp in self.camps[1:] for rank in camp)
 
     def __str__(self) -> str:
-        if None in self.values:
+        if not self.exists_everywhere:
             missing = self.camps[self.values.index(None)]
             having = sorted(rank for camp in self.camps if camp is not missing for rank in camp)
             return f"`{self.name}` exists on {_ranks(having)} but not on {_ranks(missing)}"

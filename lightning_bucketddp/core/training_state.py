@@ -59,9 +59,9 @@ class TrainingState:
         return PendingDigest(described, checksums.start(units_of(in_order)))
 
     def values(self, checksums: Checksums) -> dict[str, Any]:
-        """The checksum of each tensor, and the numbers."""
+        """The numbers, which are more often a cause than an effect, and the checksum of each tensor."""
         of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()]).wait()
-        return {**dict(zip(self.tensors, of_tensors, strict=True)), **self.numbers}
+        return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
 
     def set_number(self, name: str, value: Any) -> None:
         """Write a number where it belongs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -58,8 +59,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
-        check_replicas_every_n_steps: How often the ranks compare their weights, beside the comparison before each
-            checkpoint; None or 0: only then.
+        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
+            comparison before each checkpoint; None or 0: only then.
         on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
@@ -124,6 +125,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._init_sync = init_sync
         self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
         self._checks: ReplicaChecks | None = None
+        self._optimizers: list[Optimizer] = []
         self._collectives: Collectives | None = None
         self._backward_sync_control: Any = _BackwardSyncControl(self)
         # Read by what `adopt_process_setup` takes over.
@@ -181,12 +183,15 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
         return module
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Compare the state of `optimizer` between the ranks from now on."""
+        self._optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
+
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self._checks is not None:
             num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
-            self._checks.between_steps(
-                lambda: training_state(self._parameters(self.reducers), {}), num_backwards=num_backwards
-            )
+            self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         with ExitStack() as scopes:
             for reducer in self._taking_part(module):
                 scopes.enter_context(reducer.backward())
@@ -212,7 +217,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
-        self._compare_replicas(state, path)
+        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
+            self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         write_on_rank_zero(
@@ -221,24 +227,14 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             path=path,
         )
 
-    def _compare_replicas(self, state: dict[str, Any], path: Any) -> None:
-        """Compare what `state` holds of the modules that were set up and of optimizers."""
-        if self._checks is None or self._collectives is None or not self._collectives.is_open:
-            return
-        modules = [value for value in state.values() if isinstance(value, nn.Module) and value in self.reducers]
-        optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-        self._checks.compare(
-            training_state(self._parameters(modules), optimizers), when=f"before checkpoint `{path}` is written"
-        )
-
-    def _parameters(self, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-        """The parameters of modules that were set up; with several, their names tell which one has them."""
-        prefixes = {module: f"module {i}: " if len(self.reducers) > 1 else "" for i, module in enumerate(self.reducers)}
-        return {
-            f"{prefixes[module]}{name}": param
-            for module in modules
-            for name, param in self.reducers[module].replicas.parameters.items()
+    def _trained_state(self) -> TrainingState:
+        """All that was set up. With several modules the names of parameters tell which one has them."""
+        parameters = {
+            f"module {index}: {name}" if len(self.reducers) > 1 else name: param
+            for index, reducer in enumerate(self.reducers.values())
+            for name, param in reducer.replicas.parameters.items()
         }
+        return training_state(parameters, self._optimizers)
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():

@@ -9,12 +9,12 @@ Note: a check in three steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +23,8 @@ from lightning_bucketddp.core.divergence import Divergence, ReplicaDivergedError
 from lightning_bucketddp.core.fingerprint import Checksums
 from lightning_bucketddp.core.lockstep import Lockstep, Occasion
 from lightning_bucketddp.core.training_state import PendingDigest, TrainingState
+
+log = logging.getLogger(__name__)
 
 OnDivergence = Literal["raise", "heal", "log"]
 
@@ -51,13 +53,13 @@ class ReplicaCheckConfig:
             raise ValueError(f"`on_divergence` must be one of {choices}, got {self.on_divergence!r}.")
 
 
-def training_state(parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> TrainingState:
-    """What is compared: `parameters` and what `optimizers` keep for them, by name."""
+def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
+    """What is compared: `parameters` and what `optimizers` keep for them."""
     state = TrainingState({name: param.detach() for name, param in parameters.items()})
-    for name, optimizer in optimizers.items():
+    for index, optimizer in enumerate(optimizers):
         # Each rank has another part of a state that is sharded (`ZeroRedundancyOptimizer`). Lightning asks the same.
         if not hasattr(optimizer, "consolidate_state_dict"):
-            state.add_optimizer(name, optimizer, parameters=parameters)
+            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
     return state
 
 
@@ -95,8 +97,9 @@ class ReplicaChecks:
             self._lockstep.receive()
         if self._lockstep.digests_differ:
             self._lockstep.digests_differ = False
+            self._pending = None  # begun before that is known
             if not self.compare(state(), when=f"after {num_backwards} synchronised backwards"):
-                rank_zero_warn("bucketddp: replicas differed in the last check and are equal again.")
+                self._warn("The replicas differed in the last check and are equal again.")
         if self._pending is not None and num_backwards > self._begun_at:
             self._lockstep.digest = self._pending.wait()
             self._pending = None
@@ -116,20 +119,28 @@ class ReplicaChecks:
         divergence = find_divergence(by_rank, numbers=set(state.numbers))
         assert divergence is not None  # equal values have equal digests
         found = f"The replicas are not equal {when}: {divergence}"
-        is_healable = all(d.name in state.tensors or d.name in state.owners for d in divergence.differences) and all(
-            None not in d.values for d in divergence.differences
+        is_healable = all(
+            difference.exists_everywhere and (difference.name in state.tensors or difference.name in state.owners)
+            for difference in divergence.differences
+        )
+        remedy = (
+            "Resume from a checkpoint from before, or pass `on_divergence='heal'` to the strategy: all ranks then go on"
+            " with the state that most of them hold."
+            if is_healable
+            else "The ranks do not train the same things, so none can follow another: make their optimizers the same."
         )
         if self._config.on_divergence == "log":
-            rank_zero_warn(f"bucketddp: {found}")
+            self._warn(found)
         elif self._config.on_divergence == "heal" and is_healable:
             self._heal(state, divergence, from_source=by_rank[divergence.source])
-            rank_zero_warn(f"bucketddp: {found} All ranks go on with the state of rank {divergence.source}.")
+            self._warn(f"{found} All ranks go on with the state of rank {divergence.source}.")
         else:
-            raise ReplicaDivergedError(
-                f"{found} Resume from a checkpoint from before, or pass `on_divergence='heal'` to the strategy: all"
-                " ranks then go on with the state that most of them hold."
-            )
+            raise ReplicaDivergedError(f"{found} {remedy}")
         return True
+
+    def _warn(self, text: str) -> None:
+        if self._collectives.rank == 0:
+            log.warning("bucketddp: %s", text)
 
     def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, object]) -> None:
         names = [difference.name for difference in divergence.differences]

@@ -135,9 +135,7 @@ class TrainingHooks(_ParallelStrategy):
     def _trained_state(self) -> TrainingState:
         """What training changes in the same way on every rank."""
         assert self._replicas is not None
-        return training_state(
-            self._replicas.parameters, {f"optimizer {index}": each for index, each in enumerate(self.optimizers)}
-        )
+        return training_state(self._replicas.parameters, self.optimizers)
 
     def _shared_state(self) -> TrainingState:
         """That, and the buffers. Forwards change those on each rank in its own way, so they are shared first."""
