@@ -32,11 +32,6 @@ DTYPES = [
 NUM_ELEMENTS = [0, 1, 3, 125, 65_521, 8 * 65_521 + 3]
 
 
-def checksum(tensor: Tensor) -> int:
-    [value] = Checksums().start([[tensor]]).wait()
-    return value
-
-
 def flip_bit(tensor: Tensor, bit: int) -> None:
     """Flip one bit of a dense tensor in place."""
     with torch.no_grad():
@@ -47,13 +42,19 @@ def flip_bit(tensor: Tensor, bit: int) -> None:
 def every_bit_counts(dtype: torch.dtype) -> None:
     """Any single bit, at the ends and anywhere between; and equal bits have equal checksums on every device."""
     generator = torch.Generator().manual_seed(1)
+    checksums = Checksums()
+
+    def checksum(tensor: Tensor) -> int:
+        [value] = checksums.start([[tensor]]).wait()
+        return value
+
     for num_elements in NUM_ELEMENTS:
         num_bytes = num_elements * dtype.itemsize
         raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
         tensor = raw.view(dtype).to(device())
         expected = checksum(raw.view(dtype))
         assert checksum(tensor) == expected
-        assert Checksums().start(units_of([tensor])).wait() == [expected]
+        assert checksums.start(units_of([tensor])).wait() == [expected]
         if num_bytes > 0:
             anywhere = torch.randint(0, 8 * num_bytes, (5,), generator=generator).tolist()
             for bit in {0, 7, 8 * num_bytes - 1, *anywhere}:
