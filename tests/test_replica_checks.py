@@ -297,6 +297,12 @@ def test_what_exists_on_one_rank_only_cannot_be_healed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
+    ranks = run_on_ranks(drift, of="weight", save_on_exception=tmp_path, check_replicas_every_n_steps=3)
+    assert all(rank.error is not None and rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 # --- From the start, and sets that change on one rank
 
 

@@ -116,6 +116,7 @@ def drift(
     on_rank: int = 1,
     after_batch: int = 1,
     save_every: tuple[Path, int] | None = None,
+    save_on_exception: Path | None = None,
     max_steps: int = 7,
     **options: Any,
 ) -> Outcome:
@@ -124,11 +125,13 @@ def drift(
     if save_every is not None:
         directory, steps = save_every
         used.append(callbacks.ModelCheckpoint(directory, every_n_train_steps=steps, save_top_k=-1))
+    if save_on_exception is not None:
+        used.append(callbacks.OnExceptionCheckpoint(save_on_exception))
     trainer = make_trainer(
         BucketDDPStrategy(**options),
         max_steps=max_steps,
         callbacks=used,
-        enable_checkpointing=save_every is not None,
+        enable_checkpointing=save_every is not None or save_on_exception is not None,
     )
     torch.manual_seed(0)
     module = Adam()
