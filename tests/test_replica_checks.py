@@ -17,6 +17,7 @@ from tests.ranks import run_on_ranks
 from tests.scripts.replicas import (
     HEALTHY,
     Outcome,
+    accumulate_differently_in_fabric,
     drift,
     drift_in_fabric,
     freeze_on_one_rank,
@@ -68,7 +69,7 @@ def test_truth_values_nothing_and_numbers_that_are_none_have_checksums() -> None
 
 @pytest.mark.parametrize("numel", [6, 300_000])
 def test_swapped_values_and_opposite_changes_count(numel: int) -> None:
-    numbers = torch.arange(numel, dtype=torch.int32)
+    numbers = torch.arange(numel)  # one word each
     swapped, moved = numbers.clone(), numbers.clone()
     swapped[[0, 5]] = swapped[[5, 0]]
     moved[0] += 1
@@ -374,6 +375,10 @@ def test_fabric_compares_too(on_divergence: str, every_n_steps: int | None, of: 
     assert name in said[0]
     # Healed once, or found again by each check and before the checkpoint.
     assert len(said) == (3 if on_divergence == "log" and every_n_steps else 1)
+
+
+def test_ranks_may_accumulate_differently_in_fabric() -> None:
+    assert run_on_ranks(accumulate_differently_in_fabric, timeout_s=20) == [[], []]
 
 
 # --- Options

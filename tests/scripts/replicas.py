@@ -369,3 +369,19 @@ def drift_in_fabric(*, of: str, directory: Path, **options: Any) -> tuple[str | 
     # Rank 0 writes; the file is there when the others know that it is.
     fabric.barrier()
     return error, lines, (directory / "model.ckpt").exists()
+
+
+@like_torchrun()
+def accumulate_differently_in_fabric() -> list[str]:
+    """Rank 1 accumulates over three micro-batches, rank 0 over one, with a check in every step; what is logged."""
+    fabric = make_fabric(FabricStrategy(check_replicas_every_n_steps=1))
+    bare = nn.Linear(4, 1)
+    module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters()))
+    with logged() as lines:
+        for _ in range(6):
+            optimizer.zero_grad()
+            for micro_batch in reversed(range(1 + 2 * fabric.global_rank)):
+                with fabric.no_backward_sync(module, enabled=micro_batch > 0):
+                    fabric.backward(module(torch.randn(2, 4)).square().mean())
+            optimizer.step()
+    return lines
