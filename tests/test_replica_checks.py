@@ -323,7 +323,7 @@ def test_other_optimizers_or_weights_are_refused_before_the_first_step(of: str, 
 
 def test_modules_are_compared_without_init_sync() -> None:
     for error, num_steps in run_on_ranks(other_shape_without_init_sync):
-        assert error.startswith("ReplicaMismatchError: `scale` has shape [3] on rank 0 but [4] on rank 1.")
+        assert error.startswith("ReplicaMismatchError: `scale` has shape [4] on rank 0 but [3] on rank 1.")
         assert num_steps == 0
 
 
