@@ -330,13 +330,13 @@ def test_modules_are_compared_without_init_sync() -> None:
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_layer_that_one_rank_freezes_is_named(is_known: bool, overlap: bool) -> None:
-    errors = run_on_ranks(replicas.freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap, timeout_s=20)
+    errors = run_on_ranks(replicas.freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
     text = "step 4: `0.weight` has requires_grad True on rank 0 but False on rank 1."
     assert all(error.startswith(text) for error in errors), errors
 
 
 def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
-    for error, num_steps in run_on_ranks(freeze_on_one_rank, timeout_s=20):
+    for error, num_steps in run_on_ranks(freeze_on_one_rank):
         assert error.startswith(FROZEN)
         assert num_steps == 3
 
@@ -378,7 +378,7 @@ def test_fabric_compares_too(on_divergence: str, every_n_steps: int | None, of: 
 
 
 def test_ranks_may_accumulate_differently_in_fabric() -> None:
-    assert run_on_ranks(accumulate_differently_in_fabric, timeout_s=20) == [[], []]
+    assert run_on_ranks(accumulate_differently_in_fabric) == [[], []]
 
 
 # --- Options
