@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.jobs import cuda, reducing, sync_batchnorm, weighting
+from tests.jobs import cuda, reducing, replicas, sync_batchnorm, weighting
 from tests.jobs.models import CASES
 from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.jobs.sync_batchnorm import Batches
@@ -63,6 +63,19 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
     yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
+    for dtype in replicas.DTYPES:
+        yield f"every bit counts {dtype}", partial(run_on_ranks, replicas.every_bit_counts, dtype=dtype)
+    for on_divergence in ("raise", "heal", "log"):
+        yield (
+            f"replicas that drift {on_divergence}",
+            partial(run_on_ranks, replicas.flip_in_a_loop, on_divergence=on_divergence, on_rank=1),
+        )
+    # Without overlap: NCCL would wait for ever for buckets that only one rank has launched.
+    yield (
+        "frozen on one rank",
+        partial(run_on_ranks, replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False),
+    )
+    yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)

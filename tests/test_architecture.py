@@ -32,6 +32,9 @@ CORE_ORDER = [
     "weighting",
     "reductions",
     "replicas",
+    "fingerprint",
+    "training_state",
+    "divergence",
     "reducer",
     "sync_batchnorm",
 ]

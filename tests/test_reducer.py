@@ -113,7 +113,11 @@ def test_a_closed_reducer_does_nothing() -> None:
         (reducing.other_layers, "`2.weight` exists on rank 0 but not on rank 1."),
         (reducing.other_strides, "`weight` has stride [27, 9, 3, 1] on rank 0 but [27, 1, 9, 3] on rank 1."),
         (reducing.other_buffer, "`table` has shape [3] on rank 0 but [4] on rank 1."),
-        (reducing.other_order, "The ranks register their parameters or buffers in different order."),
+        (
+            reducing.other_order,
+            "The ranks register their parameters or buffers in different order: number 0 is `a.weight` on rank 0 but"
+            " `b.weight` on rank 1.",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

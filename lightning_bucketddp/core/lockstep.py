@@ -46,6 +46,8 @@ class Note:
         stop_signal: the signal that it has received, by which all shall stop; 0: none.
         wants_requeue: it has been told to save and to have the job queued again.
         is_alert: something has gone wrong there that all ranks have to hear of before their next step.
+        trainable: identifies its set of trainable parameters.
+        digest: what it makes of its weights and optimizer state, in the step in which they are compared; else 0.
     """
 
     occasion: Occasion
@@ -57,16 +59,20 @@ class Note:
     stop_signal: int = 0
     wants_requeue: bool = False
     is_alert: bool = False
+    trainable: int = 0
+    digest: int = 0
 
 
 # Notes travel as numbers. What their fields are, in order:
-_KINDS: tuple[type[Any], ...] = (Occasion, int, int, float, float, int, int, bool, bool)
+_KINDS: tuple[type[Any], ...] = (Occasion, int, int, float, float, int, int, bool, bool, int, int)
 
 
 class Lockstep:
     """Exchanges notes with the other ranks, in one order (Note: lockstep).
 
     What a signal handler sets here goes out with the next note, so that all ranks learn of it in the same step.
+    `digest` goes out with the next note of a step. When notes with different ones have come in, `digests_differ` is
+    set; who reads that resets it.
 
     Args:
         collectives: how to reach the other ranks; notes take connections of their own between the hosts.
@@ -83,12 +89,25 @@ class Lockstep:
         # Some rank has alerted all of them. Whoever acts on it takes it back.
         self.is_alerted = False
         self._has_alert = has_alert
+        self.digest = 0
+        self.digests_differ = False
         self._hosts = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
-    def send(self, occasion: Occasion, *, weight: float = 0.0, full_weight: float = 0.0, num_skipped: int = 0) -> None:
+    def send(
+        self,
+        occasion: Occasion,
+        *,
+        weight: float = 0.0,
+        full_weight: float = 0.0,
+        num_skipped: int = 0,
+        trainable: int = 0,
+    ) -> None:
         """Start an exchange; `receive` ends it."""
-        flags = (self.stop_signal, self.wants_requeue, self._has_alert())
+        digest = 0
+        if occasion == Occasion.STEP:
+            digest, self.digest = self.digest, 0
+        flags = (self.stop_signal, self.wants_requeue, self._has_alert(), trainable, digest)
         note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, *flags)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
@@ -102,6 +121,7 @@ class Lockstep:
             self.all_stop_by = self.all_stop_by or max(note.stop_signal for note in notes)
             self.all_requeue = self.all_requeue or any(note.wants_requeue for note in notes)
             self.is_alerted |= any(note.is_alert for note in notes)
+            self.digests_differ |= len({note.digest for note in notes}) > 1
         return notes
 
 

@@ -61,6 +61,7 @@ class BackwardPass:
     syncs: bool
     reductions: Reductions | None
     placement: Placement | None
+    factor: float | None = None
     alive: weakref.ref[_Alive] | None = None
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)
@@ -84,7 +85,7 @@ class Reducer:
         self.stats = ReducerStats()
         self.placement: Placement | None = None
         self._plan = ""
-        self._replicas = replicas
+        self.replicas = replicas
         self._config = config
         self._weighting = weighting
         self._collectives = replicas.collectives
@@ -176,13 +177,14 @@ class Reducer:
             self._abandon(self._backward)
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._num_blocks == 0
-        if self._weighting is not None:
-            self._weighting.begin(self._params, syncs=syncs)
+        factor = None
+        if self._weighting is not None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable):
+            factor = self._factor(trainable)
         placement = self._placements.get(trainable)
         if placement is not None:
             placement.reset()
         reductions = self._reductions(placement) if syncs and placement is not None else None
-        self._backward = BackwardPass(trainable, syncs, reductions, placement)
+        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor)
         return self._backward
 
     def _begin_inside(self) -> BackwardPass:
@@ -208,7 +210,7 @@ class Reducer:
         if not backward.syncs:
             return
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
-        factor = self._factor()
+        factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
             return
         with torch.no_grad(), record_function("bucketddp::finish"):
@@ -218,7 +220,7 @@ class Reducer:
             if self._weighting is not None:
                 self._weighting.end()
             if self._config.broadcast_buffers:
-                self._replicas.broadcast_buffers()
+                self.replicas.broadcast_buffers()
         self.placement = backward.placement
         self.stats.num_backwards += 1
 
@@ -226,17 +228,23 @@ class Reducer:
         """Take part in what is left of a backward that died: other ranks may be waiting in it."""
         self._backward = None
         if backward.syncs:
-            self._factor()
+            if backward.factor is None:
+                self._factor(backward.trainable)
             with torch.no_grad():
                 reductions = backward.reductions or self._first_reductions(backward)
                 reductions.abandon()
 
-    def _factor(self) -> float:
-        return 1.0 if self._weighting is None else self._weighting.factor(self.stats)
+    def _factor(self, trainable: tuple[bool, ...]) -> float:
+        if self._weighting is None:
+            return 1.0
+        factor = self._weighting.factor(self.stats)
+        if self._weighting.trainable_differs:
+            self.replicas.refuse_trainable(trainable)
+        return factor
 
     def _first_reductions(self, backward: BackwardPass) -> Reductions:
         """Plan from what this backward has shown (Note: first backward)."""
-        self._replicas.agree()
+        self.replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(backward.arrived)))[::-1]
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
         # What is registered last usually gets its gradient first.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,12 @@ class Replicas:
         if len(set(self.collectives.gather_json(digest))) > 1:
             raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
 
+    def refuse_trainable(self, trainable: Sequence[bool]) -> NoReturn:
+        """Raise on every rank, naming a parameter that only some of them train. All ranks must call this."""
+        mine = {name: {"requires_grad": is_on} for name, is_on in zip(self.parameters, trainable, strict=True)}
+        # Between the hosts: buckets may be under way elsewhere that nobody will wait for any more.
+        raise ReplicaMismatchError(explain_difference(self.collectives.host_group().gather_json(mine)))
+
     def broadcast(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""
         self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
@@ -99,8 +106,12 @@ class Replicas:
 
         A layer in evaluation mode reads its statistics in training too (a mean teacher): those are not deferred.
         """
+        self.collectives.broadcast_tensors(list(self.shared_buffers().values()))
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers that `broadcast_buffers` keeps equal, by name."""
         read_now = [slot for slot in self._norm_statistics if not slot.owner.training]
-        self.collectives.broadcast_tensors(list(_tensors([*self._other_buffers, *read_now]).values()))
+        return _tensors([*self._other_buffers, *read_now])
 
     def broadcast_all_buffers(self) -> None:
         """Give every rank rank 0's buffers, deferred ones too."""
@@ -148,7 +159,13 @@ def explain_difference(by_rank: list[Description]) -> str:
             if differing := [rank for rank, d in enumerate(by_rank) if d[name][aspect] != expected]:
                 actual = by_rank[differing[0]][name][aspect]
                 return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {_ranks(differing)}.{remedy}"
-    return f"The ranks register their parameters or buffers in different order.{remedy}"
+    orders = [list(description) for description in by_rank]
+    place, names = next((i, names) for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+    differing = [rank for rank, name in enumerate(names) if name != names[0]]
+    return (
+        f"The ranks register their parameters or buffers in different order: number {place} is `{names[0]}` on rank 0"
+        f" but `{names[differing[0]]}` on {_ranks(differing)}.{remedy}"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
@@ -21,9 +22,11 @@ from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import OPTIMIZER, SAVING, Whereabouts
 from lightning_bucketddp.strategies.ending import Ending, Surroundings, launcher_pid
 from lightning_bucketddp.strategies.options import (
@@ -32,6 +35,12 @@ from lightning_bucketddp.strategies.options import (
     check_stall_warning,
     explain_without_effect,
     resolve_start_method,
+)
+from lightning_bucketddp.strategies.replica_checks import (
+    OnDivergence,
+    ReplicaCheckConfig,
+    ReplicaChecks,
+    training_state,
 )
 
 if TYPE_CHECKING:
@@ -57,10 +66,13 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
+        init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
+        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
+            comparison before each checkpoint; None or 0: only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -94,6 +106,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         init_sync: bool = True,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
+        check_replicas_every_n_steps: int | None = 100,
+        on_divergence: OnDivergence = "raise",
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -124,6 +138,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         )
         self.reducers: dict[nn.Module, Reducer] = {}
         self._init_sync = init_sync
+        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
+        self._checks: ReplicaChecks | None = None
+        self._optimizers: list[Optimizer] = []
         self._collectives: Collectives | None = None
         self._stall_warning_s = check_stall_warning(stall_warning_s)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
@@ -208,14 +225,27 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         assert self._collectives is not None
         # Fabric does not say when an evaluation begins, so normalisation statistics are kept equal all the time.
         replicas = Replicas(module, self._collectives, defer_norm_statistics=False)
+        replicas.agree()
         if self._init_sync:
-            replicas.agree()
             replicas.broadcast()
+        replicas_differ_by_design = isinstance(self.config.comm_state, PostLocalSGDState)
+        if self._checks is None and self._collectives.world_size > 1 and not replicas_differ_by_design:
+            self._checks = ReplicaChecks(
+                self._collectives, self._check_config, lockstep=Lockstep(self._collectives), has_notes=False
+            )
         # Fabric names a compiled module by what was compiled.
         self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
         return module
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Compare the state of `optimizer` between the ranks from now on."""
+        self._optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
+
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self._checks is not None:
+            num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
+            self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         with ExitStack() as scopes:
             scopes.enter_context(self._whereabouts.during("backward"))
             for reducer in self._taking_part(module):
@@ -246,6 +276,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
+        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
+            self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
 
@@ -282,6 +314,15 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             return super().load_checkpoint(path, state, strict, **kwargs)
         finally:
             self._checkpoint_io = own_io
+
+    def _trained_state(self) -> TrainingState:
+        """All that was set up. With several modules the names of parameters tell which one has them."""
+        parameters = {
+            f"module {index}: {name}" if len(self.reducers) > 1 else name: param
+            for index, reducer in enumerate(self.reducers.values())
+            for name, param in reducer.replicas.parameters.items()
+        }
+        return training_state(parameters, self._optimizers)
 
     def teardown(self) -> None:
         with suppress(Exception):  # it is in the log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,9 +18,11 @@ from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.replica_checks import ReplicaChecks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,6 +45,8 @@ class CheckpointHooks(_ParallelStrategy):
     _participation: Participation | None
     _model_averager: Any
     _rank_seeds: RankSeeds | None
+    _checks: ReplicaChecks | None
+    _trained_state: Callable[[], TrainingState]
     _whereabouts: Whereabouts
     # Set in a process that has started the ranks and is none: its weights are old.
     trains_elsewhere: bool = False
@@ -75,11 +79,12 @@ class CheckpointHooks(_ParallelStrategy):
     _is_restoring: bool
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write on rank zero; a failure is raised on every rank."""
+        """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
         if self.trains_elsewhere:
             log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
             return
         with self._whereabouts.during(SAVING):
+            self._compare_replicas(checkpoint, filepath)
             self._save(checkpoint, filepath, storage_options)
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
@@ -101,6 +106,15 @@ class CheckpointHooks(_ParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(filepath), path=filepath)
+
+    def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
+        # Where a rank has failed the others save alone, if at all.
+        if self._checks is None or self._collectives is None or not self._collectives.is_open:
+            return
+        has_differed = self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        if has_differed and "optimizer_states" in checkpoint:
+            # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
+            checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         def read() -> dict[str, Any]:

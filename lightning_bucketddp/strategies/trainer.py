@@ -31,6 +31,7 @@ from lightning_bucketddp.strategies.options import (
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
@@ -62,7 +63,10 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At the start compare the ranks' modules and give every rank rank 0's weights.
+        init_sync: At the start give every rank rank 0's weights. The ranks' modules are compared in any case.
+        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
+            comparison before each checkpoint; None or 0: only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
@@ -104,6 +108,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        check_replicas_every_n_steps: int | None = 100,
+        on_divergence: OnDivergence = "raise",
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
@@ -141,6 +147,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         self._replicas: Replicas | None = None
         self._collectives: Collectives | None = None
         self._init_sync = init_sync
+        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
+        self._checks: ReplicaChecks | None = None
         self._rank_seeds = RankSeeds() if rank_seeds else None
         self._is_fitting = False
         self._is_restoring = False
@@ -231,8 +239,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         assert self._collectives is not None
         self._replicas = Replicas(model, self._collectives)
+        self._replicas.agree()
         if self._init_sync:
-            self._replicas.agree()
             self._replicas.broadcast()
         if self._is_fitting:
             if self.reducer is not None:
@@ -246,7 +254,18 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
             self._whereabouts.describe_backward = self.reducer.describe_backward
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
+        self._checks = self._make_checks()
         return model
+
+    def _make_checks(self) -> ReplicaChecks | None:
+        """None where nothing is trained, where there is one replica, and where they differ by design."""
+        assert self._collectives is not None
+        is_local = isinstance(self._ddp_comm_state, PostLocalSGDState)
+        if not self._is_fitting or self._participation is None or self._collectives.world_size == 1 or is_local:
+            return None
+        return ReplicaChecks(
+            self._collectives, self._check_config, lockstep=self._participation.lockstep, has_notes=True
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:
@@ -275,8 +294,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        ours = ("reducer", "_replicas", "_collectives", "_synced_layers", "_buffers", "_participation", "_ending")
-        return {**super().__getstate__(), **dict.fromkeys(ours)}
+        of_group = ("_collectives", "_ending", "_participation", "_checks")
+        of_module = ("reducer", "_replicas", "_synced_layers", "_buffers")
+        return {**super().__getstate__(), **dict.fromkeys([*of_group, *of_module])}
 
 
 accept_in_every_trainer(TrainerStrategy)

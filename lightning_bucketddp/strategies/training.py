@@ -14,9 +14,11 @@ from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import OPTIMIZER
 from lightning_bucketddp.strategies.ending import EndingHooks
 from lightning_bucketddp.strategies.participation import Participation
+from lightning_bucketddp.strategies.replica_checks import ReplicaChecks, training_state
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 
@@ -32,6 +34,7 @@ class TrainingHooks(EndingHooks):
     _participation: Participation | None
     _synced_layers: SyncedLayers | None
     _model_averager: Any
+    _checks: ReplicaChecks | None
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
@@ -53,6 +56,9 @@ class TrainingHooks(EndingHooks):
             self._participation.begin_batch(batch_idx)
             if self._synced_layers is not None:
                 self._synced_layers.set_idle(self._module, self._participation.is_idle)
+        if self._checks is not None:
+            assert self.reducer is not None
+            self._checks.between_steps(self._shared_state, num_backwards=self.reducer.stats.num_backwards)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._whereabouts.enter("forward")
@@ -134,8 +140,28 @@ class TrainingHooks(EndingHooks):
     def on_predict_start(self) -> None:
         self._share_statistics()
 
+    def on_train_start(self) -> None:
+        if self._checks is not None and self._checks.are_periodic:
+            self._checks.compare(self._trained_state(), when="before the first step")
+
     def on_train_end(self) -> None:
         self._share_statistics()
+        if self._checks is not None and self._checks.are_periodic:
+            self._checks.compare(self._trained_state(), when="at the end of training")
+
+    def _trained_state(self) -> TrainingState:
+        """What training changes in the same way on every rank."""
+        assert self._replicas is not None
+        return training_state(self._replicas.parameters, self.optimizers)
+
+    def _shared_state(self) -> TrainingState:
+        """That, and the buffers. Forwards change those on each rank in its own way, so they are shared first."""
+        assert self._replicas is not None
+        state = self._trained_state()
+        if self._buffers is not None:
+            self._buffers.before_training_step()
+            state.tensors.update(self._replicas.shared_buffers())
+        return state
 
     def _share_statistics(self) -> None:
         if self._buffers is not None:

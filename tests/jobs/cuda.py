@@ -14,8 +14,10 @@ from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.weighting import Weighting
+from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig
 from tests.jobs.models import batch
 from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.jobs.replicas import Training
 from tests.ranks import device
 
 WIDE = 1024
@@ -88,6 +90,22 @@ def a_step_never_makes_the_host_wait() -> None:
             if step == 3:
                 torch.cuda.set_sync_debug_mode("default")
     assert_equal_on_all_ranks(model)
+
+
+def a_check_of_the_replicas_never_makes_the_host_wait() -> None:
+    """The same for steps that start checksums, send them and read the answer."""
+    training = Training(ReplicaCheckConfig(every_n_steps=1))
+    inputs = [batch(dist.get_rank(), step) for step in range(8)]
+    for x in inputs[:3]:
+        training.step(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in inputs[3:]:
+            training.step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    training.reducer.close()
+    assert_equal_on_all_ranks(training.model)
 
 
 def peak_gradient_memory() -> tuple[float, float]:
