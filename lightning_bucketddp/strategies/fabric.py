@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_bucketddp.checkpoint.finite_weights import check_weights
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.network import gloo_between_hosts
+from lightning_bucketddp.core.nonfinite import Watch
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.options import (
@@ -24,6 +26,7 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
+from lightning_bucketddp.strategies.withheld_step import has_scaler, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -49,6 +52,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
+        check_gradients: Look at the gradients, too, and not at the losses only.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -78,6 +84,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
+        check_gradients: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -105,6 +113,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_hook,
             comm_state=ddp_comm_state,
+            on_nonfinite=on_nonfinite,
+            check_gradients=check_gradients,
         )
         self.reducers: dict[nn.Module, Reducer] = {}
         self._init_sync = init_sync
@@ -157,12 +167,15 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             replicas.agree()
             replicas.broadcast()
         # Fabric names a compiled module by what was compiled.
-        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
+        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(
+            replicas, self.config, watch=Watch(replicas, self.config, has_scaler=has_scaler(self.precision))
+        )
         return module
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as scopes:
             for reducer in self._taking_part(module):
+                reducer.watch.see_loss(tensor)
                 scopes.enter_context(reducer.backward())
             super().backward(tensor, module, *args, **kwargs)
 
@@ -174,6 +187,16 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         if module is not None:
             return [self.reducers[module]]
         return list(self.reducers.values()) if len(self.reducers) == 1 else []
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(closure_or_withheld: Callable[[], Any]) -> Any:
+            if closure is None:
+                closure_or_withheld()
+                return super(FabricStrategy, self).optimizer_step(optimizer, **kwargs)
+            return super(FabricStrategy, self).optimizer_step(optimizer, closure=closure_or_withheld, **kwargs)
+
+        watches = [reducer.watch for reducer in self.reducers.values()]
+        return step_unless_withheld(step, optimizer, watches, closure=closure or (lambda: None))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -188,11 +211,14 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        write_on_rank_zero(
-            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
-            self._collectives,
-            path=path,
-        )
+
+        def write() -> None:
+            for name, value in state.items():
+                if isinstance(value, nn.Module):
+                    check_weights(checkpoint[name], value, path=path, refuses=self.config.on_nonfinite != "warn")
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+        write_on_rank_zero(write, self._collectives, path=path)
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():

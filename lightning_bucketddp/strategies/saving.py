@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
+from lightning_bucketddp.checkpoint.finite_weights import check_weights
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives
@@ -40,6 +41,9 @@ class CheckpointHooks(_ParallelStrategy):
             self._rank_seeds.add_to(checkpoint, self._collectives, self.root_device)
 
         def write() -> None:
+            if self.lightning_module is not None:
+                refuses = self.config.on_nonfinite != "warn"
+                check_weights(checkpoint["state_dict"], self.lightning_module, path=filepath, refuses=refuses)
             with raised_once(self.checkpoint_io):
                 super(CheckpointHooks, self).save_checkpoint(checkpoint, filepath, storage_options)
 

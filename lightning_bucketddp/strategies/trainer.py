@@ -63,6 +63,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
+        check_gradients: Look at the gradients, too, and not at the losses only.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -100,6 +103,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
+        check_gradients: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -127,6 +132,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
             comm_state=ddp_comm_state,
+            on_nonfinite=on_nonfinite,
+            check_gradients=check_gradients,
         )
         self.reducer: Reducer | None = None
         self._replicas: Replicas | None = None
@@ -220,6 +227,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
                 self._replicas,
                 replace(self.config, broadcast_buffers=False),
                 weighting=None if self._participation is None else self._participation.weighting,
+                watch=self._make_watch(self._replicas),
             )
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.nonfinite import Watch
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
+from lightning_bucketddp.strategies.withheld_step import has_scaler, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -41,6 +43,13 @@ class TrainingHooks(_ParallelStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # there is one as long as there are batches
         return self.lightning_module
+
+    def _make_watch(self, replicas: Replicas) -> Watch:
+        def where() -> str:
+            trainer = self._module.trainer
+            return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
+
+        return Watch(replicas, self.config, where=where, has_scaler=has_scaler(self.precision_plugin))
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
@@ -76,6 +85,8 @@ class TrainingHooks(_ParallelStrategy):
         # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
         # which calls `on_after_backward`, also on a rank where no parameter took part.
         self.pre_backward(closure_loss)
+        if self.reducer is not None:
+            self.reducer.watch.see_loss(closure_loss)
         if self._participation is not None:
             closure_loss = self._participation.weigh(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
@@ -94,9 +105,16 @@ class TrainingHooks(_ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._participation is not None and self._module.automatic_optimization:
             closure = self._participation.agreed(closure)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(TrainingHooks, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        watches = [] if self.reducer is None else [self.reducer.watch]
+        output = step_unless_withheld(step, optimizer, watches, closure=closure)
         if self.reducer is not None and self.reducer.stats.num_skipped:
             self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
+        if self.reducer is not None and self.reducer.stats.num_nonfinite:
+            self._module.log("bucketddp/nonfinite_steps", float(self.reducer.stats.num_nonfinite), on_step=True)
         if self._model_averager is not None:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             self._model_averager.average_parameters(iter(params))
@@ -119,6 +137,8 @@ class TrainingHooks(_ParallelStrategy):
 
     def on_train_end(self) -> None:
         self._share_statistics()
+        if self.reducer is not None:
+            self.reducer.watch.catch_up(self.reducer.stats)
 
     def _share_statistics(self) -> None:
         if self._buffers is not None:

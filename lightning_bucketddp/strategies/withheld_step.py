@@ -1,0 +1,57 @@
+"""An optimizer's step that is not taken on any rank, because the gradients of some rank are not finite.
+
+Note: where a step is withheld
+    Lightning runs forward and backward in the closure that it gives to the optimizer, so that only the end of the
+    closure tells whether a step may follow. An exception leads from there past optimizer, gradient clipping and
+    `on_before_optimizer_step` back to the strategy: none of them has done anything. A GradScaler withholds steps by
+    itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_bucketddp.core.nonfinite import Watch
+
+
+class _Withheld(Exception):
+    """Leads out of an optimizer's step."""
+
+
+def step_unless_withheld(
+    step: Callable[[Callable[[], Any]], Any],
+    optimizer: Optimizer,
+    watches: Iterable[Watch],
+    *,
+    closure: Callable[[], Any],
+) -> Any:
+    """Take a step, unless what its closure has computed is not finite; None then.
+
+    Args:
+        step: takes the step; calls the closure that it is given before it changes anything.
+        optimizer: whose step it is.
+        watches: those that may have seen something.
+        closure: computes the gradients, unless they are there already.
+    """
+
+    def closure_or_withheld() -> Any:
+        result = closure()
+        # All are asked: each forgets what it is asked for.
+        if any([watch.withholds(optimizer) for watch in watches]):  # noqa: C419
+            raise _Withheld
+        return result
+
+    try:
+        return step(closure_or_withheld)
+    except _Withheld:
+        optimizer.zero_grad()
+        return None
+
+
+def has_scaler(precision: Any) -> bool:
+    """Whether a GradScaler is at work: some precision plugins have one."""
+    scaler = getattr(precision, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
