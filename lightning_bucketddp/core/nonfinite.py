@@ -43,6 +43,7 @@ _DIGEST_OF_LARGEST = 1024.0
 
 _OUTCOMES = {
     "warn": "It goes into the weights of all ranks; `on_nonfinite='raise'` or `on_nonfinite='skip'` prevents that.",
+    "scaler": "The GradScaler skips the step if gradients are not finite, either.",
     "skip": "The optimizer's step is skipped on all ranks.",
 }
 _WHAT_HELPS = "look at the data of that rank, clip gradients or lower the learning rate"
@@ -69,8 +70,7 @@ class Watch:
         replicas: the module's parameters.
         config: what is looked at, and what is done when it is not finite.
         where: what to call the step that is being taken; None: count backwards.
-        has_scaler: a GradScaler looks for infinite gradients, which it causes, and skips steps: gradients are left to
-            it, and a step that is to be skipped because of its loss, too.
+        has_scaler: a GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
     """
 
     def __init__(
@@ -185,15 +185,10 @@ class Watch:
 
     def _spoil(self, placement: Placement) -> None:
         """See to it that no optimizer uses these gradients."""
-        params = [param for bucket in placement.buckets for param in bucket.params if param.grad is not None]
-        if self._has_scaler:
-            # Even if only the loss was bad: a scaler skips the step if some gradient is.
-            for param in params:
-                param.grad.mul_(math.nan)  # type: ignore[union-attr]
-            return
         # Zeros, also in the padding: what is left there would be in the next reductions of some communication hooks.
         placement.zero()
-        self._spoiled.update({id(param): param for param in params})
+        params = [param for bucket in placement.buckets for param in bucket.params]
+        self._spoiled.update({id(param): param for param in params if param.grad is not None})
 
     def _tell(self, where: str, what: str, count: int) -> None:
         if self._response == "raise":
@@ -204,7 +199,7 @@ class Watch:
         if self._rank != 0:
             return
         so_far = "" if count == 1 else f" ({count} steps so far)"
-        outcome = _OUTCOMES[self._response]
+        outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
         log.warning(
             "bucketddp: not finite in %s%s: %s. %s To find the cause, %s.", where, so_far, what, outcome, _WHAT_HELPS
         )

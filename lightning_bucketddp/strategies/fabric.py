@@ -26,7 +26,7 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
-from lightning_bucketddp.strategies.withheld_step import has_scaler, step_unless_withheld
+from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -167,9 +167,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             replicas.agree()
             replicas.broadcast()
         # Fabric names a compiled module by what was compiled.
-        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(
-            replicas, self.config, watch=Watch(replicas, self.config, has_scaler=has_scaler(self.precision))
-        )
+        watch = Watch(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
+        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config, watch=watch)
         return module
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -196,7 +195,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             return super(FabricStrategy, self).optimizer_step(optimizer, closure=closure_or_withheld, **kwargs)
 
         watches = [reducer.watch for reducer in self.reducers.values()]
-        return step_unless_withheld(step, optimizer, watches, closure=closure or (lambda: None))
+        closure_or_none = closure or (lambda: None)
+        return step_unless_withheld(step, optimizer, watches, closure=closure_or_none, precision=self.precision)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)

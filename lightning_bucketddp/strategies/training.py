@@ -18,7 +18,7 @@ from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
-from lightning_bucketddp.strategies.withheld_step import has_scaler, step_unless_withheld
+from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -49,7 +49,7 @@ class TrainingHooks(_ParallelStrategy):
             trainer = self._module.trainer
             return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
 
-        return Watch(replicas, self.config, where=where, has_scaler=has_scaler(self.precision_plugin))
+        return Watch(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
@@ -110,7 +110,7 @@ class TrainingHooks(_ParallelStrategy):
             return super(TrainingHooks, self).optimizer_step(optimizer, closure, model, **kwargs)
 
         watches = [] if self.reducer is None else [self.reducer.watch]
-        output = step_unless_withheld(step, optimizer, watches, closure=closure)
+        output = step_unless_withheld(step, optimizer, watches, closure=closure, precision=self.precision_plugin)
         if self.reducer is not None and self.reducer.stats.num_skipped:
             self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
         if self.reducer is not None and self.reducer.stats.num_nonfinite:

@@ -3,8 +3,7 @@
 Note: where a step is withheld
     Lightning runs forward and backward in the closure that it gives to the optimizer, so that only the end of the
     closure tells whether a step may follow. An exception leads from there past optimizer, gradient clipping and
-    `on_before_optimizer_step` back to the strategy: none of them has done anything. A GradScaler withholds steps by
-    itself.
+    `on_before_optimizer_step` back to the strategy: none of them has done anything.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_bucketddp.core.nonfinite import Watch
@@ -27,6 +27,7 @@ def step_unless_withheld(
     watches: Iterable[Watch],
     *,
     closure: Callable[[], Any],
+    precision: Any,
 ) -> Any:
     """Take a step, unless what its closure has computed is not finite; None then.
 
@@ -35,6 +36,7 @@ def step_unless_withheld(
         optimizer: whose step it is.
         watches: those that may have seen something.
         closure: computes the gradients, unless they are there already.
+        precision: the plugin, which may have a GradScaler.
     """
 
     def closure_or_withheld() -> Any:
@@ -48,10 +50,13 @@ def step_unless_withheld(
         return step(closure_or_withheld)
     except _Withheld:
         optimizer.zero_grad()
+        if (scaler := scaler_of(precision)) is not None:
+            # As it is: it only forgets that these gradients may have been unscaled already, for clipping.
+            scaler.update(scaler.get_scale())
         return None
 
 
-def has_scaler(precision: Any) -> bool:
-    """Whether a GradScaler is at work: some precision plugins have one."""
-    scaler = getattr(precision, "scaler", None)
-    return scaler is not None and bool(scaler.is_enabled())
+def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
+    """The GradScaler that is at work, if any: some precision plugins have one."""
+    scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None

@@ -75,7 +75,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if case == "sparse_embedding" else 0.9)
     withheld = []
     error = ""
-    with _warnings() as warnings, counted_all_reduces() as count:
+    with collected_warnings() as warnings, counted_all_reduces() as count:
         try:
             for step in range(steps):
                 if step in leaves_out:
@@ -145,7 +145,7 @@ def _with_first_element(value: float) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def collected_warnings() -> Iterator[list[str]]:
     """Collects what the package warns of on this rank."""
     messages: list[str] = []
 
