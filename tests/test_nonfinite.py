@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_bucketddp.strategies.registration import strategy_class
 from tests.jobs import nonfinite
 from tests.jobs.nonfinite import WAYS, Bad, Outcome, train
 from tests.ranks import run_on_ranks
@@ -121,6 +122,17 @@ def test_the_largest_finite_numbers_are_finite(dtype: torch.dtype) -> None:
 
 def test_a_gradient_is_counted_once() -> None:
     assert run_on_ranks(nonfinite.parameter_that_is_no_longer_used) == [[0, 1, 1, 1]] * 2
+
+
+# --- How it is set
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_options_are_checked(root: str) -> None:
+    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, got 'ignore'\.$"):
+        strategy_class(root)(on_nonfinite="ignore")
+    with pytest.raises(ValueError, match=r"^`check_gradients` must be True or False, got 'no'\.$"):
+        strategy_class(root)(check_gradients="no")
 
 
 # --- What it costs

@@ -95,6 +95,7 @@ def test_the_newest_checkpoint_is_finite(tmp_path: Path) -> None:
         {"manual": "closure"},
         {"optimizer": "lbfgs"},
         {"hook": True},
+        {"returns_none_on": 0},
         {"options": {"reduce_dtype": "bf16"}},
         {"options": {"overlap": False}},
         {"options": {"gradient_weight": "batch_size"}},

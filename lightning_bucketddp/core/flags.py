@@ -12,6 +12,7 @@ class Flags:
     """Views of those elements.
 
     Attributes:
+        elements: all of them.
         used: one per parameter of the module (Note: used-flags, in `reductions`).
         verdict: all others (Note: verdict, in `nonfinite`); the next three are parts of it.
         of_buckets: one per bucket.
@@ -19,6 +20,7 @@ class Flags:
         of_gradients: one per rank.
     """
 
+    elements: Tensor
     used: Tensor
     verdict: Tensor
     of_buckets: Tensor
@@ -36,4 +38,5 @@ class Flags:
         verdict = elements[num_params:]
         of_buckets, of_ranks = verdict[:num_buckets], verdict[num_buckets:]
         num_ranks = of_ranks.numel() // 2
-        return cls(elements[:num_params], verdict, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])
+        used = elements[:num_params]
+        return cls(elements, used, verdict, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])

@@ -110,7 +110,7 @@ class Watch:
     def see_bucket(self, bucket: Bucket | SparseBucket, digest: Tensor) -> None:
         """Write the digest of what this rank contributes."""
         if self._checks_gradients:
-            digest.copy_(_digest(bucket.numbers, travels_as=self._travels_as))
+            _digest(bucket.numbers, travels_as=self._travels_as, out=digest)
 
     def write(self, placement: Placement) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""
@@ -205,17 +205,15 @@ class Watch:
         )
 
 
-def _digest(values: Tensor, *, travels_as: torch.dtype | None = None) -> Tensor:
+def _digest(values: Tensor, *, travels_as: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """A number that is finite if, and only if, all `values` are, also in the dtype that they travel as."""
-    if values.numel() == 0:
-        return values.new_zeros(())
     dtype = travels_as or values.dtype
     scale = _DIGEST_OF_LARGEST / torch.finfo(dtype).max
-    if values.numel() == 1:
-        return values.reshape(()).to(dtype) * scale
+    if values.numel() <= 1:
+        return torch.mul(values.sum().to(dtype), scale, out=out)
     # Not by a sum, which overflows where no value does, nor by `isfinite`, which takes ten times as long.
     low, high = values.aminmax()
-    return torch.sub(high.to(dtype) * scale, low.to(dtype), alpha=scale)
+    return torch.sub(high.to(dtype) * scale, low.to(dtype), alpha=scale, out=out)
 
 
 def _is_power_of_ten(count: int) -> bool:

@@ -132,8 +132,7 @@ class Reductions:
 
     def _write_flags(self) -> None:
         flags = self._placement.flags
-        flags.used.fill_(1)
-        flags.verdict.fill_(1)
+        flags.elements.fill_(1)
         if self._missing:
             unused = torch.tensor([missing.param_index for missing in self._missing], device=flags.used.device)
             flags.used.index_fill_(0, unused, 0)

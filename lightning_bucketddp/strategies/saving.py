@@ -43,7 +43,7 @@ class CheckpointHooks(_ParallelStrategy):
         def write() -> None:
             if self.lightning_module is not None:
                 refuses = self.config.on_nonfinite != "warn"
-                check_weights(checkpoint["state_dict"], self.lightning_module, path=filepath, refuses=refuses)
+                check_weights(checkpoint.get("state_dict", {}), self.lightning_module, path=filepath, refuses=refuses)
             with raised_once(self.checkpoint_io):
                 super(CheckpointHooks, self).save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -50,6 +50,7 @@ class Setting:
     optimizer: str = "adamw"
     clips: bool = False
     hook: bool = False
+    returns_none_on: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +70,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[Tensor]) -> Tensor | None:
         if not self._setting.manual:
-            return self.loss(batch)
+            skips = self.global_rank == self._setting.returns_none_on and int(batch[2]) == self._setting.at
+            return None if skips else self.loss(batch)
         optimizer: Any = self.optimizers()
         if self._setting.manual == "closure":
 
