@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bucketddp.strategies.registration import strategy_class
 from tests.jobs import nonfinite
 from tests.jobs.nonfinite import WAYS, Bad, Outcome, train
 from tests.ranks import run_on_ranks
@@ -124,17 +123,6 @@ def test_a_gradient_is_counted_once() -> None:
     assert run_on_ranks(nonfinite.parameter_that_is_no_longer_used) == [[0, 1, 1, 1]] * 2
 
 
-# --- How it is set
-
-
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
-def test_options_are_checked(root: str) -> None:
-    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, got 'ignore'\.$"):
-        strategy_class(root)(on_nonfinite="ignore")
-    with pytest.raises(ValueError, match=r"^`check_gradients` must be True or False, got 'no'\.$"):
-        strategy_class(root)(check_gradients="no")
-
-
 # --- What it costs
 
 
@@ -187,6 +175,15 @@ def test_a_skipped_sparse_gradient_leaves_no_trace() -> None:
     for rank in ranks:
         assert rank.steps_withheld == [1]
         assert all(torch.equal(ours, other) for ours, other in zip(rank.weights, expected[0].weights, strict=True))
+
+
+@pytest.mark.parametrize("step", [1, 4], ids=["before_it_compresses", "when_it_compresses"])
+def test_a_hook_with_a_memory_does_not_keep_it(step: int) -> None:
+    ranks = trained(bad=Bad("2.weight", step=step), steps=8, on_nonfinite="skip", hook_with_state="power_sgd")
+    for rank in ranks:
+        assert rank.steps_withheld == [step]
+        assert all(weight.isfinite().all() for weight in rank.weights)
+    assert "`2.weight`" in ranks[0].warnings[0]
 
 
 def test_only_the_optimizers_whose_gradients_are_bad_are_kept_from_stepping() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_bucketddp.strategies.registration import strategy_class
 from tests.ranks import run_on_ranks
 from tests.scripts import nonfinite_fabric
 from tests.scripts.nonfinite import Outcome, Setting, fit, fit_and_save_each_step, save
@@ -30,6 +31,17 @@ def assert_same(a: Outcome, b: Outcome) -> None:
 
 def is_finite(tensors: list[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+# --- How it is set
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_options_are_checked(root: str) -> None:
+    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, got 'ignore'\.$"):
+        strategy_class(root)(on_nonfinite="ignore")
+    with pytest.raises(ValueError, match=r"^`check_gradients` must be True or False, got 'no'\.$"):
+        strategy_class(root)(check_gradients="no")
 
 
 # --- Warn

@@ -10,7 +10,8 @@ Note: verdict
 Note: names
     The reduction has spread a number that is not finite to all ranks, where it is found in the gradient of the same
     parameter. That is looked for in the buckets that the verdict names, and only when there is something to say. What
-    mixes the parameters of a bucket (PowerSGD; clipping by norm, see the next note) has all of them named.
+    mixes the parameters of a bucket has all of them named: clipping by norm (see the next note), or a communication
+    hook that is spared it.
 
 Note: when the host knows
     Reading the verdict makes the host wait for the device, in each step. With `raise` and `skip` it must, because what
@@ -86,6 +87,8 @@ class Watch:
         self._response = config.on_nonfinite
         self._checks_gradients = config.check_gradients and not has_scaler
         self._travels_as = REDUCE_DTYPES.get(config.reduce_dtype or "")
+        # What a hook with a memory (PowerSGD) has once seen would come back in all further steps.
+        self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
         self._where = where
         self._has_scaler = has_scaler
         self._loss: Tensor | None = None
@@ -109,8 +112,11 @@ class Watch:
 
     def see_bucket(self, bucket: Bucket | SparseBucket, digest: Tensor) -> None:
         """Write the digest of what this rank contributes."""
-        if self._checks_gradients:
-            _digest(bucket.numbers, travels_as=self._travels_as, out=digest)
+        if not self._checks_gradients:
+            return
+        _digest(bucket.numbers, travels_as=self._travels_as, out=digest)
+        if self._spares_hook:
+            bucket.numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
 
     def write(self, placement: Placement) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""

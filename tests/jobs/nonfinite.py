@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.core.nonfinite import NonFiniteError
 from lightning_bucketddp.core.reducer import Reducer
+from tests.jobs.comm_hooks import HOOKS
 from tests.jobs.models import CASES, WIDTH, batch
 from tests.jobs.parity import build_reducer, counted_all_reduces
 from tests.ranks import device
@@ -65,11 +66,15 @@ def train(
     clips: bool = False,
     tells_loss: bool = True,
     leaves_out: Sequence[int] = (),
+    hook_with_state: str | None = None,
     **options: Any,
 ) -> Outcome:
     """Some steps with a reducer; what is withheld from the optimizer is not used."""
     torch.manual_seed(3)
     model = CASES[case].build().to(device())
+    if hook_with_state is not None:
+        hook, make_state = HOOKS[hook_with_state]
+        options = {**options, "comm_hook": hook, "comm_state": make_state()}
     reducer = build_reducer(model, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
     reducer.watch.reads_late = reads_late or reducer.watch.reads_late
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if case == "sparse_embedding" else 0.9)
