@@ -24,6 +24,7 @@ from tests.ranks import device
 SMALL_BUCKETS_MB = 40 / 2**20
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "one_bucket": {"bucket_cap_mb": 25.0},
     "without_overlap": {"overlap": False},
     "bf16_wire": {"reduce_dtype": "bf16"},
     "fp16_wire": {"reduce_dtype": "fp16"},
@@ -75,7 +76,7 @@ def train(
     if hook_with_state is not None:
         hook, make_state = HOOKS[hook_with_state]
         options = {**options, "comm_hook": hook, "comm_state": make_state()}
-    reducer = build_reducer(model, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    reducer = build_reducer(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB, **options})
     reducer.watch.reads_late = reads_late or reducer.watch.reads_late
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if case == "sparse_embedding" else 0.9)
     withheld = []
@@ -96,6 +97,8 @@ def train(
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 if reducer.watch.withholds(optimizer):
                     withheld.append(step)
+                    # For an optimizer that nobody keeps from stepping.
+                    assert all(p.grad is None or p.grad.to_dense().eq(0).all() for p in model.parameters())
                 else:
                     optimizer.step()
             reducer.watch.catch_up(reducer.stats)
