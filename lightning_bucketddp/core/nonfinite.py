@@ -39,8 +39,8 @@ from lightning_bucketddp.core.stats import ReducerStats
 
 log = logging.getLogger(__name__)
 
-# Twice this is the largest digest: far below what fp16 can hold, and far above what other dtypes round to zero.
-_DIGEST_OF_LARGEST = 1024.0
+# The digest of the largest number: the sum over 2,000 buckets fits into fp16, and no factor is too small for its dtype.
+_DIGEST_OF_LARGEST = 16.0
 
 _OUTCOMES = {
     "warn": "It goes into the weights of all ranks; `on_nonfinite='raise'` or `on_nonfinite='skip'` prevents that.",
