@@ -20,8 +20,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.jobs import cuda, reducing, replicas, sync_batchnorm, weighting
+from tests.jobs import cuda, nonfinite, reducing, replicas, sync_batchnorm, weighting
 from tests.jobs.models import CASES
+from tests.jobs.nonfinite import WAYS, Bad
 from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.jobs.sync_batchnorm import Batches
 from tests.ranks import close_pools, run_on_ranks
@@ -59,6 +60,11 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"weighted_mean {config} {num_micro_batches}",
                 partial(run_on_ranks, weighting.weighted_mean, config=config, num_micro_batches=num_micro_batches),
             )
+    for way in WAYS:
+        for on_nonfinite in ("warn", "raise", "skip"):
+            for parameter in ("2.weight", None):
+                options = {"way": way, "on_nonfinite": on_nonfinite, "parameter": parameter}
+                yield f"nonfinite {options}", partial(nonfinite_is_told, **options)  # type: ignore[arg-type]
     for batches in SYNC_BATCHNORM:
         layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
@@ -79,6 +85,16 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
+
+
+def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> list[Any]:
+    """What rank 0 says of a value that is not finite on rank 1, in the second of three steps."""
+    ranks = run_on_ranks(nonfinite.train, bad=Bad(parameter), on_nonfinite=on_nonfinite, **WAYS[way])
+    told = ranks[0].error or ranks[0].warnings[0]
+    what = "the loss on rank 1 (nan)" if parameter is None else "the gradient of `2.weight` on rank 1"
+    assert f"ot finite in backward 2: {what}." in told, told
+    assert [rank.steps_withheld for rank in ranks] == [[1] if on_nonfinite == "skip" else []] * 2
+    return [told]
 
 
 REDUCING: dict[str, list[dict[str, Any]]] = {

@@ -2,7 +2,9 @@
 
 One noun per file, and a file imports only files to its left:
 
-    config -> plan -> bucket -> placement -> collectives -> wire -> stats -> reductions -> replicas -> reducer
+    config -> plan -> bucket -> flags -> placement -> collectives -> wire -> stats -> reductions -> backward_pass
+    ... backward_pass -> reducer
+    ... collectives -> replicas -> nonfinite -> reductions
     ... collectives -> lockstep -> weighting -> reducer
     ... collectives -> sync_batchnorm
     config -> compiled

@@ -66,6 +66,7 @@ class Bucket:
         self.flags = self.wire[num_reals:]
         gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
+        self._num_reals = num_reals
         self._offsets = offsets
         self._may_be_resized = may_be_resized
         self.views = self.views_of(self.buffer)
@@ -75,6 +76,16 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         return self.wire.nbytes
+
+    @property
+    def numbers(self) -> Tensor:
+        """All gradients in one, as real numbers."""
+        return self.wire[: self._num_reals]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients in the buffer, by member."""
+        return self.views
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """The members' gradients in a buffer with the layout of this bucket's."""
@@ -139,6 +150,17 @@ class SparseBucket:
     @property
     def num_bytes(self) -> int:
         return self.gradient._indices().nbytes + self.gradient._values().nbytes
+
+    @property
+    def numbers(self) -> Tensor:
+        """The gradient's values, as real numbers."""
+        values = self.gradient.values()
+        return torch.view_as_real(values) if values.is_complex() else values
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradient's values."""
+        return [self.gradient.values()]
 
     def collect(self) -> list[int]:
         """Take the gradient, and return `[0]` if there is none."""

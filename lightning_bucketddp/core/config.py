@@ -11,6 +11,8 @@ import torch
 
 MIB = 2**20
 
+NONFINITE_RESPONSES = ("warn", "raise", "skip")
+
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DEFAULT_CAP_MB = 25.0
@@ -31,6 +33,9 @@ class ReducerConfig:
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
+        check_gradients: Look at the gradients, too, and not at the losses only.
     """
 
     bucket_cap_mb: float | Sequence[float] | None = None
@@ -39,6 +44,8 @@ class ReducerConfig:
     broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
     comm_state: object = None
+    on_nonfinite: str = "warn"
+    check_gradients: bool = True
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
@@ -52,6 +59,12 @@ class ReducerConfig:
             raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
         if self.reduce_dtype is not None and self.comm_hook is not None:
             raise ValueError("`reduce_dtype` and a communication hook both say what travels: pass one of them.")
+        if self.on_nonfinite not in NONFINITE_RESPONSES:
+            raise ValueError(
+                f"`on_nonfinite` must be one of {', '.join(NONFINITE_RESPONSES)}, got {self.on_nonfinite!r}."
+            )
+        if not isinstance(self.check_gradients, bool):
+            raise ValueError(f"`check_gradients` must be True or False, got {self.check_gradients!r}.")
 
     @property
     def caps(self) -> BucketCaps:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_bucketddp.core.bucket import Arrivals, Bucket, SparseBucket
 from lightning_bucketddp.core.config import MIB
+from lightning_bucketddp.core.flags import Flags
 from lightning_bucketddp.core.plan import BucketPlan
 
 
@@ -20,6 +21,7 @@ class Placement:
         params: all parameters of the module, trainable or not.
         num_firings: how often the hook of a parameter fired in the backward that was observed.
         device: where the buffers live.
+        num_ranks: how many ranks say something of themselves in the flags.
         may_be_resized: a communication hook may resize the buffers.
     """
 
@@ -30,6 +32,7 @@ class Placement:
         params: Sequence[Tensor],
         num_firings: Mapping[int, int],
         device: torch.device,
+        num_ranks: int,
         may_be_resized: bool = False,
     ) -> None:
         self.plan = plan
@@ -37,32 +40,28 @@ class Placement:
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
+        self.digests = torch.zeros(len(plan), device=device)
         for index, bucket_plan in enumerate(plan):
             members = [params[i] for i in bucket_plan.members]
             arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in bucket_plan.members))
             if bucket_plan.sparse:
                 self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
             else:
-                num_flags = len(params) if index == len(plan) - 1 else 0
+                num_flags = Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks)
                 self.buckets.append(
                     Bucket(
                         members,
                         arrivals=arrivals,
-                        num_flags=num_flags,
+                        num_flags=num_flags if index == len(plan) - 1 else 0,
                         device=device,
                         may_be_resized=may_be_resized,
                     )
                 )
             self.index_of_bucket.update(dict.fromkeys(bucket_plan.members, index))
-
-        self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
-
-    @property
-    def flags(self) -> Tensor:
-        """One element per parameter of the module, at the end of the last bucket."""
         last = self.buckets[-1]
         assert isinstance(last, Bucket)  # `plan_buckets` never puts a sparse one last
-        return last.flags
+        self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
+        self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
 
     def reset(self) -> None:
         """Get ready for the next backward."""
@@ -74,6 +73,14 @@ class Placement:
         torch._foreach_mul_([bucket.buffer for bucket in self.buckets if isinstance(bucket, Bucket)], factor)
         for bucket in self.sparse_buckets:
             bucket.gradient = bucket.gradient * factor
+
+    def zero(self) -> None:
+        """Make all gradients zero."""
+        torch._foreach_zero_([bucket.wire for bucket in self.buckets if isinstance(bucket, Bucket)])
+        for bucket in self.sparse_buckets:
+            bucket.zero([0])
+            if bucket.params[0].grad is not None:
+                bucket.attach(0)
 
     def __str__(self) -> str:
         sizes = ["sparse" if isinstance(b, SparseBucket) else f"{b.num_bytes / MIB:.2f}" for b in self.buckets]

@@ -4,12 +4,6 @@ Note: first backward
     The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
     hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
     trainable parameters.
-
-Note: scope of a backward
-    `Reducer.backward()` marks one from outside. A backward that nobody marked (a plain `loss.backward()`) begins with
-    its first hook and ends with a callback of the autograd engine. An exception inside it drops that callback, and
-    with it the `_Alive` token: that is how the next backward knows that the last one died, and how a hook inside a
-    nested backward (reentrant checkpointing) knows that the outer one still runs.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +20,9 @@ from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.core.reductions import Reductions
@@ -47,30 +42,6 @@ class LateGradientError(RuntimeError):
     """A gradient arrived after its bucket had left."""
 
 
-class _Alive:
-    """Held by the autograd engine as long as a backward runs, and by nobody else."""
-
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(slots=True)
-class BackwardPass:
-    """Everything that belongs to one backward and dies with it."""
-
-    trainable: tuple[bool, ...]
-    syncs: bool
-    reductions: Reductions | None
-    placement: Placement | None
-    factor: float | None = None
-    alive: weakref.ref[_Alive] | None = None
-    arrived: list[int] = field(default_factory=list)
-    streams: set[torch.cuda.Stream] = field(default_factory=set)
-
-    @property
-    def died(self) -> bool:
-        return self.alive is not None and self.alive() is None
-
-
 class Reducer:
     """Averages the gradients of a module over the ranks while backward runs.
 
@@ -78,11 +49,20 @@ class Reducer:
         replicas: the module's parameters; the caller has made the ranks agree on them.
         config: what the user set.
         weighting: how much each rank counts; None: all count the same, always.
+        finiteness: looks for what is not finite; None: as `config` says.
     """
 
-    def __init__(self, replicas: Replicas, config: ReducerConfig, *, weighting: Weighting | None = None) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        config: ReducerConfig,
+        *,
+        weighting: Weighting | None = None,
+        finiteness: Finiteness | None = None,
+    ) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
+        self.finiteness = finiteness or Finiteness(replicas, config)
         self.placement: Placement | None = None
         self._plan = ""
         self.replicas = replicas
@@ -175,6 +155,7 @@ class Reducer:
     def _begin(self) -> BackwardPass:
         if self._backward is not None:
             self._abandon(self._backward)
+        self.finiteness.begin(self.stats)
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._num_blocks == 0
         factor = None
@@ -191,10 +172,10 @@ class Reducer:
         if self._weighting is not None:
             self._weighting.refuse_unweighted()
         backward = self._begin()
-        alive = _Alive()
+        alive = Alive()
         backward.alive = weakref.ref(alive)
 
-        def at_end_of_backward(_held_by_the_engine: _Alive = alive) -> None:
+        def at_end_of_backward(_held_by_the_engine: Alive = alive) -> None:
             self._finish(backward)
 
         Variable._execution_engine.queue_callback(at_end_of_backward)
@@ -223,6 +204,9 @@ class Reducer:
                 self.replicas.broadcast_buffers()
         self.placement = backward.placement
         self.stats.num_backwards += 1
+        assert self.placement is not None  # there were reductions
+        with torch.no_grad():
+            self.finiteness.read(self.placement, self.stats)
 
     def _abandon(self, backward: BackwardPass) -> None:
         """Take part in what is left of a backward that died: other ranks may be waiting in it."""
@@ -255,6 +239,7 @@ class Reducer:
             params=self._params,
             num_firings=Counter(backward.arrived),
             device=self._collectives.device,
+            num_ranks=self._collectives.world_size,
             may_be_resized=self._config.comm_hook is not None,
         )
         placement.streams = backward.streams
@@ -273,7 +258,13 @@ class Reducer:
 
     def _reductions(self, placement: Placement) -> Reductions:
         placement.last_used = self.stats.num_backwards
-        return Reductions(placement, reduction=self._reduction, collectives=self._collectives, stats=self.stats)
+        return Reductions(
+            placement,
+            reduction=self._reduction,
+            collectives=self._collectives,
+            finiteness=self.finiteness,
+            stats=self.stats,
+        )
 
     def _late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
         return LateGradientError(

@@ -21,6 +21,7 @@ from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.core.bucket import Bucket, SparseBucket
 from lightning_bucketddp.core.collectives import Collectives, Pending
+from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.stats import ReducerStats
@@ -45,18 +46,35 @@ class Reductions:
         placement: the buckets.
         reduction: what is done with each.
         collectives: for what `reduction` does not cover.
+        finiteness: looks at what leaves.
         stats: counts what happens here.
     """
 
-    __slots__ = ("_collectives", "_in_flight", "_missing", "_placement", "_reduction", "_stats", "next_to_launch")
+    __slots__ = (
+        "_collectives",
+        "_finiteness",
+        "_in_flight",
+        "_missing",
+        "_placement",
+        "_reduction",
+        "_stats",
+        "next_to_launch",
+    )
 
     def __init__(
-        self, placement: Placement, *, reduction: Reduction, collectives: Collectives, stats: ReducerStats
+        self,
+        placement: Placement,
+        *,
+        reduction: Reduction,
+        collectives: Collectives,
+        finiteness: Finiteness,
+        stats: ReducerStats,
     ) -> None:
         self.next_to_launch = 0
         self._placement = placement
         self._reduction = reduction
         self._collectives = collectives
+        self._finiteness = finiteness
         self._stats = stats
         self._in_flight: list[Pending] = []
         self._missing: list[_Missing] = []
@@ -118,8 +136,10 @@ class Reductions:
             bucket.zero(missing)
             members = self._placement.plan[index].members
             self._missing += [_Missing(bucket, position, members[position]) for position in missing]
+        self._finiteness.see_bucket(bucket, self._placement.digests[index])
         if is_last:
             self._write_flags()
+            self._finiteness.write(self._placement)
         self._in_flight.append(
             self._reduction.start(bucket, index=index, is_last=is_last)
             if isinstance(bucket, Bucket)
@@ -130,13 +150,13 @@ class Reductions:
 
     def _write_flags(self) -> None:
         flags = self._placement.flags
-        flags.fill_(1)
+        flags.elements.fill_(1)
         if self._missing:
-            unused = torch.tensor([missing.param_index for missing in self._missing], device=flags.device)
-            flags.index_fill_(0, unused, 0)
+            unused = torch.tensor([missing.param_index for missing in self._missing], device=flags.used.device)
+            flags.used.index_fill_(0, unused, 0)
 
     def _attach_used_elsewhere(self) -> None:
-        used = self._placement.flags.tolist()
+        used = self._placement.flags.used.tolist()
         for missing in self._missing:
             if used[missing.param_index] > 0:
                 missing.bucket.attach(missing.position)

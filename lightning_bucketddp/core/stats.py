@@ -16,6 +16,7 @@ class ReducerStats:
         num_plans: plans made; more than one when the set of trainable parameters changed.
         num_unused: gradients that were missing on this rank and filled in with zeros.
         num_skipped: training steps that returned nothing, on all ranks together.
+        num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
     """
 
     num_backwards: int = 0
@@ -24,3 +25,4 @@ class ReducerStats:
     num_plans: int = 0
     num_unused: int = 0
     num_skipped: int = 0
+    num_nonfinite: int = 0

@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.every_rank import read_on_every_rank
+from lightning_bucketddp.checkpoint.finite_weights import check_weights
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
@@ -24,6 +25,7 @@ from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.network import gloo_between_hosts
+from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.training_state import TrainingState
@@ -42,6 +44,7 @@ from lightning_bucketddp.strategies.replica_checks import (
     ReplicaChecks,
     training_state,
 )
+from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -73,6 +76,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
             comparison before each checkpoint; None or 0: only then.
         on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
+        check_gradients: Look at the gradients, too, and not at the losses only.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -108,6 +114,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         async_checkpoints: bool = False,
         check_replicas_every_n_steps: int | None = 100,
         on_divergence: OnDivergence = "raise",
+        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
+        check_gradients: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -135,6 +143,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_hook,
             comm_state=ddp_comm_state,
+            on_nonfinite=on_nonfinite,
+            check_gradients=check_gradients,
         )
         self.reducers: dict[nn.Module, Reducer] = {}
         self._init_sync = init_sync
@@ -234,7 +244,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
                 self._collectives, self._check_config, lockstep=Lockstep(self._collectives), has_notes=False
             )
         # Fabric names a compiled module by what was compiled.
-        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config)
+        finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
+        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config, finiteness=finiteness)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -249,6 +260,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         with ExitStack() as scopes:
             scopes.enter_context(self._whereabouts.during("backward"))
             for reducer in self._taking_part(module):
+                reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward())
             super().backward(tensor, module, *args, **kwargs)
 
@@ -261,9 +273,17 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
             return [self.reducers[module]]
         return list(self.reducers.values()) if len(self.reducers) == 1 else []
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(closure_or_withheld: Callable[[], Any]) -> Any:
+            if closure is None:
+                closure_or_withheld()
+                return super(FabricStrategy, self).optimizer_step(optimizer, **kwargs)
+            return super(FabricStrategy, self).optimizer_step(optimizer, closure=closure_or_withheld, **kwargs)
+
+        checks = [reducer.finiteness for reducer in self.reducers.values()]
+        closure_or_none = closure or (lambda: None)
         with self._whereabouts.during(OPTIMIZER):
-            return super().optimizer_step(optimizer, **kwargs)
+            return step_unless_withheld(step, optimizer, checks, closure=closure_or_none, precision=self.precision)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -284,12 +304,14 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         def write(content: dict[str, Any]) -> None:
             self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
 
+        def save() -> None:
+            for name, value in state.items():
+                if isinstance(value, nn.Module):
+                    check_weights(checkpoint[name], value, path=path, refuses=self.config.on_nonfinite != "warn")
+            self._writer.save(checkpoint, write, path=path, in_background=self._async_checkpoints)
+
         with self._whereabouts.during(SAVING):
-            write_on_rank_zero(
-                lambda: self._writer.save(checkpoint, write, path=path, in_background=self._async_checkpoints),
-                self._collectives,
-                path=path,
-            )
+            write_on_rank_zero(save, self._collectives, path=path)
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""

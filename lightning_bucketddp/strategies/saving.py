@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.every_rank import read_nowhere, read_on_every_rank
+from lightning_bucketddp.checkpoint.finite_weights import check_weights
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
@@ -98,11 +99,14 @@ class CheckpointHooks(_ParallelStrategy):
 
         # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
         in_background = self._saves_in_background and not self._trainer.interrupted
-        write_on_rank_zero(
-            lambda: self._writer.save(checkpoint, write, path=filepath, in_background=in_background),
-            self._collectives,
-            path=filepath,
-        )
+
+        def save() -> None:
+            if self.lightning_module is not None:
+                refuses = self.config.on_nonfinite != "warn"
+                check_weights(checkpoint.get("state_dict", {}), self.lightning_module, path=filepath, refuses=refuses)
+            self._writer.save(checkpoint, write, path=filepath, in_background=in_background)
+
+        write_on_rank_zero(save, self._collectives, path=filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(filepath), path=filepath)

@@ -73,6 +73,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
+        check_gradients: Look at the gradients, too, and not at the losses only.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -115,6 +118,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         uneven_data: bool = False,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
+        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
+        check_gradients: bool = True,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -142,6 +147,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
             comm_state=ddp_comm_state,
+            on_nonfinite=on_nonfinite,
+            check_gradients=check_gradients,
         )
         self.reducer: Reducer | None = None
         self._replicas: Replicas | None = None
@@ -250,6 +257,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
                 self._replicas,
                 replace(self.config, broadcast_buffers=False),
                 weighting=None if self._participation is None else self._participation.weighting,
+                finiteness=self._make_finiteness(self._replicas),
             )
             self._whereabouts.describe_backward = self.reducer.describe_backward
         if self.config.broadcast_buffers:

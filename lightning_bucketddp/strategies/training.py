@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.training_state import TrainingState
@@ -21,6 +22,7 @@ from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.replica_checks import ReplicaChecks, training_state
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
+from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 
 class TrainingHooks(EndingHooks):
@@ -35,6 +37,13 @@ class TrainingHooks(EndingHooks):
     _synced_layers: SyncedLayers | None
     _model_averager: Any
     _checks: ReplicaChecks | None
+
+    def _make_finiteness(self, replicas: Replicas) -> Finiteness:
+        def where() -> str:
+            trainer = self._module.trainer
+            return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
+
+        return Finiteness(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
@@ -77,6 +86,8 @@ class TrainingHooks(EndingHooks):
         # which calls `on_after_backward`, also on a rank where no parameter took part.
         self._whereabouts.enter("backward")
         self.pre_backward(closure_loss)
+        if self.reducer is not None:
+            self.reducer.finiteness.see_loss(closure_loss)
         if self._participation is not None:
             closure_loss = self._participation.weigh(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
@@ -97,10 +108,17 @@ class TrainingHooks(EndingHooks):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._participation is not None and self._module.automatic_optimization:
             closure = self._participation.agreed(closure)
-        output = super().optimizer_step(optimizer, self._before_step(closure), model, **kwargs)
+
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(TrainingHooks, self).optimizer_step(optimizer, self._before_step(closure), model, **kwargs)
+
+        checks = [] if self.reducer is None else [self.reducer.finiteness]
+        output = step_unless_withheld(step, optimizer, checks, closure=closure, precision=self.precision_plugin)
         self._whereabouts.complete_step()
         if self.reducer is not None and self.reducer.stats.num_skipped:
             self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
+        if self.reducer is not None and self.reducer.stats.num_nonfinite:
+            self._module.log("bucketddp/nonfinite_steps", float(self.reducer.stats.num_nonfinite), on_step=True)
         if self._model_averager is not None:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             self._model_averager.average_parameters(iter(params))
@@ -146,6 +164,8 @@ class TrainingHooks(EndingHooks):
 
     def on_train_end(self) -> None:
         self._share_statistics()
+        if self.reducer is not None:
+            self.reducer.finiteness.catch_up(self.reducer.stats)
         if self._checks is not None and self._checks.are_periodic:
             self._checks.compare(self._trained_state(), when="at the end of training")
 

@@ -83,8 +83,10 @@ def a_step_never_makes_the_host_wait() -> None:
             with reducer.no_sync(), reducer.backward():
                 model(x).square().mean().backward()
             weighting.add(1.0 + dist.get_rank())
+            loss = model(x).square().mean()
+            reducer.finiteness.see_loss(loss)
             with reducer.backward():
-                model(x).square().mean().backward()
+                loss.backward()
             optimizer.step()
         finally:
             if step == 3:

@@ -20,8 +20,9 @@ NUM_STEPS = 6
 ROOTS = ["lightning.fabric", "lightning_fabric"]
 
 
-def make_fabric(strategy: Any, *, root: str = ROOTS[0]) -> Any:
-    fabric = importlib.import_module(root).Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+def make_fabric(strategy: Any, *, root: str = ROOTS[0], **options: Any) -> Any:
+    fabric_class = importlib.import_module(root).Fabric
+    fabric = fabric_class(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
     fabric.launch()
     return fabric
 
