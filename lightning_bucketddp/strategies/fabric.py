@@ -24,6 +24,7 @@ from lightning_bucketddp.strategies.options import (
     explain_without_effect,
     resolve_start_method,
 )
+from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -31,7 +32,7 @@ else:
     _ParallelStrategy = object
 
 
-class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
+class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
     Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -49,6 +50,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up compare the ranks' modules and give every rank rank 0's weights.
+        start_timeout_s: How many seconds the ranks wait for each other at the start.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -78,6 +80,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        start_timeout_s: float = 300.0,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -110,6 +113,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._init_sync = init_sync
         self._collectives: Collectives | None = None
         self._backward_sync_control: Any = _BackwardSyncControl(self)
+        self._start_timeout_s = check_start_timeout(start_timeout_s)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -128,7 +132,8 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
+        self._set_world_ranks()
+        with self._ranks_together(), gloo_between_hosts():
             self._setup_distributed()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)

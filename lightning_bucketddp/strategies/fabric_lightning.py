@@ -9,12 +9,14 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import FABRIC_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.strategies.fabric import FabricStrategy
+from lightning_bucketddp.strategies.lightning_environment import LocalEnvironment
 
 
 @adopt_process_setup(DDPStrategy, FABRIC_PROCESS_SETUP)
 class BucketDDPStrategy(FabricStrategy, ParallelStrategy):
     __doc__ = FabricStrategy.__doc__
     _default_checkpoint_io = BucketDDPCheckpointIO
+    _local_environment = LocalEnvironment
 
     # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says
     # so by wrapping the original.

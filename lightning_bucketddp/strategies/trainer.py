@@ -29,6 +29,7 @@ from lightning_bucketddp.strategies.participation import GradientWeightOption, P
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
+from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 from lightning_bucketddp.strategies.training import TrainingHooks
 
@@ -39,7 +40,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _ParallelStrategy):
+class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -63,6 +64,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        start_timeout_s: How many seconds the ranks wait for each other at the start.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -100,6 +102,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        start_timeout_s: float = 300.0,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -139,6 +142,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
         self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
         self._participation: Participation | None = None
+        self._start_timeout_s = check_start_timeout(start_timeout_s)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -178,7 +182,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, _Pa
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
+        self.set_world_ranks()
+        with self._ranks_together(), gloo_between_hosts():
             self.setup_distributed()
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)

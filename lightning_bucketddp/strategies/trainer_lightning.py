@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
+from lightning_bucketddp.strategies.lightning_environment import LocalEnvironment
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
@@ -16,4 +17,5 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _torch_sync_batchnorm = TorchSyncBatchNorm
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
+    _local_environment = LocalEnvironment
     _batch_size_of = staticmethod(extract_batch_size)

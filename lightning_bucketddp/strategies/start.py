@@ -1,0 +1,71 @@
+"""Starting together: what the strategies for the Trainer and for Fabric do before they make a process group."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.distributed
+
+from lightning_bucketddp.core.meeting_point import MeetingPoint
+from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.strategies.launched import LaunchedProcesses
+from lightning_bucketddp.strategies.local_environment import HoldsPort
+
+
+class StartsTogether:
+    """Has all ranks meet, or end, before any of them waits in a collective."""
+
+    # The `LightningEnvironment` of the root, with `HoldsPort`.
+    _local_environment: ClassVar[type]
+    _start_timeout_s: float
+    launcher: Any
+
+    @property
+    def cluster_environment(self) -> Any:
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: Any) -> None:
+        if type(environment) in self._local_environment.__bases__:
+            ours = self._local_environment()
+            vars(ours).update(vars(environment))
+            environment = ours
+        self._cluster_environment = environment
+
+    @contextmanager
+    def _ranks_together(self) -> Iterator[None]:
+        """Make the process group inside: all ranks are there, and can reach rank 0."""
+        if torch.distributed.is_initialized():
+            yield
+            return
+        environment = self.cluster_environment
+        point = MeetingPoint(
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            local_rank=environment.local_rank(),
+        )
+        os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
+        rendezvous = Rendezvous(point, timeout_s=self._start_timeout_s)
+        launched = LaunchedProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
+        listener = environment.take_listener() if isinstance(environment, HoldsPort) else None
+        if listener is not None and (not point.is_host or listener.getsockname()[1] != point.port):
+            listener.close()
+            listener = None
+        with launched.ended_on_failure():
+            with launched.unobserved():
+                rendezvous.meet(listener=listener, find_failure=launched.find_failure)
+            yield
+
+
+def check_start_timeout(start_timeout_s: float) -> float:
+    """`start_timeout_s`, if it is a time."""
+    is_number = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
+    if not is_number or not math.isfinite(start_timeout_s) or start_timeout_s <= 0:
+        raise ValueError(f"`start_timeout_s` must be a positive number of seconds, got {start_timeout_s!r}.")
+    return start_timeout_s
