@@ -17,6 +17,7 @@ CORE_ORDER = [
     "placement",
     "network",
     "meeting_point",
+    "invitation",
     "rendezvous",
     "collectives",
     "wire",
