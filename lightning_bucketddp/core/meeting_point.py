@@ -79,7 +79,7 @@ class MeetingPoint:
         return self.rank == 0 and not _agent_hosts_store()
 
     def open_server(self, listener: socket.socket | None, *, patience: Patience) -> Store:
-        """Offer the store, at a socket that listens already if there is one. It is there as long as the result is."""
+        """Offer the store, at a socket that listens already if there is one. Keep the result until we are connected."""
         # Before 2.8 only the older implementation of the store takes over a socket.
         can_use_libuv = listener is None or torch.__version__ >= "2.8"
         try:
@@ -88,7 +88,7 @@ class MeetingPoint:
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
-                multi_tenant=True,  # so that the process group finds this server, and shares it
+                multi_tenant=True,  # so that our own client shares this server, and keeps it
                 master_listen_fd=None if listener is None else listener.detach(),
                 use_libuv=can_use_libuv and os.environ.get("USE_LIBUV", "1") == "1",
                 timeout=patience.left,
@@ -122,7 +122,14 @@ class MeetingPoint:
             store: Store
             store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=patience.left))
             return store
-        return TCPStore(self.address, self.port, wait_for_workers=False, timeout=patience.left)
+        return TCPStore(
+            self.address,
+            self.port,
+            is_master=self.is_host,
+            multi_tenant=self.is_host,
+            wait_for_workers=False,
+            timeout=patience.left,
+        )
 
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
         """What to do when there is no way to the store."""

@@ -24,7 +24,7 @@ _POLL_PER_RANK_S = 0.0005
 
 
 class Rendezvous:
-    """Where the ranks of a run meet (Note: invitation). Keep it until the process group is made: it may host the store.
+    """Where the ranks of a run meet (Note: invitation).
 
     Args:
         point: where the store is.
@@ -36,16 +36,15 @@ class Rendezvous:
         self._card = Card(rank=point.rank, world_size=point.world_size)
         self._patience = Patience(timeout_s)
         self._poll_s = max(POLL_S, _POLL_PER_RANK_S * point.world_size)
-        self._server: Store | None = None
 
-    def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> None:
-        """Return when all ranks are there, or raise `StartError` on all that are.
+    def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> Store:
+        """When all ranks are there, a store for them alone; `StartError` on all that are there, if some are missing.
 
         Args:
             listener: a socket that listens at the port, where the store is to be; it is used up. None: one is opened.
             find_failure: asked again and again for a reason why waiting is in vain.
         """
-        meeting: futures.Future[None] = futures.Future()
+        meeting: futures.Future[Store] = futures.Future()
         # In a thread, because torch waits for ever for the answer of a program that listens and is not a store. If it
         # does, the thread ends with the process.
         threading.Thread(target=self._run, args=(meeting, listener), daemon=True, name="bucketddp-start").start()
@@ -58,23 +57,21 @@ class Rendezvous:
                 silence = "something listens there and does not answer, maybe another program"
                 why = self._point.explain_unreachable(silence, self._patience.timeout_s)
                 raise StartError(self._patience.failure or why)
-        meeting.result()
+        return meeting.result()
 
-    def _run(self, meeting: futures.Future[None], listener: socket.socket | None) -> None:
+    def _run(self, meeting: futures.Future[Store], listener: socket.socket | None) -> None:
         try:
-            if self._point.is_host:
-                self._server = self._point.open_server(listener, patience=self._patience)
-            store = part_of(self._point.connect(patience=self._patience), "bucketddp/start")
-            if self._card.rank == 0:
-                self._invite(store)
-            else:
-                self._join(store)
+            server = self._point.open_server(listener, patience=self._patience) if self._point.is_host else None
+            whole_store = self._point.connect(patience=self._patience)
+            del server  # which is the store's now
+            store = part_of(whole_store, "bucketddp/start")
+            invitation = self._invite(store) if self._card.rank == 0 else self._join(store)
+            # Not the whole: process groups do not know that an earlier one has used the same names.
+            meeting.set_result(part_of(whole_store, f"bucketddp/group/{invitation.host.identity}"))
         except BaseException as error:
             meeting.set_exception(error)
-        else:
-            meeting.set_result(None)
 
-    def _invite(self, store: Store) -> None:
+    def _invite(self, store: Store) -> Invitation:
         invitation = Invitation(store, self._card)
         invitation.post(store)
         while not invitation.all_have_answered():
@@ -85,6 +82,7 @@ class Rendezvous:
             self._patience.report(lambda: f"{name_ranks(invitation.missing())} to join at {self._point}")
             time.sleep(self._poll_s)
         invitation.decide(None)
+        return invitation
 
     def _find_objection(self, store: Store, invitation: Invitation) -> str | None:
         newest = Invitation.find(store)
@@ -98,9 +96,9 @@ class Rendezvous:
         while not invitation.all_have_left() and time.monotonic() < until:
             time.sleep(self._poll_s)
 
-    def _join(self, store: Store) -> None:
+    def _join(self, store: Store) -> Invitation:
         try:
-            self._wait_for_verdict(store)
+            return self._wait_for_verdict(store)
         except StartError:
             raise
         except RuntimeError as error:
@@ -109,7 +107,7 @@ class Rendezvous:
                 " of rank 0 has ended. Its output says why."
             ) from error
 
-    def _wait_for_verdict(self, store: Store) -> None:
+    def _wait_for_verdict(self, store: Store) -> Invitation:
         invitation: Invitation | None = None
         while True:
             newest = Invitation.find(store)
@@ -118,7 +116,7 @@ class Rendezvous:
                 if invitation.is_open:
                     invitation.answer(self._card)
             if invitation is not None and invitation.is_open and invitation.is_accepted(self._card):
-                return
+                return invitation
             if (why_not := self._reason_to_give_up(invitation)) is not None:
                 if invitation is not None:
                     invitation.object(why_not)

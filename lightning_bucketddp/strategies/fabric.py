@@ -15,7 +15,6 @@ from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.options import (
@@ -133,8 +132,8 @@ class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._set_world_ranks()
-        with self._ranks_together(), gloo_between_hosts():
-            self._setup_distributed()
+        self._start_together()
+        self._setup_distributed()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.utilities.distributed import _init_dist_connection
 
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import FABRIC_PROCESS_SETUP, adopt_process_setup
@@ -17,6 +18,7 @@ class BucketDDPStrategy(FabricStrategy, ParallelStrategy):
     __doc__ = FabricStrategy.__doc__
     _default_checkpoint_io = BucketDDPCheckpointIO
     _local_environment = LocalEnvironment
+    _init_dist_connection = staticmethod(_init_dist_connection)
 
     # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says
     # so by wrapping the original.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.core.meeting_point import MeetingPoint
+from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.rendezvous import Rendezvous
 from lightning_bucketddp.strategies.launched import LaunchedProcesses
 from lightning_bucketddp.strategies.local_environment import HoldsPort
@@ -21,8 +24,13 @@ class StartsTogether:
 
     # The `LightningEnvironment` of the root, with `HoldsPort`.
     _local_environment: ClassVar[type]
+    _init_dist_connection: ClassVar[Any]
     _start_timeout_s: float
-    launcher: Any
+    if TYPE_CHECKING:
+        launcher: Any
+        root_device: torch.device
+        _timeout: timedelta | None
+        _get_process_group_backend: Any
 
     @property
     def cluster_environment(self) -> Any:
@@ -36,11 +44,9 @@ class StartsTogether:
             environment = ours
         self._cluster_environment = environment
 
-    @contextmanager
-    def _ranks_together(self) -> Iterator[None]:
-        """Make the process group inside: all ranks are there, and can reach rank 0."""
+    def _start_together(self) -> None:
+        """Make the process group, once all ranks are there."""
         if torch.distributed.is_initialized():
-            yield
             return
         environment = self.cluster_environment
         point = MeetingPoint(
@@ -53,14 +59,28 @@ class StartsTogether:
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         rendezvous = Rendezvous(point, timeout_s=self._start_timeout_s)
         launched = LaunchedProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
-        listener = environment.take_listener() if isinstance(environment, HoldsPort) else None
-        if listener is not None and (not point.is_host or listener.getsockname()[1] != point.port):
-            listener.close()
-            listener = None
         with launched.ended_on_failure():
             with launched.unobserved():
-                rendezvous.meet(listener=listener, find_failure=launched.find_failure)
-            yield
+                store = rendezvous.meet(listener=self._listener_at(point), find_failure=launched.find_failure)
+            store.set_timeout(self._timeout or default_pg_timeout)
+            with gloo_between_hosts():
+                # Lightning's, which does what else belongs to it.
+                self._init_dist_connection(
+                    environment,
+                    self._get_process_group_backend(),
+                    store=store,
+                    timeout=self._timeout,
+                    device_id=None if self.root_device.type == "cpu" else self.root_device,
+                )
+
+    def _listener_at(self, point: MeetingPoint) -> socket.socket | None:
+        """The socket that was opened for rank 0 when it was launched; elsewhere it is closed."""
+        environment = self.cluster_environment
+        listener = environment.take_listener() if isinstance(environment, HoldsPort) else None
+        if listener is not None and not (point.is_host and listener.getsockname()[1] == point.port):
+            listener.close()
+            return None
+        return listener
 
 
 def check_start_timeout(start_timeout_s: float) -> float:

@@ -15,7 +15,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.core.collectives import Collectives, all_gather
 from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
@@ -183,8 +182,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        with self._ranks_together(), gloo_between_hosts():
-            self.setup_distributed()
+        self._start_together()
+        self.setup_distributed()
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
 

@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
 
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
@@ -18,4 +19,5 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _local_environment = LocalEnvironment
+    _init_dist_connection = staticmethod(_init_dist_connection)
     _batch_size_of = staticmethod(extract_batch_size)

@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `pytorch_lightning.Trainer`."""
 
+from lightning_fabric.utilities.distributed import _init_dist_connection
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
@@ -18,4 +19,5 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _local_environment = LocalEnvironment
+    _init_dist_connection = staticmethod(_init_dist_connection)
     _batch_size_of = staticmethod(extract_batch_size)

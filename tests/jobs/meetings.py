@@ -40,8 +40,9 @@ def meet(
         try:
             for _ in range(num_meetings):
                 rendezvous = Rendezvous(point, timeout_s=start_timeout_s)
-                rendezvous.meet(listener=None, find_failure=lambda: "it broke" if failure_on == me else None)
+                store = rendezvous.meet(listener=None, find_failure=lambda: "it broke" if failure_on == me else None)
                 dist.barrier()  # the host of the store stays until the others have read it
+                del store
             outcome = ALL_THERE
         except StartError as error:
             outcome = str(error)
