@@ -70,6 +70,7 @@ LIGHTNING_ATTRIBUTES = {
     "_slurm_sigusr_handler_fn": "trainer.connectors.signal_connector",
     "received_sigterm": "loops.training_epoch_loop",
 }
+FABRIC = {"_init_dist_connection": "utilities.distributed"}
 FABRIC_ATTRIBUTES = {
     "_backward_sync_control": "strategies.strategy",
     "_convert_stateful_objects_in_state": "strategies.strategy",
@@ -111,6 +112,8 @@ def test_the_trainer_still_has(root: str) -> None:
 
 @pytest.mark.parametrize("root", ["lightning.fabric", "lightning_fabric"])
 def test_fabric_still_has(root: str) -> None:
+    for name, module in FABRIC.items():
+        assert hasattr(import_module(f"{root}.{module}"), name), name
     for name, module in FABRIC_ATTRIBUTES.items():
         assert name in inspect.getsource(import_module(f"{root}.{module}")), name
     assert_launchers(root)
@@ -143,6 +146,7 @@ def test_the_list_is_complete() -> None:
         *LAUNCHERS,
         *LIGHTNING,
         *LIGHTNING_ATTRIBUTES,
+        *FABRIC,
         *FABRIC_ATTRIBUTES,
         *NEWER,
         *ours,

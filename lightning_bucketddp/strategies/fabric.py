@@ -24,7 +24,6 @@ from lightning_bucketddp.core.collectives import Collectives, all_gather, files_
 from lightning_bucketddp.core.compiled import graphs_split
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
@@ -44,6 +43,7 @@ from lightning_bucketddp.strategies.replica_checks import (
     ReplicaChecks,
     training_state,
 )
+from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
 from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ else:
     _ParallelStrategy = object
 
 
-class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
+class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
     Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -70,6 +70,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
+        start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
@@ -110,6 +111,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
+        start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
         check_replicas_every_n_steps: int | None = 100,
@@ -158,6 +160,7 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
         self._backward_sync_control: Any = _BackwardSyncControl(self)
+        self._start_timeout_s = check_start_timeout(start_timeout_s)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -179,8 +182,9 @@ class FabricStrategy(RejectsUnknownOptions, _ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
-            self._setup_distributed()
+        self._set_world_ranks()
+        self._start_together()
+        self._setup_distributed()
         if self.world_size > 1:
             self._begin_watching()
         self._collectives = Collectives(self.root_device, timeout=self._timeout)

@@ -16,7 +16,6 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.whereabouts import Whereabouts
@@ -34,6 +33,7 @@ from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
+from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 from lightning_bucketddp.strategies.training import TrainingHooks
 
@@ -44,7 +44,9 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, EndingHooks, _ParallelStrategy):
+class TrainerStrategy(
+    RejectsUnknownOptions, CheckpointHooks, TrainingHooks, EndingHooks, StartsTogether, _ParallelStrategy
+):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -71,6 +73,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
@@ -116,6 +119,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
@@ -164,6 +168,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
         self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
         self._participation: Participation | None = None
+        self._start_timeout_s = check_start_timeout(start_timeout_s)
         self._stall_warning_s = check_stall_warning(stall_warning_s)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
         self._ending: Ending | None = None
@@ -208,8 +213,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, End
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        with gloo_between_hosts():
-            self.setup_distributed()
+        self.set_world_ranks()
+        self._start_together()
+        self.setup_distributed()
         if self.world_size > 1:
             self._begin_watching()
         if self._collectives is None or not self._collectives.is_open:

@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
 
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.strategies.launching import Launchers, ProcessLauncher, ScriptLauncher
+from lightning_bucketddp.strategies.lightning_environment import LocalEnvironment
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
@@ -31,6 +33,8 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _async_checkpoint_io = AsyncCheckpointIO
+    _local_environment = LocalEnvironment
+    _init_dist_connection = staticmethod(_init_dist_connection)
     _batch_size_of = staticmethod(extract_batch_size)
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
     _sigterm_exception = SIGTERMException

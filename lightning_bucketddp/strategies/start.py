@@ -1,0 +1,90 @@
+"""Starting together: what the strategies for the Trainer and for Fabric do before they make a process group."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.core.meeting_point import MeetingPoint
+from lightning_bucketddp.core.network import gloo_between_hosts
+from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.strategies.launched import LaunchedProcesses
+from lightning_bucketddp.strategies.local_environment import HoldsPort
+
+
+class StartsTogether:
+    """Has all ranks meet, or end, before any of them waits in a collective."""
+
+    # The `LightningEnvironment` of the root, with `HoldsPort`.
+    _local_environment: ClassVar[type]
+    _init_dist_connection: ClassVar[Any]
+    _start_timeout_s: float
+    if TYPE_CHECKING:
+        launcher: Any
+        root_device: torch.device
+        _timeout: timedelta | None
+        _get_process_group_backend: Any
+
+    @property
+    def cluster_environment(self) -> Any:
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: Any) -> None:
+        if type(environment) in self._local_environment.__bases__:
+            ours = self._local_environment()
+            vars(ours).update(vars(environment))
+            environment = ours
+        self._cluster_environment = environment
+
+    def _start_together(self) -> None:
+        """Make the process group, once all ranks are there."""
+        if torch.distributed.is_initialized():
+            return
+        environment = self.cluster_environment
+        point = MeetingPoint(
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            local_rank=environment.local_rank(),
+        )
+        os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
+        rendezvous = Rendezvous(point, timeout_s=self._start_timeout_s)
+        launched = LaunchedProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
+        with launched.ended_on_failure():
+            store = rendezvous.meet(listener=self._listener_at(point), find_failure=launched.find_failure)
+            store.set_timeout(self._timeout or default_pg_timeout)
+            with gloo_between_hosts():
+                # Lightning's, which does what else belongs to it.
+                self._init_dist_connection(
+                    environment,
+                    self._get_process_group_backend(),
+                    store=store,
+                    timeout=self._timeout,
+                    device_id=None if self.root_device.type == "cpu" else self.root_device,
+                )
+
+    def _listener_at(self, point: MeetingPoint) -> socket.socket | None:
+        """The socket that was opened for rank 0 when it was launched; elsewhere it is closed."""
+        environment = self.cluster_environment
+        listener = environment.take_listener() if isinstance(environment, HoldsPort) else None
+        if listener is not None and not (point.is_host and listener.getsockname()[1] == point.port):
+            listener.close()
+            return None
+        return listener
+
+
+def check_start_timeout(start_timeout_s: float) -> float:
+    """`start_timeout_s`, if it is a time."""
+    is_number = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
+    if not is_number or not math.isfinite(start_timeout_s) or start_timeout_s <= 0:
+        raise ValueError(f"`start_timeout_s` must be a positive number of seconds, got {start_timeout_s!r}.")
+    return start_timeout_s

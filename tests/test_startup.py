@@ -1,0 +1,414 @@
+"""Starting: the ranks meet within the start time-out, or all end with a message that names what is missing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bucketddp.core import meeting_point
+from lightning_bucketddp.core.invitation import Card, Invitation
+from lightning_bucketddp.core.meeting_point import MeetingPoint, StartError, part_of
+from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.strategies.launched import LaunchedProcesses
+from lightning_bucketddp.strategies.registration import strategy_class
+from tests.hosts import two_hosts
+from tests.jobs.meetings import ALL_THERE, meet
+from tests.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
+from tests.ranks import run_on_ranks
+
+# Far below the time-outs of the tests that expect an end at once.
+AT_ONCE_S = 20
+HOST = re.escape(socket.gethostname())
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as s:
+        return int(s.getsockname()[1])
+
+
+def outcomes(**options: Any) -> list[str]:
+    """What comes of a meeting of two processes, which must come at once unless a time-out is given."""
+    results = run_on_ranks(meet, port=options.pop("port", None) or free_port(), **options)
+    limit_s = options.get("start_timeout_s", 0) + AT_ONCE_S
+    assert all(result["seconds"] < limit_s for result in results)
+    return [result["outcome"] for result in results]
+
+
+# --- Ranks that meet
+
+
+@pytest.mark.parametrize("late_s", [[0, 1], [1, 0]], ids=["rank_1_late", "rank_0_late"])
+def test_a_rank_may_be_late(late_s: list[float]) -> None:
+    assert outcomes(ranks=[0, 1], world_sizes=[2, 2], late_s=late_s) == [ALL_THERE] * 2
+
+
+def test_ranks_that_are_missing_are_named_on_every_rank_that_is_there() -> None:
+    port = free_port()
+    expected = (
+        rf"Ranks 1, 2, 4, 5, 6, 7, 8, 9 and 2 more of 12 did not join at 127\.0\.0\.1:{port} within 1\.5 s\. 2 did,"
+        rf" from host {HOST}\. Look at the output of what is missing; .* pass a larger `start_timeout_s`\."
+    )
+    for outcome in outcomes(port=port, ranks=[0, 3], world_sizes=[12, 12], start_timeout_s=1.5):
+        assert re.fullmatch(expected, outcome)
+
+
+def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
+    for outcome in outcomes(ranks=[0, 1], world_sizes=[3, 3], start_timeout_s=3, late_s=[1, 0]):
+        assert outcome.startswith("Rank 2 of 3 did not join")
+
+
+def test_another_world_size_is_refused_at_once_by_all() -> None:
+    both = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
+    assert len(both) == 1
+    assert re.fullmatch(
+        rf"Rank 0 \(process \d+ on host {HOST}\) was started as one of 2, but rank 1 \(process \d+ on host {HOST}\) as"
+        r" one of 4\. Start every node with the same `devices` and `num_nodes`, and give different runs different ports"
+        r" \(`MASTER_PORT`\)\.",
+        both.pop(),
+    )
+
+
+def test_two_processes_of_one_rank_are_refused_at_once_by_all() -> None:
+    port = free_port()
+    with futures.ThreadPoolExecutor() as pool:
+        rank_0 = pool.submit(meet_alone, port, rank=0, world_size=3, timeout_s=60)
+        everywhere = {*outcomes(port=port, ranks=[1, 1], world_sizes=[3, 3]), str(rank_0.exception())}
+    assert len(everywhere) == 1
+    assert re.fullmatch(two_processes(rank=1), everywhere.pop())
+
+
+def two_processes(rank: int) -> str:
+    process = rf"process \d+ on host {HOST}"
+    return rf"Two processes want to be rank {rank}: {process}, and {process}\. Give every node a `NODE_RANK` .*"
+
+
+def test_a_failure_that_one_rank_finds_is_every_ranks_error_at_once() -> None:
+    assert outcomes(ranks=[0, 1], world_sizes=[3, 3], failure_on=1) == ["it broke"] * 2
+
+
+def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(meeting_point, "_REPORTS_S", (0.2, 0.5, 0.8))
+    port = free_port()
+    with pytest.raises(StartError, match=r"Rank 1 of 2 did not join"):
+        meet_alone(port, rank=0, world_size=2, timeout_s=1.7)
+    texts = [
+        f"bucketddp: waiting for rank 1 to join at 127.0.0.1:{port} for {s} s; giving up after 1.7 s."
+        for s in (0, 1, 1, 2)  # after 0.2, 0.5 and 0.8 s, and twice the last
+    ]
+    assert [m for m in caplog.messages if "waiting" in m] == texts
+
+
+def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
+    """Meet in this process."""
+    point = MeetingPoint(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
+    Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)
+
+
+# --- The store that torchrun's agent hosts
+
+
+@pytest.fixture
+def agent() -> dist.TCPStore:
+    return dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+
+
+def test_ranks_meet_at_the_agent_again_and_again(agent: dist.TCPStore) -> None:
+    options: dict[str, Any] = {"ranks": [0, 1], "world_sizes": [2, 2], "agent": True, "num_meetings": 3}
+    assert outcomes(port=agent.port, **options) == [ALL_THERE] * 2
+
+
+def test_two_rank_zeros_are_refused_at_once(agent: dist.TCPStore) -> None:
+    both = set(outcomes(port=agent.port, ranks=[0, 0], world_sizes=[2, 2], agent=True))
+    assert len(both) == 1
+    assert re.fullmatch(two_processes(rank=0), both.pop())
+
+
+def test_what_an_earlier_start_has_left_does_not_count(agent: dist.TCPStore) -> None:
+    options: dict[str, Any] = {"port": agent.port, "world_sizes": [3, 3], "agent": True}
+    # Neither that it failed, nor that it was not decided.
+    outcomes(ranks=[0, 1], start_timeout_s=0.5, **options)
+    assert outcomes(ranks=[1, 2], start_timeout_s=0.5, **options)[0].startswith("Rank 1 found at 127.0.0.1:")
+    left_behind = Invitation(part_of(agent, "bucketddp/start"), Card(rank=0, world_size=2))
+    left_behind.post(part_of(agent, "bucketddp/start"))
+    left_behind.answer(Card(rank=1, world_size=2))
+    assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
+
+
+def test_rank_zero_may_be_what_is_missing(agent: dist.TCPStore) -> None:
+    for outcome in outcomes(port=agent.port, ranks=[1, 2], world_sizes=[3, 3], start_timeout_s=1.5, agent=True):
+        assert outcome.startswith("Rank 0 of 3 did not join")
+
+
+# --- No store
+
+
+def test_an_address_where_nobody_listens_is_named() -> None:
+    port = free_port()
+    with pytest.raises(StartError) as raised:
+        meet_alone(port, rank=1, timeout_s=1)
+    assert str(raised.value) == (
+        f"Rank 1 on host {socket.gethostname()} could not reach rank 0 at 127.0.0.1:{port} within 1 s: Connection"
+        " refused. Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
+    )
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"], ids=["silence", "garbage"])
+def test_a_port_of_another_program_is_named(answer: bytes) -> None:
+    with another_program(answer) as port:
+        began = time.monotonic()
+        with pytest.raises(StartError, match=rf"at 127\.0\.0\.1:{port} within 1 s: .*, maybe another program\."):
+            meet_alone(port, rank=1, timeout_s=1)
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+@contextmanager
+def another_program(answer: bytes) -> Iterator[int]:
+    """A program that listens, and answers so to everything."""
+    connections: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connections.append(server.accept()[0])
+                connections[-1].sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+def test_rank_zero_says_at_once_that_its_port_is_in_use() -> None:
+    with another_program(b"") as port, pytest.raises(StartError) as raised:
+        meet_alone(port, rank=0, timeout_s=60)
+    assert str(raised.value) == port_in_use(port)
+
+
+def port_in_use(port: int) -> str:
+    return (
+        f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
+        " ranks; for a run on this host alone leave it unset, and a free one is found."
+    )
+
+
+# --- Processes that a launcher watches
+
+
+class Launcher:
+    """As much of Lightning's as is asked for."""
+
+    def __init__(self, *commands: str) -> None:
+        self.procs = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+
+
+def test_processes_that_end_are_named_and_the_others_ended() -> None:
+    launcher = Launcher("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(1000)")
+    killed, sleeping = launcher.procs
+    launched = LaunchedProcesses(launcher, rank=4, local_rank=0)
+    killed.wait()
+    assert launched.find_failure() == (
+        f"Rank 5 (process {killed.pid}) ended by signal 9 (SIGKILL) before all ranks had joined. Its output says why."
+    )
+    with launched.unobserved():
+        assert [process.poll() for process in launcher.procs] == [None]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
+        raise KeyboardInterrupt
+    assert sleeping.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < AT_ONCE_S
+    # Lightning's observer, which would kill us, has nothing to look at.
+    assert launcher.procs == []
+
+
+def test_processes_are_observed_again_after_the_start() -> None:
+    launcher = Launcher("")
+    before = list(launcher.procs)
+    launched = LaunchedProcesses(launcher, rank=0, local_rank=0)
+    with launched.ended_on_failure(), launched.unobserved():
+        pass
+    assert launcher.procs == before
+    before[0].wait()
+    assert launched.find_failure() == (
+        f"Rank 1 (process {before[0].pid}) ended with exit status 0 before all ranks had joined. Its output says why."
+    )
+
+
+# --- The port of a local launch
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The variables of a process that has launched nothing."""
+    with monkeypatch.context() as variables:
+        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
+            variables.delenv(name, raising=False)
+        # Set to something first, so that what a launch sets is undone.
+        for name in ("MASTER_PORT", "BUCKETDDP_FREE_PORT", "BUCKETDDP_LAUNCHER_PID"):
+            variables.setenv(name, "")
+            del os.environ[name]
+        yield variables
+
+
+def local_environment(root: str = "lightning.pytorch") -> Any:
+    """The environment that a strategy makes of Lightning's."""
+    plugins = import_module(
+        f"{'lightning.fabric' if 'lightning.' in root else 'lightning_fabric'}.plugins.environments"
+    )
+    strategy = strategy_class(root)(cluster_environment=plugins.LightningEnvironment())
+    assert isinstance(strategy.cluster_environment, plugins.LightningEnvironment)
+    return strategy.cluster_environment
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
+    environments = [local_environment(root) for _ in range(20)]
+    ports = [environment.main_port for environment in environments]
+    assert len(set(ports)) == 20
+    assert ports == [environment.main_port for environment in environments]
+    for port in ports:
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server(("", port))
+    assert os.environ["MASTER_PORT"] == str(ports[-1])
+    for environment in environments:
+        assert copy.deepcopy(environment).take_listener() is None
+        environment.take_listener().close()
+
+
+def test_a_port_that_the_user_chose_is_taken(environment: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    environment.setenv("MASTER_PORT", str(port))
+    local = local_environment()
+    assert local.main_port == port
+    with pytest.raises(StartError, match=re.escape(port_in_use(port))):
+        _ = local_environment().main_port
+    local.take_listener().close()
+    again = local_environment()
+    assert again.main_port == port
+    again.take_listener().close()
+
+
+@pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
+def test_only_who_launches_rank_zero_keeps_the_port(variable: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_PORT", str(free_port()))
+    environment.setenv(variable, "1")
+    local = local_environment()
+    assert local.main_port == int(os.environ["MASTER_PORT"])
+    assert local.take_listener() is None
+
+
+# --- The option
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "5", True, None])
+def test_a_start_timeout_that_is_no_time_is_refused(root: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"`start_timeout_s` must be a positive number of seconds, got .*\."):
+        strategy_class(root)(start_timeout_s=value)
+
+
+# --- Programs
+
+
+def start(directory: Path, *arguments: object, root: str = "lightning.pytorch", **variables: str) -> Run:
+    """Run `starts.py` until no process of it is left, which is long before its start time-out if it has none."""
+    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables)
+    return run_together(program, root=root, directory=directory)
+
+
+def assert_ended(finished: Run, message: str) -> None:
+    """The run has ended with `message` as its only error, on all ranks that were there yet, and was not killed."""
+    assert finished.returncode == 1, finished.output
+    errors = re.findall(r"StartError: (.*)", finished.output)
+    assert errors, finished.output
+    assert all(re.match(message, error) for error in errors), finished.output
+
+
+def test_a_rank_that_starts_late_trains(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "late")
+    assert_trained(finished, root="lightning.pytorch")
+
+
+def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "exit", root="pytorch_lightning")
+    message = r"Rank 1 \(process \d+\) ended with exit status 3 before all ranks had joined\. Its output says why\."
+    assert_ended(finished, message)
+
+
+def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "kill_launcher")
+    assert finished.returncode == -signal.SIGKILL
+    assert re.search(r"StartError: Rank 1 has lost the process that launched it \(\d+\)", finished.output)
+
+
+def test_a_port_in_use_ends_the_run_before_anything_is_launched(tmp_path: Path) -> None:
+    with another_program(b"") as port:
+        finished = start(tmp_path, MASTER_PORT=str(port))
+    assert_ended(finished, re.escape(port_in_use(port)))
+    assert finished.output.count("started") == 1
+
+
+def test_a_node_that_is_missing_ends_the_others(tmp_path: Path) -> None:
+    finished = start(
+        tmp_path,
+        "--fabric",
+        "--num-nodes",
+        2,
+        "--start-timeout-s",
+        8,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert_ended(finished, r"Ranks (1, )?2, 3 of 4 did not join at 127\.0\.0\.1:\d+ within 8 s\. \d did")
+
+
+def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = [
+        Program(
+            [SCRIPTS / "starts.py", "--num-nodes", "2", "--devices", str(devices)],
+            {**variables, "NODE_RANK": str(node)},
+        )
+        for node, devices in enumerate([2, 1])
+    ]
+    message = r"Rank \d \(process \d+ on host .*\) was started as one of (2|4), but rank \d \(.*\) as one of (2|4)\."
+    assert_ended(run_together(*nodes, root="lightning.pytorch", directory=tmp_path), message)
+
+
+def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        for address, obstacle in [
+            (hosts[0].address, "Connection refused"),
+            ("10.0.0.3", "(No route to host|timed out)"),
+        ]:
+            alone = ["from tests.test_startup import *", f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})"]
+            program = Program(["-c", "; ".join(alone)], within=hosts[1].within)
+            finished = run_together(program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
+            message = rf"Rank 1 on host {HOST} could not reach rank 0 at {address}:29500 within 4 s: {obstacle}\. Check"
+            assert_ended(finished, message)
+
+
+def test_torchrun_starts_a_run_again(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    finished = run(*torchrun, SCRIPTS / "starts.py", "--fail-first", root="lightning.pytorch", directory=tmp_path)
+    assert_trained(finished, root="lightning.pytorch")
+    assert finished.output.count("RuntimeError: the first attempt fails") >= 1
