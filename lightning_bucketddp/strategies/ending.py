@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +25,7 @@ from lightning_bucketddp.strategies.options import StartMethod
 from lightning_bucketddp.strategies.signals import StopSignals
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
+    from lightning.pytorch import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,46 +149,51 @@ class Ending:
             self.signals.interrupt()
 
 
-class EndingHooks(_ParallelStrategy):
-    """The part of a strategy for the Trainer that sees runs begin and end."""
+class EndsTogether:
+    """The part of a strategy that sees runs begin and end."""
 
     _launchers: ClassVar[Any]
-    _sigterm_exception: ClassVar[type[SystemExit]]
-    _end_of_tuning: ClassVar[type[Exception]]
-    _callback: ClassVar[type]
+    # What Lightning's Trainer raises when SIGTERM stops it, and when tuning is over.
+    _sigterm_exception: ClassVar[type[SystemExit] | None] = None
+    _normal_ends: ClassVar[tuple[type[Exception], ...]] = ()
 
+    # Set in a process that has started the ranks and is none: its weights are old.
+    trains_elsewhere: bool = False
     _collectives: Collectives | None
     _whereabouts: Whereabouts
     _ending: Ending | None
     _stall_warning_s: float
     _start_method: StartMethod
-    _timeout: timedelta | None
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None  # there is one as long as there is a run
-        return self.lightning_module
-
-    @property
-    def _signals(self) -> StopSignals | None:
-        return None if self._ending is None else self._ending.signals
+    if TYPE_CHECKING:
+        global_rank: int
+        local_rank: int
+        world_size: int
+        _launcher: Any
+        _timeout: timedelta | None
 
     def _configure_launcher(self) -> None:
         self._launcher = self._launchers.make(self)
 
-    def _begin_watching(self) -> None:
+    def _begin_watching(self) -> Ending:
+        this = weakref.ref(self)  # the watch must not keep alive what it watches
+
+        def abort_device() -> None:
+            if (strategy := this()) is not None and strategy._collectives is not None:
+                strategy._collectives.abort()
+
         launcher: Any = self._launcher
+        first_rank = self.global_rank - self.local_rank
         surroundings = Surroundings(
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=self._timeout,
-            abort_device=lambda: None if self._collectives is None else self._collectives.abort(),
-            exit_status_of=lambda rank: launcher.exit_status_of(rank - self.global_rank + self.local_rank),
-            launcher_pid=launcher_pid(self._start_method),
+            abort_device=abort_device,
+            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
+            launcher_pid=_launcher_pid(self._start_method),
         )
         self._ending = Ending(self._whereabouts, surroundings, stall_warning_s=self._stall_warning_s)
         self._ending.begin()
-        self._ending.handle_signals(self._module.trainer, callback=self._callback)
+        return self._ending
 
     def _end_watching(self) -> None:
         if self._ending is not None:
@@ -199,7 +202,7 @@ class EndingHooks(_ParallelStrategy):
 
     def end_run_by(self, error: BaseException) -> None:
         """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
-        if self._ending is not None and not isinstance(error, self._end_of_tuning):
+        if self._ending is not None and not isinstance(error, self._normal_ends):
             instead = self._ending.end_by(error, sigterm_exception=self._sigterm_exception)
             if instead is not None:
                 # Not "from" the error, which is nothing but a connection that broke.
@@ -214,6 +217,6 @@ def _channel(access: StoreAccess, surroundings: Surroundings) -> SideChannel:
     return SideChannel(access.store, name=name, rank=surroundings.rank, world_size=surroundings.world_size)
 
 
-def launcher_pid(start_method: StartMethod) -> int | None:
+def _launcher_pid(start_method: StartMethod) -> int | None:
     """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
     return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_bucketddp.checkpoint.every_rank import read_on_every_rank
-from lightning_bucketddp.checkpoint.finite_weights import check_weights
-from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
-from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
@@ -28,8 +23,9 @@ from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.whereabouts import OPTIMIZER, SAVING, Whereabouts
-from lightning_bucketddp.strategies.ending import Ending, Surroundings, launcher_pid
+from lightning_bucketddp.core.whereabouts import OPTIMIZER, Whereabouts
+from lightning_bucketddp.strategies.ending import Ending, EndsTogether
+from lightning_bucketddp.strategies.fabric_saving import FabricCheckpointHooks
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -52,7 +48,7 @@ else:
     _ParallelStrategy = object
 
 
-class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
+class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
     Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -86,10 +82,6 @@ class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
         batched_grad_copy: No effect; gradients are always copied by one call per bucket.
         skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
     """
-
-    _default_checkpoint_io: ClassVar[type[Any]]
-    _launchers: ClassVar[Any]
-    trains_elsewhere: bool = False
 
     def __init__(
         self,
@@ -167,57 +159,19 @@ class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
         self._timeout = timeout
         self._start_method = resolve_start_method(start_method)
 
-    @property
-    def checkpoint_io(self) -> Any:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_checkpoint_io()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    def _configure_launcher(self) -> None:
-        self._launcher = self._launchers.make(self)
-
     def setup_environment(self) -> None:
         super().setup_environment()
         self._set_world_ranks()
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:
-            self._begin_watching()
+            self._whereabouts.enter("the training loop")
+            ending = self._begin_watching()
+            ending.report_uncaught()
+            # Fabric does not say when a run is over.
+            weakref.finalize(self, ending.end)
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._split_graphs_in_forward(self._collectives.world_size)
-
-    def _begin_watching(self) -> None:
-        this = weakref.ref(self)  # the watch must not keep alive what it watches
-
-        def abort_device() -> None:
-            if (strategy := this()) is not None and strategy._collectives is not None:
-                strategy._collectives.abort()
-
-        launcher: Any = self._launcher
-        first_rank = self.global_rank - self.local_rank
-        surroundings = Surroundings(
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout,
-            abort_device=abort_device,
-            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
-            launcher_pid=launcher_pid(self._start_method),
-        )
-        self._whereabouts.enter("the training loop")
-        self._ending = Ending(self._whereabouts, surroundings, stall_warning_s=self._stall_warning_s)
-        self._ending.begin()
-        self._ending.report_uncaught()
-        # Fabric does not say when a run is over.
-        weakref.finalize(self, self._ending.end)
-
-    def end_run_by(self, error: BaseException) -> None:
-        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
-        if self._ending is not None and (instead := self._ending.end_by(error)) is not None:
-            raise instead from None
 
     def _split_graphs_in_forward(self, world_size: int) -> None:
         # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
@@ -292,55 +246,6 @@ class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Write on rank zero; a failure is raised on every rank."""
-        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
-            self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
-        # On every rank: an optimizer may have to gather its state.
-        checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
-
-        def write(content: dict[str, Any]) -> None:
-            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
-
-        def save() -> None:
-            for name, value in state.items():
-                if isinstance(value, nn.Module):
-                    check_weights(checkpoint[name], value, path=path, refuses=self.config.on_nonfinite != "warn")
-            self._writer.save(checkpoint, write, path=path, in_background=self._async_checkpoints)
-
-        with self._whereabouts.during(SAVING):
-            write_on_rank_zero(save, self._collectives, path=path)
-
-    def wait_for_checkpoints(self) -> None:
-        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
-        write_on_rank_zero(self._writer.drain, self._collectives)
-
-    @property
-    def checkpoint_stats(self) -> CheckpointStats:
-        """How long checkpoints took, on rank zero."""
-        return self._writer.stats
-
-    def load_checkpoint(  # type: ignore[override]
-        self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Give `state` what a checkpoint holds, once all ranks have read the same."""
-        if self._async_checkpoints:
-            self.wait_for_checkpoints()
-        own_io = self.checkpoint_io
-        # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
-        if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
-            self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
-        try:
-            return super().load_checkpoint(path, state, strict, **kwargs)
-        finally:
-            self._checkpoint_io = own_io
-
     def _trained_state(self) -> TrainingState:
         """All that was set up. With several modules the names of parameters tell which one has them."""
         parameters = {
@@ -351,24 +256,9 @@ class FabricStrategy(RejectsUnknownOptions, StartsTogether, _ParallelStrategy):
         return training_state(parameters, self._optimizers)
 
     def teardown(self) -> None:
-        with suppress(Exception):  # it is in the log
-            self._writer.drain()
         for reducer in self.reducers.values():
             reducer.close()
         super().teardown()
-
-
-@dataclass(frozen=True)
-class _ReadOnEveryRank:
-    """What `checkpoint_io` reads, for Fabric's own code to take apart."""
-
-    checkpoint_io: Any
-    collectives: Collectives
-
-    def load_checkpoint(self, path: Any, **kwargs: Any) -> dict[str, Any]:
-        return read_on_every_rank(
-            lambda: self.checkpoint_io.load_checkpoint(path, **kwargs), self.collectives, path=path
-        )
 
 
 class _BackwardSyncControl:

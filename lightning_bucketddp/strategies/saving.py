@@ -49,8 +49,9 @@ class CheckpointHooks(_ParallelStrategy):
     _checks: ReplicaChecks | None
     _trained_state: Callable[[], TrainingState]
     _whereabouts: Whereabouts
-    # Set in a process that has started the ranks and is none: its weights are old.
-    trains_elsewhere: bool = False
+    trains_elsewhere: bool
+    _wrapping_checkpoint_io: ClassVar[type]
+    _default_checkpoint_io: ClassVar[type[Any]]
     _async_checkpoint_io: ClassVar[type]
     _async_checkpoints: bool
     _writer: CheckpointWriter
@@ -61,6 +62,19 @@ class CheckpointHooks(_ParallelStrategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None  # there is one as long as training goes on
         return self.lightning_module.trainer
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self._default_checkpoint_io()
+        elif isinstance(self._checkpoint_io, self._wrapping_checkpoint_io):
+            # Ignored by a wrapper that already has something to wrap.
+            self._checkpoint_io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
 
     @property
     def checkpoint_stats(self) -> CheckpointStats:

@@ -20,7 +20,7 @@ from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.whereabouts import Whereabouts
 from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
-from lightning_bucketddp.strategies.ending import Ending, EndingHooks
+from lightning_bucketddp.strategies.ending import Ending
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -44,9 +44,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(
-    RejectsUnknownOptions, CheckpointHooks, TrainingHooks, EndingHooks, StartsTogether, _ParallelStrategy
-):
+class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -87,9 +85,6 @@ class TrainerStrategy(
     """
 
     _torch_sync_batchnorm: ClassVar[type]
-    _wrapping_checkpoint_io: ClassVar[type]
-    _default_checkpoint_io: ClassVar[type[Any]]
-    _async_checkpoint_io: ClassVar[type]
     _batch_size_of: ClassVar[Any]
 
     def __init__(
@@ -198,26 +193,13 @@ class TrainerStrategy(
         follow_root(self, accelerator)
         self._accelerator = accelerator
 
-    @property
-    def checkpoint_io(self) -> Any:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_checkpoint_io()
-        elif isinstance(self._checkpoint_io, self._wrapping_checkpoint_io):
-            # Ignored by a wrapper that already has something to wrap.
-            self._checkpoint_io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         self._start_together()
         self.setup_distributed()
         if self.world_size > 1:
-            self._begin_watching()
+            self._begin_watching().handle_signals(self._module.trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._is_restoring = True

@@ -38,5 +38,5 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _batch_size_of = staticmethod(extract_batch_size)
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
     _sigterm_exception = SIGTERMException
-    _end_of_tuning = _TunerExitException
+    _normal_ends = (_TunerExitException,)
     _callback = Callback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,15 +17,22 @@ from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import OPTIMIZER
-from lightning_bucketddp.strategies.ending import EndingHooks
+from lightning_bucketddp.strategies.ending import EndsTogether
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.replica_checks import ReplicaChecks, training_state
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
+from lightning_bucketddp.strategies.signals import StopSignals
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
 
-class TrainingHooks(EndingHooks):
+
+class TrainingHooks(EndsTogether, _ParallelStrategy):
     """The part of a strategy that Lightning calls for each batch, from fetching it to the optimizer's step."""
 
     config: ReducerConfig
@@ -37,6 +44,18 @@ class TrainingHooks(EndingHooks):
     _synced_layers: SyncedLayers | None
     _model_averager: Any
     _checks: ReplicaChecks | None
+
+    # Lightning's base class of callbacks.
+    _callback: ClassVar[type]
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # there is one as long as there is a run
+        return self.lightning_module
+
+    @property
+    def _signals(self) -> StopSignals | None:
+        return None if self._ending is None else self._ending.signals
 
     def _make_finiteness(self, replicas: Replicas) -> Finiteness:
         def where() -> str:
