@@ -177,7 +177,6 @@ class CheckpointHooks(_ParallelStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._saves_in_background = False
         try:
             self.wait_for_checkpoints()
         finally:

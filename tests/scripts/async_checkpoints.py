@@ -88,6 +88,7 @@ class FullDiskFromSecondEpoch(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, _: Any) -> None:
         if trainer.current_epoch == 1:
+            trainer.strategy.wait_for_checkpoints()  # type: ignore[attr-defined]
             self._stack.enter_context(full_disk(1000))
 
 
