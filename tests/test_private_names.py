@@ -23,6 +23,7 @@ TORCH = {
     "_foreach_mul_": "torch",
     "_foreach_zero_": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",
+    "_update_default_pg": "torch.distributed.distributed_c10d",
     "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
     # not private by name, but not documented either
     "batch_norm_update_stats": "torch",

@@ -243,7 +243,10 @@ def access_store() -> StoreAccess:
 
 def leave_process_group() -> None:
     """From now on this process is on its own."""
-    if dist.is_initialized():
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        # Destroying the group would wait for NCCL's watchdog, and that for ranks that are gone.
+        dist.distributed_c10d._update_default_pg(None)
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,9 @@ class Reducer:
         self._placements: dict[tuple[bool, ...], Placement] = {}
         self._num_blocks = 0
         self._backward: BackwardPass | None = None
+        self._exchanged: Any = (
+            torch.Event(self._collectives.device) if self._collectives.device.type == "cuda" else None
+        )
         self._hooks = [
             _hook(param, self._hook_for(index))
             for index, param in enumerate(self._params)
@@ -105,6 +109,11 @@ class Reducer:
         """Which bucket a backward has come to, in words."""
         reductions = None if self._backward is None else self._backward.reductions
         return "" if reductions is None else reductions.describe(self._specs)
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether the gradients of the last backward that ended are final on the device, too."""
+        return self._exchanged is None or bool(self._exchanged.query())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -204,6 +213,8 @@ class Reducer:
                 self.replicas.broadcast_buffers()
         self.placement = backward.placement
         self.stats.num_backwards += 1
+        if self._exchanged is not None:
+            self._exchanged.record()
         assert self.placement is not None  # there were reductions
         with torch.no_grad():
             self.finiteness.read(self.placement, self.stats)

@@ -1,11 +1,19 @@
-"""How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop."""
+"""How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop.
+
+Note: torn step
+    On a GPU the host is ahead of the device: when a rank dies, another may have asked for the exchange of gradients and
+    for the optimizer's step behind it. Ending the exchange lets that step go on, with gradients that nobody has summed.
+    What is on the device then is not to be saved. Where hosts exchange gradients, the host waits for them, and raises.
+"""
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.core.collectives import Collectives, StoreAccess, access_store, leave_process_group
 from lightning_bucketddp.core.connections import cut_connections
 from lightning_bucketddp.core.failure import Kind
+from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.side_channel import SideChannel
 from lightning_bucketddp.core.watch import Means, Watch
 from lightning_bucketddp.core.whereabouts import Whereabouts
@@ -26,6 +35,10 @@ from lightning_bucketddp.strategies.signals import StopSignals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+_EXCHANGED_WITHIN_S = 0.5
+# What libraries may take to end after Python has. NCCL may wait for a rank that is gone.
+_LIBRARIES_END_WITHIN_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +99,9 @@ class Ending:
     def begin(self) -> None:
         """Start to watch."""
         self._watch.start()
-        # A thread that still talks to the store when Python goes down would take the process with it.
-        atexit.register(self._watch.stop)
+        # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
+        # thing to be done then, because nearly the first to be registered.
+        atexit.register(self._end_with_python)
 
     def end(self) -> None:
         """The run is over on this rank, well or not."""
@@ -96,7 +110,13 @@ class Ending:
         if self._previous_hook is not None:
             sys.excepthook = self._previous_hook
         self._watch.stop()
-        atexit.unregister(self._watch.stop)
+        if not self._watch.have_parted:
+            atexit.unregister(self._end_with_python)
+
+    def _end_with_python(self) -> None:
+        self._watch.stop()
+        if self._watch.have_parted:
+            faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True)
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
@@ -159,6 +179,8 @@ class EndsTogether:
 
     # Set in a process that has started the ranks and is none: its weights are old.
     trains_elsewhere: bool = False
+    # Set when the weights may have been changed by gradients that were not whole (Note: torn step).
+    has_torn_step: bool = False
     _collectives: Collectives | None
     _whereabouts: Whereabouts
     _ending: Ending | None
@@ -179,6 +201,7 @@ class EndsTogether:
 
         def abort_device() -> None:
             if (strategy := this()) is not None and strategy._collectives is not None:
+                strategy._note_torn_step()
                 strategy._collectives.abort()
 
         launcher: Any = self._launcher
@@ -195,6 +218,17 @@ class EndsTogether:
         self._ending.begin()
         return self._ending
 
+    def _note_torn_step(self) -> None:
+        """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
+        deadline = time.monotonic() + _EXCHANGED_WITHIN_S
+        reducers = self._active_reducers()
+        while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.has_torn_step = not all(reducer.has_exchanged for reducer in reducers)
+
+    def _active_reducers(self) -> list[Reducer]:
+        raise NotImplementedError
+
     def _end_watching(self) -> None:
         if self._ending is not None:
             self._ending.end()
@@ -207,6 +241,14 @@ class EndsTogether:
             if instead is not None:
                 # Not "from" the error, which is nothing but a connection that broke.
                 raise instead from None
+
+
+def torn(path: object) -> str:
+    """Why there is no checkpoint at `path` (Note: torn step)."""
+    return (
+        f"checkpoint `{path}` is not saved, because a rank was lost while gradients were being exchanged, and the"
+        " weights on this rank may be wrong. Resume from the checkpoint before."
+    )
 
 
 def _channel(access: StoreAccess, surroundings: Surroundings) -> SideChannel:

@@ -222,6 +222,9 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
                 scopes.enter_context(reducer.backward())
             super().backward(tensor, module, *args, **kwargs)
 
+    def _active_reducers(self) -> list[Reducer]:
+        return list(self.reducers.values())
+
     def _taking_part(self, module: nn.Module | None) -> list[Reducer]:
         """The modules that certainly take part in a backward, even if this rank used none of their parameters.
 

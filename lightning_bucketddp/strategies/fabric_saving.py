@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.every_rank import read_on_every_rank
 from lightning_bucketddp.checkpoint.finite_weights import check_weights
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
@@ -19,6 +20,7 @@ from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.strategies.ending import torn
 from lightning_bucketddp.strategies.replica_checks import ReplicaChecks
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class FabricCheckpointHooks(_ParallelStrategy):
     _checks: ReplicaChecks | None
     _trained_state: Callable[[], TrainingState]
     _whereabouts: Whereabouts
+    has_torn_step: bool
     _async_checkpoints: bool
     _writer: CheckpointWriter
 
@@ -58,6 +61,8 @@ class FabricCheckpointHooks(_ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
+        if self.has_torn_step:
+            raise CheckpointWriteError(torn(path))
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.

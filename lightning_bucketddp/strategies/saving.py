@@ -21,6 +21,7 @@ from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.strategies.ending import torn
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.replica_checks import ReplicaChecks
@@ -50,6 +51,7 @@ class CheckpointHooks(_ParallelStrategy):
     _trained_state: Callable[[], TrainingState]
     _whereabouts: Whereabouts
     trains_elsewhere: bool
+    has_torn_step: bool
     _wrapping_checkpoint_io: ClassVar[type]
     _default_checkpoint_io: ClassVar[type[Any]]
     _async_checkpoint_io: ClassVar[type]
@@ -97,6 +99,9 @@ class CheckpointHooks(_ParallelStrategy):
         """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
         if self.trains_elsewhere:
             log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
+            return
+        if self.has_torn_step:
+            log.warning("bucketddp: %s", torn(filepath))
             return
         with self._whereabouts.during(SAVING):
             self._compare_replicas(checkpoint, filepath)

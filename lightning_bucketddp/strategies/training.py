@@ -53,6 +53,9 @@ class TrainingHooks(EndsTogether, _ParallelStrategy):
         assert self.lightning_module is not None  # there is one as long as there is a run
         return self.lightning_module
 
+    def _active_reducers(self) -> list[Reducer]:
+        return [] if self.reducer is None else [self.reducer]
+
     @property
     def _signals(self) -> StopSignals | None:
         return None if self._ending is None else self._ending.signals
