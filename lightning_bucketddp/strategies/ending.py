@@ -116,7 +116,8 @@ class Ending:
     def _end_with_python(self) -> None:
         self._watch.stop()
         if self._watch.have_parted:
-            faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True)
+            nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
+            faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
