@@ -74,6 +74,21 @@ def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
         assert outcome.startswith("Rank 2 of 3 did not join")
 
 
+def test_rank_zero_stays_until_the_others_know_why() -> None:
+    port = free_port()
+    alone = f"""if True:
+        from tests.test_startup import *
+        try:
+            meet_alone({port}, rank=0, world_size=3, timeout_s=5)
+        except StartError:
+            os._exit(1)
+        """
+    with subprocess.Popen([sys.executable, "-c", alone], stderr=subprocess.DEVNULL) as rank_0:
+        with pytest.raises(StartError, match=r"^Rank 2 of 3 did not join"):
+            meet_alone(port, rank=1, world_size=3, timeout_s=100)
+        assert rank_0.wait(AT_ONCE_S) == 1
+
+
 def test_another_world_size_is_refused_at_once_by_all() -> None:
     both = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
     assert len(both) == 1
