@@ -309,17 +309,14 @@ def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
         environment.take_listener().close()
 
 
-def test_a_port_that_the_user_chose_is_taken(environment: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    environment.setenv("MASTER_PORT", str(port))
-    local = local_environment()
-    assert local.main_port == port
-    with pytest.raises(StartError, match=re.escape(port_in_use(port))):
-        _ = local_environment().main_port
-    local.take_listener().close()
-    again = local_environment()
-    assert again.main_port == port
-    again.take_listener().close()
+def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest.MonkeyPatch) -> None:
+    with another_program(b"") as port:
+        environment.setenv("MASTER_PORT", str(port))
+        with pytest.raises(StartError, match=re.escape(port_in_use(port))):
+            _ = local_environment().main_port
+    for local in [local_environment(), local_environment()]:
+        assert local.main_port == port
+        assert local.take_listener() is None
 
 
 @pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
