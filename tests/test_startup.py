@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from lightning_bucketddp.core import meeting_point
 from lightning_bucketddp.core.invitation import Card, Invitation
-from lightning_bucketddp.core.meeting_point import MeetingPoint, StartError, part_of
-from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.core.meeting_point import StartError, part_of
 from lightning_bucketddp.strategies.launched import LaunchedProcesses
 from lightning_bucketddp.strategies.registration import strategy_class
 from tests.hosts import two_hosts
-from tests.jobs.meetings import ALL_THERE, meet
+from tests.jobs.meetings import ALL_THERE, meet, meet_alone
 from tests.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
 from tests.ranks import run_on_ranks
 
@@ -77,7 +76,7 @@ def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
 def test_rank_zero_stays_until_the_others_know_why() -> None:
     port = free_port()
     alone = f"""if True:
-        from tests.test_startup import *
+        from tests.jobs.meetings import *
         try:
             meet_alone({port}, rank=0, world_size=3, timeout_s=5)
         except StartError:
@@ -128,12 +127,6 @@ def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
         for s in (0, 1, 1, 2)  # after 0.2, 0.5 and 0.8 s, and twice the last
     ]
     assert [m for m in caplog.messages if "waiting" in m] == texts
-
-
-def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
-    """Meet in this process."""
-    point = MeetingPoint(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
-    Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)
 
 
 # --- The store that torchrun's agent hosts
@@ -412,7 +405,10 @@ def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: P
             (hosts[0].address, "Connection refused"),
             ("10.0.0.3", "(No route to host|timed out)"),
         ]:
-            alone = ["from tests.test_startup import *", f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})"]
+            alone = [
+                "from tests.jobs.meetings import *",
+                f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})",
+            ]
             program = Program(["-c", "; ".join(alone)], within=hosts[1].within)
             finished = run_together(program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
             message = rf"Rank 1 on host {HOST} could not reach rank 0 at {address}:29500 within 4 s: {obstacle}\. Check"
