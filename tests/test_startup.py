@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from lightning_bucketddp.core import meeting_point
 from lightning_bucketddp.core.invitation import Card, Invitation
-from lightning_bucketddp.core.meeting_point import MeetingPoint, StartError, part_of
-from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.core.meeting_point import StartError, part_of
 from lightning_bucketddp.strategies.launched import LaunchedProcesses
 from lightning_bucketddp.strategies.registration import strategy_class
 from tests.hosts import two_hosts
-from tests.jobs.meetings import ALL_THERE, meet
+from tests.jobs.meetings import ALL_THERE, meet, meet_alone
 from tests.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
 from tests.ranks import run_on_ranks
 
@@ -74,6 +73,21 @@ def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
         assert outcome.startswith("Rank 2 of 3 did not join")
 
 
+def test_rank_zero_stays_until_the_others_know_why() -> None:
+    port = free_port()
+    alone = f"""if True:
+        from tests.jobs.meetings import *
+        try:
+            meet_alone({port}, rank=0, world_size=3, timeout_s=5)
+        except StartError:
+            os._exit(1)
+        """
+    with subprocess.Popen([sys.executable, "-c", alone], stderr=subprocess.DEVNULL) as rank_0:
+        with pytest.raises(StartError, match=r"^Rank 2 of 3 did not join"):
+            meet_alone(port, rank=1, world_size=3, timeout_s=100)
+        assert rank_0.wait(AT_ONCE_S) == 1
+
+
 def test_another_world_size_is_refused_at_once_by_all() -> None:
     both = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
     assert len(both) == 1
@@ -113,12 +127,6 @@ def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
         for s in (0, 1, 1, 2)  # after 0.2, 0.5 and 0.8 s, and twice the last
     ]
     assert [m for m in caplog.messages if "waiting" in m] == texts
-
-
-def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
-    """Meet in this process."""
-    point = MeetingPoint(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
-    Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)
 
 
 # --- The store that torchrun's agent hosts
@@ -294,17 +302,14 @@ def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
         environment.take_listener().close()
 
 
-def test_a_port_that_the_user_chose_is_taken(environment: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    environment.setenv("MASTER_PORT", str(port))
-    local = local_environment()
-    assert local.main_port == port
-    with pytest.raises(StartError, match=re.escape(port_in_use(port))):
-        _ = local_environment().main_port
-    local.take_listener().close()
-    again = local_environment()
-    assert again.main_port == port
-    again.take_listener().close()
+def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest.MonkeyPatch) -> None:
+    with another_program(b"") as port:
+        environment.setenv("MASTER_PORT", str(port))
+        with pytest.raises(StartError, match=re.escape(port_in_use(port))):
+            _ = local_environment().main_port
+    for local in [local_environment(), local_environment()]:
+        assert local.main_port == port
+        assert local.take_listener() is None
 
 
 @pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
@@ -400,7 +405,10 @@ def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: P
             (hosts[0].address, "Connection refused"),
             ("10.0.0.3", "(No route to host|timed out)"),
         ]:
-            alone = ["from tests.test_startup import *", f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})"]
+            alone = [
+                "from tests.jobs.meetings import *",
+                f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})",
+            ]
             program = Program(["-c", "; ".join(alone)], within=hosts[1].within)
             finished = run_together(program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
             message = rf"Rank 1 on host {HOST} could not reach rank 0 at {address}:29500 within 4 s: {obstacle}\. Check"

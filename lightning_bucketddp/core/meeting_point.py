@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
 _REPORTS_S = (10, 30, 60)
+# How long torch may try by itself to reach a store that was there a moment ago.
+_CLIENT_TIMEOUT = timedelta(seconds=1)
 
 
 class StartError(RuntimeError):
@@ -104,7 +106,7 @@ class MeetingPoint:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
                 socket.create_connection((self.address, self.port), timeout=1).close()
-                return self._open_client(patience)
+                return self._open_client()
             except OSError as error:
                 obstacle = error.strerror or str(error)
             except RuntimeError as error:
@@ -116,11 +118,11 @@ class MeetingPoint:
                 patience.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
             time.sleep(POLL_S)
 
-    def _open_client(self, patience: Patience) -> Store:
+    def _open_client(self) -> Store:
         if _agent_hosts_store():
             # torch knows how to keep apart the attempts of a run that torchrun restarts.
             store: Store
-            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=patience.left))
+            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=_CLIENT_TIMEOUT))
             return store
         return TCPStore(
             self.address,
@@ -128,7 +130,7 @@ class MeetingPoint:
             is_master=self.is_host,
             multi_tenant=self.is_host,
             wait_for_workers=False,
-            timeout=patience.left,
+            timeout=_CLIENT_TIMEOUT,
         )
 
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:

@@ -34,7 +34,7 @@ class HoldsPort(_LightningEnvironment):
         if not self.creates_processes_externally:
             os.environ[LAUNCHER_PID] = str(os.getpid())
             if self.node_rank() == 0 and self._listener is None:
-                self._listener = _listen()
+                self._listener = _open_port()
         return super().main_port
 
     def take_listener(self) -> socket.socket | None:
@@ -47,22 +47,24 @@ class HoldsPort(_LightningEnvironment):
         return self.__dict__ if get_spawning_popen() is not None else {**self.__dict__, "_listener": None}
 
 
-def _listen() -> socket.socket:
-    """A socket at `MASTER_PORT`; at a free port, which it then says, if that was not chosen."""
+def _open_port() -> socket.socket | None:
+    """A socket at a free port, which `MASTER_PORT` then says. None if that was chosen; it must be free, too."""
     chosen = os.environ.get("MASTER_PORT")
-    port = 0 if chosen is None or chosen == os.environ.get(_FREE_PORT) else int(chosen)
+    if chosen is not None and chosen != os.environ.get(_FREE_PORT):
+        # Not kept: where the launcher is not rank 0 itself, nobody tells it when the port can be chosen again.
+        _listen(int(chosen)).close()
+        return None
+    listener = _listen(0)
+    os.environ["MASTER_PORT"] = os.environ[_FREE_PORT] = str(listener.getsockname()[1])
+    return listener
+
+
+def _listen(port: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        listener = socket.create_server(
-            ("", port),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=socket.SOMAXCONN,
-        )
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise StartError(explain_port_in_use(port)) from error
-    if port == 0:
-        os.environ["MASTER_PORT"] = os.environ[_FREE_PORT] = str(listener.getsockname()[1])
-    return listener

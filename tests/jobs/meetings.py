@@ -47,3 +47,9 @@ def meet(
         except StartError as error:
             outcome = str(error)
     return {"outcome": outcome, "seconds": time.monotonic() - began, "pid": os.getpid()}
+
+
+def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
+    """Meet in this process."""
+    point = MeetingPoint(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
+    Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)

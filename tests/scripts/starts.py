@@ -24,8 +24,6 @@ if os.environ.get("LOCAL_RANK") == "1":
         time.sleep(5)
     if arguments.rank_1 == "exit":
         sys.exit(3)
-    if arguments.rank_1 == "kill_launcher":
-        os.kill(os.getppid(), signal.SIGKILL)
 
 from lightning.fabric import Fabric  # noqa: E402
 
@@ -33,6 +31,8 @@ from lightning_bucketddp import BucketDDPStrategy  # noqa: E402
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy  # noqa: E402
 from tests.scripts.fit import Regression, Report, lightning  # noqa: E402
 
+if os.environ.get("LOCAL_RANK") == "1" and arguments.rank_1 == "kill_launcher":
+    os.kill(os.getppid(), signal.SIGKILL)
 options = {"accelerator": "cpu", "devices": arguments.devices, "num_nodes": arguments.num_nodes}
 if arguments.fabric:
     Fabric(strategy=FabricStrategy(start_timeout_s=arguments.start_timeout_s), **options).launch()
