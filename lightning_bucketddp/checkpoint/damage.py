@@ -56,17 +56,15 @@ def _damaged_records(archive: zipfile.ZipFile) -> Iterator[str]:
     for entry in archive.infolist():
         if entry.CRC == 0:
             entry.CRC = None  # type: ignore[assignment]  # `torch.serialization.set_crc32_options(False)`
-        num_bytes = 0
+        if entry.external_attr & _DIRECTORY_ATTRIBUTE:
+            # Torch would read nothing then, say nothing, and leave in the tensor what was in memory.
+            raise zipfile.BadZipFile
         with archive.open(entry) as record:
             try:
-                while chunk := record.read(_CHUNK_BYTES):
-                    num_bytes += len(chunk)
+                while record.read(_CHUNK_BYTES):
+                    pass
             except zipfile.BadZipFile:
                 yield entry.filename
-            else:
-                # Of what the index calls a directory torch would read nothing, and leave the tensor as memory was.
-                if num_bytes != entry.file_size or entry.external_attr & _DIRECTORY_ATTRIBUTE:
-                    raise zipfile.BadZipFile
 
 
 def _in_words(records: list[str], archive: zipfile.ZipFile) -> str:
