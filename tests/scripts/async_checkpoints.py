@@ -24,7 +24,7 @@ from tests.scripts.checkpoints import Saves, Scheduled, full_disk, raised_by
 from tests.scripts.trainers import like_torchrun, make_trainer
 
 SAVED_AFTER = 2  # batches
-WAIT_S = 20  # for what comes soon, or never
+WAIT_S = 50  # for what comes soon, or never
 
 
 class HeldCheckpointIO(BucketDDPCheckpointIO):
