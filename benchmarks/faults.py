@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults [--repetitions 5] [--json FILE]
 
-The faults take turns. A time is from the fault on rank 1 to the end of the last process, interpreter included; for a rank
-that is stuck, from the group's time-out (8 s).
+The faults take turns. A time is from the fault on rank 1 to the end of the last process, interpreter included; for a
+rank that is stuck, from the group's time-out (8 s).
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def seconds_to_end(name: str) -> float:
     fault = FAULTS[name]
     options = {"pause_s": 60, "slow_from": fault.batch} if "minute" in name else {}
     timeout_s = TIMEOUT_S if fault.what in STUCK else 1800
-    with tempfile.TemporaryDirectory() as directory:
-        with crew(fit, directory=Path(directory), fault=fault, timeout_s=timeout_s, **options) as ranks:
-            ended = ranks.wait()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        crew(fit, directory=Path(directory), fault=fault, timeout_s=timeout_s, **options) as ranks,
+    ):
+        ended = ranks.wait()
     return ended.at - float(ended.results["fault"]["at"]) - (TIMEOUT_S if fault.what in STUCK else 0)
 
 
@@ -58,9 +60,7 @@ def main() -> None:
     for _ in range(arguments.repetitions):
         for name, taken in times.items():
             taken.append(seconds_to_end(name))
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {arguments.repetitions} repetitions\n"
-    )
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {arguments.repetitions} rounds\n")
     print("| fault on rank 1 | median s | longest s |\n|---|---|---|")
     for name, taken in times.items():
         print(f"| {name} | {statistics.median(taken):.1f} | {max(taken):.1f} |")

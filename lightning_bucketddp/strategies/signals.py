@@ -117,10 +117,10 @@ class StopSignals:
             self._lockstep.stop_signal = number
 
     def _on_requeue(self, number: int, frame: object) -> None:
-        if self._trainer.training and self._lockstep is not None:
-            self._lockstep.wants_requeue = True
+        if self._lockstep is not None:
+            self._lockstep.wants_requeue = True  # after the next step, also in a validation
         elif self._requeue is not None:
-            self._requeue(number, frame)  # nothing is being trained: each rank can save where it is
+            self._requeue(number, frame)  # nothing is being trained
 
 
 def _callback_after_batches(after_batch: Callable[[], None], base: type) -> Any:
