@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.jobs import checkpoint as jobs
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([jobs.__name__])
+from tests.forks import PROCESSES
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 
+from tests.forks import PROCESSES
+
 TIMEOUT_S = 100
-_PRELOADED = ["torch", "torch.distributed", "lightning.pytorch", "lightning.fabric", "lightning_bucketddp"]
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,12 @@ class Crew:
 @contextlib.contextmanager
 def crew(job: Callable[..., None], *, directory: Path, world_size: int = 2, **kwargs: Any) -> Iterator[Crew]:
     """Run `job(**kwargs, directory=directory)` on ranks; none of them is left at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     port = _free_port()
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
             arguments = (job, rank, world_size, port, directory, kwargs)
-            process = context.Process(target=_run, args=arguments, name=f"rank {rank}")
+            process = PROCESSES.Process(target=_run, args=arguments, name=f"rank {rank}")
             process.start()
             processes.append(process)
         yield Crew(processes, directory)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.crews import Ended, crew
-from tests.scripts.faults import Fault, fit
+from tests.scripts.faults import LINGERING_S, Fault, fit
 
 # Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
 SOON_S = 20
@@ -79,9 +79,18 @@ def test_exception_outside_of_training_ends_all(where: str, options: dict[str, A
 
 
 def test_exception_of_all_ranks_leaves_their_group_as_it_is(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("raise", rank=0), stall_warning_s=-1) as ranks:
+    ended = end_of(tmp_path, fault=Fault("raise", rank=None))
+    assert [ended.results[f"seen{rank}"]["type"] for rank in (0, 1)] == ["ValueError", "ValueError"]
+    assert all(ended.results[f"seen{rank}"]["has_group"] for rank in (0, 1))
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_nobody_waits_for_a_rank_whose_callbacks_take_long(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("raise"), world_size=3, lingers_on=1) as ranks:
         ended = ranks.wait()
-    assert all("`stall_warning_s` must be a positive number" in output for output in ended.output)
+    lingering = ended.results["seen1"]["at"]
+    assert all(lingering - ended.results[f"seen{rank}"]["at"] > LINGERING_S / 2 for rank in (0, 2))
+    assert all(ended.results[f"seen{rank}"]["type"] == "RankFailedError" for rank in (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -131,3 +140,9 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> Non
         r"backward of batch 4 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )
     assert re.search(where, ended.output[0])
+
+
+def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeout_s=8, stall_warning_s=1)
+    told = re.findall(r"has waited \d+ s for other ranks in backward of batch 4", "".join(ended.output))
+    assert len(told) == 1

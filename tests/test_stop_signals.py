@@ -50,6 +50,15 @@ def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
     assert checkpoint_of(tmp_path)["global_step"] == 3
 
 
+def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
+        ended = ranks.wait()
+    checkpoint = checkpoint_of(tmp_path)
+    # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
+    assert checkpoint["optimizer_states"][0]["state"][0]["step"] == checkpoint["global_step"] >= 4
+    assert ended.exit_codes == [143, 143]
+
+
 @dataclass(frozen=True)
 class Trial:
     """A signal to some ranks, at some moment of a training that also validates and saves."""

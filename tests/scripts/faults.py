@@ -22,16 +22,20 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_bucketddp import BucketDDPStrategy
 
 NUM_BATCHES = 400
+LINGERING_S = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, on which rank, in which function, at which batch."""
+    """What happens, on which rank (None: on all), in which function, at which batch."""
 
     what: str
     where: str = "training_step"
-    rank: int = 1
+    rank: int | None = 1
     batch: int = 3
+
+    def is_due(self, where: str, rank: int, batch: int) -> bool:
+        return (where, batch) == (self.where, self.batch) and self.rank in (rank, None)
 
     def happen(self, directory: Path) -> None:
         write(directory / "fault.json", {"at": time.time(), "pid": os.getpid()})
@@ -44,6 +48,9 @@ class Fault:
                 pass
         if self.what == "sleep":
             time.sleep(1000)
+        if self.what == "SIGTERM and sleep":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(6)
         if hasattr(signal, self.what):
             os.kill(os.getpid(), getattr(signal, self.what))
 
@@ -77,9 +84,8 @@ class Model(LightningModule):
         self._slow_from = slow_from
 
     def _may_fail(self, where: str, batch: int) -> None:
-        fault = self._fault
-        if fault is not None and (fault.where, fault.rank, fault.batch) == (where, self.global_rank, batch):
-            fault.happen(self._directory)
+        if self._fault is not None and self._fault.is_due(where, self.global_rank, batch):
+            self._fault.happen(self._directory)
 
     def setup(self, stage: str) -> None:
         self._may_fail("setup", self._fault.batch if self._fault else 0)
@@ -110,18 +116,31 @@ class Model(LightningModule):
         time.sleep(self._pause_s)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        model = self
+
+        class Adam(torch.optim.Adam):
+            def step(self, closure: Any = None) -> Any:
+                output = super().step(closure)
+                # The weights are new, and nobody has counted the step yet.
+                model._may_fail("optimizer", model.trainer.fit_loop.epoch_loop.batch_idx)
+                return output
+
+        return Adam(self.parameters(), lr=0.01)
 
 
 class Witness(Callback):
     """Writes down what each rank sees of the end, and waits for the others as a careless callback would."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, lingers_on: int | None) -> None:
         self._directory = directory
+        self._lingers_on = lingers_on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         trainer.strategy.barrier("careless")
+        if trainer.global_rank == self._lingers_on:
+            time.sleep(LINGERING_S)
         seen = {
+            "at": time.time(),
             "type": type(exception).__name__,
             "message": str(exception),
             "step": trainer.global_step,
@@ -139,6 +158,7 @@ def fit(
     pause_s: float = 0.0,
     slow_from: int = 0,
     save_every: int = 10**6,
+    lingers_on: int | None = None,
     timeout_s: float = 1800,
     num_workers: int = 0,
     val_check_interval: int | None = None,
@@ -158,7 +178,11 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         # The first removes its file when a run has ended well.
-        callbacks=[OnExceptionCheckpoint(directory / "on_exception"), saving, Witness(directory)],
+        callbacks=[
+            OnExceptionCheckpoint(directory / "on_exception"),
+            saving,
+            Witness(directory, lingers_on=lingers_on),
+        ],
     )
     of_worker = fault if fault is not None and fault.where == "data worker" and _rank() == fault.rank else None
     loader = DataLoader(Samples(of_worker, directory), batch_size=2, num_workers=num_workers)
