@@ -222,41 +222,33 @@ def port_in_use(port: int) -> str:
 
 
 class Launcher:
-    """As much of Lightning's as is asked for."""
+    """As much of ours as is asked for."""
 
     def __init__(self, *commands: str) -> None:
-        self.procs = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+        self.children = tuple(subprocess.Popen([sys.executable, "-c", command]) for command in commands)
 
 
 def test_processes_that_end_are_named_and_the_others_ended() -> None:
     launcher = Launcher("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(1000)")
-    killed, sleeping = launcher.procs
+    killed, sleeping = launcher.children
     launched = LaunchedProcesses(launcher, rank=4, local_rank=0)
     killed.wait()
     assert launched.find_failure() == (
         f"Rank 5 (process {killed.pid}) ended by signal 9 (SIGKILL) before all ranks had joined. Its output says why."
     )
-    with launched.unobserved():
-        assert [process.poll() for process in launcher.procs] == [None]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
         raise KeyboardInterrupt
     assert sleeping.returncode == -signal.SIGKILL
     assert time.monotonic() - began < AT_ONCE_S
-    # Lightning's observer, which would kill us, has nothing to look at.
-    assert launcher.procs == []
 
 
-def test_processes_are_observed_again_after_the_start() -> None:
+def test_a_process_that_ends_well_too_early_is_named() -> None:
     launcher = Launcher("")
-    before = list(launcher.procs)
-    launched = LaunchedProcesses(launcher, rank=0, local_rank=0)
-    with launched.ended_on_failure(), launched.unobserved():
-        pass
-    assert launcher.procs == before
-    before[0].wait()
-    assert launched.find_failure() == (
-        f"Rank 1 (process {before[0].pid}) ended with exit status 0 before all ranks had joined. Its output says why."
+    launcher.children[0].wait()
+    assert LaunchedProcesses(launcher, rank=0, local_rank=0).find_failure() == (
+        f"Rank 1 (process {launcher.children[0].pid}) ended with exit status 0 before all ranks had joined. Its output"
+        " says why."
     )
 
 
