@@ -132,7 +132,7 @@ class Finish(Callback):
     """Writes down what each rank has at the end of a run that is complete."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        end = {"step": trainer.global_step, "weights": fingerprint(pl_module)}
+        end = {"at": time.time(), "step": trainer.global_step, "weights": fingerprint(pl_module)}
         write(trainer.default_root_dir, f"finished{trainer.global_rank}", end)
 
 

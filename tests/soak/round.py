@@ -87,9 +87,12 @@ def run_round(trial: Trial, arena: Arena, *, expected_weights: str | None) -> Ou
         fault_at = _interfere(trial, run)
         patience_s = arena.patience_s + trial.patience_s
         left = run.wait(fault_at=fault_at, patience_s=patience_s)
-        fault_at = fault_at or run.read("fault").get("at") or time.time()
+        fault_at = fault_at or run.read("fault").get("at")
+        if fault_at is None and not left and not _is_finished(run):
+            outcome.find(STATUS, f"{run.exit_status}: the program ended by itself, before the fault")
+        fault_at = fault_at or time.time()
         outcome.seconds = time.time() - fault_at
-        outcome.came_too_late = not trial.finishes and _is_finished(run)
+        outcome.came_too_late = _is_finished(run) and run.read("finished0")["at"] < fault_at
         if left:
             kind = HANG if run.exit_status is None else LEFTOVER
             outcome.find(kind, f"processes {left} still run {outcome.seconds:.0f} s after the fault; killed")
@@ -174,6 +177,8 @@ def _restart(outcome: Outcome, arena: Arena, expected_weights: str | None) -> No
             outcome.find(LOSS, "there is no checkpoint to be damaged")
             return
         flip_bit(newest, place=trial.details["place"], bit=trial.details["bit"])
+    for written_before in arena.directory.glob("*.json"):
+        written_before.unlink()
     output = arena.directory / "output of restart.txt"
     with running(arena.program(trial.launcher), directory=arena.directory, output=output) as run:
         if left := run.wait(fault_at=None, patience_s=0):

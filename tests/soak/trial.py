@@ -102,7 +102,8 @@ class Trial:
         if self.step is None:
             return None
         if rank == "launcher" and self.signal == "SIGKILL":
-            return r"the process that has started rank \d is gone"
+            # Where torch starts the ranks, the kernel sends them this when their parent dies.
+            return r"the process that has started rank \d is gone|rank \d received SIGINT"
         if not isinstance(rank, int):
             return None
         by_launcher = {
