@@ -50,12 +50,11 @@ def main(arguments: list[str]) -> int:
     print(f"seed {seed}; the files of rounds that go wrong stay in {directory}", flush=True)
     tally = Tally(lambda outcome: _replay(outcome, options))
     arena = Arena(directory=directory, checkpoints=directory, strategy=options.strategy, patience_s=options.patience)
-    with _in(arena, "undisturbed") as calm:
-        weights = weights_undisturbed(calm)
-    shutil.rmtree(directory / "undisturbed")
+    weights = ""
     for number in range(seed, seed + options.rounds):
         if time.monotonic() > until:
             break
+        weights = weights or _weights_undisturbed(arena)
         trial = Trial.draw(number, launchers=options.launcher or LAUNCHERS, faults=options.fault or FAULTS)
         try:
             with _in(arena, str(number), is_small=trial.fault == "full-disk") as place:
@@ -70,6 +69,13 @@ def main(arguments: list[str]) -> int:
     if not tally.failed:
         shutil.rmtree(directory)
     return 1 if tally.failed else 0
+
+
+def _weights_undisturbed(arena: Arena) -> str:
+    with _in(arena, "undisturbed") as calm:
+        weights = weights_undisturbed(calm)
+    shutil.rmtree(arena.directory / "undisturbed")
+    return weights
 
 
 @contextmanager
