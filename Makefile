@@ -1,7 +1,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint
+.PHONY: help demo test test-oldest soak lint
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,6 +14,10 @@ test: .venv/.installed ## Run the test suite
 
 test-oldest: .venv-oldest/.installed ## Run the test suite with the oldest supported torch and Lightning
 	.venv-oldest/bin/python -m pytest
+
+soak: .venv/.installed ## Train under random faults: ROUNDS=20 MINUTES=10 SEED=... FAULT=... LAUNCHER=...
+	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) \
+		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER))
 
 lint: .venv/.installed ## Check style and types
 	.venv/bin/ruff check

@@ -26,6 +26,8 @@ STRATEGY_MODULE_OF = {
     "pytorch_lightning": "lightning_bucketddp.strategies.trainer_pytorch_lightning",
 }
 TIMEOUT_S = 120
+# All processes of a run have it in their environment.
+RUN_VARIABLE = "BUCKETDDP_TEST_RUN"
 # What a process may need to end by itself after the one that it belongs to has ended.
 GRACE_S = 10
 
@@ -78,18 +80,18 @@ def no_process_left() -> Iterator[dict[str, str]]:
     run_id = str(uuid.uuid4())
     left_behind = None
     try:
-        yield {"BUCKETDDP_TEST_RUN": run_id}
+        yield {RUN_VARIABLE: run_id}
         left_behind = _wait_for_end(run_id)
     finally:
-        for pid in _processes(run_id):
+        for pid in processes_of(run_id):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert left_behind == []
 
 
-def _processes(run_id: str) -> list[int]:
+def processes_of(run_id: str) -> list[int]:
     """The processes that have `run_id` in their environment; torchrun's are in no common session or group."""
-    variable = f"BUCKETDDP_TEST_RUN={run_id}".encode()
+    variable = f"{RUN_VARIABLE}={run_id}".encode()
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -101,7 +103,7 @@ def _processes(run_id: str) -> list[int]:
 def _wait_for_end(run_id: str) -> list[int]:
     """The processes that do not end by themselves."""
     deadline = time.monotonic() + GRACE_S
-    while (processes := _processes(run_id)) and time.monotonic() < deadline:
+    while (processes := processes_of(run_id)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return processes
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.multiprocessing.spawn import ProcessExitedException
+
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 else:
@@ -18,6 +20,8 @@ else:
     _MultiProcessingLauncher = _SubprocessScriptLauncher = object
 
 _CHILDREN_END_WITHIN_S = 3.0
+# As a shell reports a process that SIGINT has ended.
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Guarded:
         function: what runs.
         strategy: that it runs with.
         on_exception: called with the exception where Lightning does not call its own handlers.
+        in_child: whether another process waits for the end of this one.
     """
 
     function: Callable[..., Any]
     strategy: Any
     on_exception: Callable[[BaseException], None] | None = None
+    in_child: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
@@ -45,6 +51,9 @@ class Guarded:
         except BaseException as error:
             if self.on_exception is not None:
                 self.on_exception(error)
+            if self.in_child and isinstance(error, KeyboardInterrupt):
+                # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
+                raise SystemExit(_INTERRUPTED) from None
             raise
 
 
@@ -61,11 +70,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
         on_exception = None if self.on_exception_of is None else partial(self.on_exception_of, kwargs["trainer"])
         strategy.trains_elsewhere = True
         try:
-            result = super().launch(Guarded(function, strategy, on_exception), *args, **kwargs)
-        except KeyboardInterrupt:
-            # Pressed in a terminal, it has reached them too; sent to this process alone, it has not.
+            guarded = Guarded(function, strategy, on_exception, in_child=True)
+            result = super().launch(guarded, *args, **kwargs)
+        except (KeyboardInterrupt, ProcessExitedException) as error:
+            if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
+                raise
+            # Pressed in a terminal, it has reached all; sent to one process alone, it has not.
             self._end_processes(signal.SIGINT)
-            raise
+            raise KeyboardInterrupt from None
         strategy.trains_elsewhere = False
         return result
 
