@@ -252,6 +252,21 @@ def test_a_process_that_ends_well_too_early_is_named() -> None:
     )
 
 
+def test_a_launcher_that_has_ended_is_noticed_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        monkeypatch.setenv("BUCKETDDP_LAUNCHER_PID", str(launcher.pid))
+        launched = LaunchedProcesses(None, rank=3, local_rank=1)
+        assert launched.find_failure() is None
+        launcher.kill()
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+        why = f"Rank 3 has lost the process that launched it ({launcher.pid}): that one has ended."
+        assert launched.find_failure() == why
+        launcher.wait()
+        assert launched.find_failure() == why
+    # One that was not launched has not lost anything.
+    assert LaunchedProcesses(None, rank=2, local_rank=0).find_failure() is None
+
+
 # --- The port of a local launch
 
 

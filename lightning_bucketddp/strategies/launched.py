@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from lightning_bucketddp.core.failure import signal_name
@@ -68,5 +69,9 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass
+        return True
+    with suppress(OSError):  # not every platform tells
+        # Its name, which may hold anything, ends with the last parenthesis.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in ("Z", "X")  # it has ended, and whoever started it has not looked yet
     return True
