@@ -202,7 +202,7 @@ class EndsTogether:
 
         def abort_device() -> None:
             if (strategy := this()) is not None and strategy._collectives is not None:
-                strategy._note_torn_step()
+                strategy.note_torn_step()
                 strategy._collectives.abort()
 
         launcher: Any = self._launcher
@@ -219,7 +219,7 @@ class EndsTogether:
         self._ending.begin()
         return self._ending
 
-    def _note_torn_step(self) -> None:
+    def note_torn_step(self) -> None:
         """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
         deadline = time.monotonic() + _EXCHANGED_WITHIN_S
         reducers = self._active_reducers()
