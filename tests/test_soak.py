@@ -12,7 +12,7 @@ import torch
 
 from tests.soak.__main__ import main
 from tests.soak.damage import flip_bit
-from tests.soak.round import HANG, LEFTOVER, LOSS, STATUS, WORDS, Arena, Outcome, run_round
+from tests.soak.round import HANG, LEFTOVER, LOSS, NUM_STEPS, STATUS, WEIGHTS, WORDS, Arena, Outcome, run_round
 from tests.soak.tally import Tally
 from tests.soak.trial import FAULTS, LAUNCHERS, Trial
 
@@ -41,13 +41,13 @@ def trial(**changes: Any) -> Trial:
     return Trial(**{**usual, **changes})
 
 
-def outcome_of(code: str, directory: Path, what: Trial, *, patience_s: float = 1.5) -> Outcome:
+def outcome_of(code: str, directory: Path, what: Trial) -> Outcome:
     """What the soak finds about a program that only pretends to train."""
     script, disk = directory / "script.py", directory / "disk"
     script.write_text(PROGRESS + code)
     disk.mkdir(exist_ok=True)
-    arena = Arena(directory=directory, checkpoints=disk, patience_s=patience_s, script=script)
-    return run_round(what, arena, expected_weights=None)
+    arena = Arena(directory=directory, checkpoints=disk, patience_s=1.5, script=script)
+    return run_round(what, arena, expected_weights="right")
 
 
 def kinds(outcome: Outcome) -> set[str]:
@@ -96,6 +96,22 @@ def test_a_damaged_checkpoint_is_a_loss(tmp_path: Path) -> None:
     torch.save({"global_step": 6, "weights": torch.zeros(1000)}, tmp_path / "disk" / "last.ckpt")
     flip_bit(tmp_path / "disk" / "last.ckpt", place=0.5, bit=3)
     assert LOSS in kinds(outcome_of("time.sleep(1000)", tmp_path, trial()))
+
+
+@pytest.mark.parametrize("weights", ["right", "wrong"])
+def test_a_restart_has_to_end_right_and_leave_nothing(weights: str, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    torch.save({"global_step": 6}, tmp_path / "disk" / "last.ckpt")
+    code = f"""
+print("rank 0 received SIGTERM", flush=True)
+if not pathlib.Path("output of restart.txt").exists():
+    time.sleep(1000)
+for rank in (0, 1):
+    write(f"finished{{rank}}", {{"at": time.time(), "step": {NUM_STEPS}, "weights": "{weights}"}})
+pathlib.Path("disk/{weights}.tmp").touch()
+"""
+    outcome = outcome_of(code, tmp_path, trial(is_restarted=True))
+    assert kinds(outcome) == ({LEFTOVER} if weights == "right" else {LEFTOVER, WEIGHTS})
 
 
 def test_seeds_draw_the_same_and_all_there_is() -> None:
