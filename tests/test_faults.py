@@ -134,6 +134,13 @@ def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_
         assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
 
 
+def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, timeout_s=8, stall_warning_s=1)
+    assert re.search(r"Rank 1 .*is stuck in data loading( after batch \d in epoch 0)?:", ended.output[0])
+    assert ended.results["seen1"]["type"] == "RankFailedError"
+    assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
+
+
 def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("sleep", "backward"), timeout_s=8, stall_warning_s=1)
     where = (

@@ -17,6 +17,9 @@ _BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", 
 OPTIMIZER = "optimizer"
 SAVING = "saving a checkpoint"
 BETWEEN_STEPS = "callbacks"
+_SET_UP = "set-up"
+# Nothing tells that data is being loaded, but for the stack.
+_MAY_LOAD_DATA = (_SET_UP, BETWEEN_STEPS)
 # Half a step of an optimizer, or half a file, is worse than a late end.
 _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
@@ -35,7 +38,7 @@ class Whereabouts:
     """
 
     def __init__(self, *, waiting_in: tuple[str, ...]) -> None:
-        self.phase = "set-up"
+        self.phase = _SET_UP
         self.since = time.monotonic()
         self.epoch = 0
         self.batch = 0
@@ -86,7 +89,7 @@ class Whereabouts:
         phase, detail = self.phase, ""
         if phase == "backward" and self.describe_backward is not None:
             detail = self.describe_backward()
-        elif phase == BETWEEN_STEPS and any(_DATA_LOADING.search(f.f_code.co_filename) for f in self._frames()):
+        elif phase in _MAY_LOAD_DATA and any(_DATA_LOADING.search(f.f_code.co_filename) for f in self._frames()):
             phase = "data loading"
         batch = f" {'after' if self.phase == BETWEEN_STEPS else 'of'} batch {self.batch}" if self.batch else ""
         return f"{phase}{batch} in epoch {self.epoch}{detail}" if batch else phase

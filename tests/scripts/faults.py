@@ -185,7 +185,11 @@ def fit(
         ],
     )
     of_worker = fault if fault is not None and fault.where == "data worker" and _rank() == fault.rank else None
-    loader = DataLoader(Samples(of_worker, directory), batch_size=2, num_workers=num_workers)
+    # Not as this process was made: a server for its workers would have to import everything again.
+    context = "fork" if num_workers else None
+    loader = DataLoader(
+        Samples(of_worker, directory), batch_size=2, num_workers=num_workers, multiprocessing_context=context
+    )
     validation = DataLoader(Samples(None, directory), batch_size=2) if val_check_interval else None
     trainer.fit(Model(fault, directory, pause_s=pause_s, slow_from=slow_from), loader, validation)
     write(directory / f"finished{trainer.global_rank}.json", {"step": trainer.global_step})
