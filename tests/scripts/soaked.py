@@ -31,6 +31,7 @@ from lightning_bucketddp import BucketDDPStrategy
 NUM_EPOCHS = 3
 STEPS_PER_EPOCH = 20
 SAVE_EVERY_N_STEPS = 5
+START_TIMEOUT_S = 60
 # More than the disks that are to be filled can hold; others must not be filled.
 FILLER_BYTES = 2**30
 
@@ -150,7 +151,7 @@ def main(
     torch.manual_seed(1)
     options: dict[str, Any] = {"start_method": start_method, "timeout": timedelta(seconds=timeout_s)}
     if strategy == "bucketddp":
-        options.update(check_replicas_every_n_steps=3, stall_warning_s=2, start_timeout_s=60)
+        options.update(check_replicas_every_n_steps=3, stall_warning_s=2, start_timeout_s=START_TIMEOUT_S)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

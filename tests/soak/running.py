@@ -107,7 +107,8 @@ def running(program: Program, *, directory: Path, output: Path) -> Iterator[Runn
     """Start `program`; none of its processes is left at the end."""
     run_id = str(uuid.uuid4())
     with output.open("w") as file:  # not a pipe, which a process left behind would keep open
-        environment = {**os.environ, RUN_VARIABLE: run_id}
+        # torch leaves files behind when its processes are killed.
+        environment = {**os.environ, RUN_VARIABLE: run_id, "TMPDIR": str(directory)}
         options: dict[str, Any] = {"env": environment, "cwd": directory, "stdout": file, "stderr": subprocess.STDOUT}
         # Away from our terminal: Ctrl-C is for the soak, which ends its programs.
         process = subprocess.Popen(program.command, start_new_session=True, **options)

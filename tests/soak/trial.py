@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.scripts.soaked import SAVE_EVERY_N_STEPS
+from tests.scripts.soaked import SAVE_EVERY_N_STEPS, START_TIMEOUT_S
 
 LAUNCHERS = ("script", "torchrun", "spawn", "fork")
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "sigterm": "SIGTERM", "sigint": "SIGINT"}
@@ -85,7 +85,9 @@ class Trial:
     @property
     def patience_s(self) -> float:
         """How long the ranks may wait for each other before they have to end."""
-        return TIMEOUT_S if self.fault == "stop" or self.step is None else 0.0
+        if self.step is None:
+            return START_TIMEOUT_S
+        return TIMEOUT_S if self.fault == "stop" else 0.0
 
     @property
     def max_lost_steps(self) -> int:
