@@ -36,14 +36,21 @@ class Neighbours:
                 if (peer := Peer.find(described)) is not None:
                     self._peers[rank] = peer
 
-    def death(self, *, has_left: Callable[[int], bool]) -> Failure | None:
-        """The death of a neighbour that had not left before."""
+    @property
+    def are_met(self) -> bool:
+        """Whether all ranks have introduced themselves."""
+        return not self._unmet
+
+    def death(self, *, has_left: Callable[[int, int | None], bool]) -> Failure | None:
+        """The death of a neighbour that had not left before; `has_left` is asked with its rank and exit status."""
         for rank, peer in self._peers.items():
-            if not peer.has_ended or has_left(rank):
+            if not peer.has_ended:
                 continue
             ended_at = self._ended_at.setdefault(rank, time.monotonic())
             status = peer.exit_status
             status = self._exit_status_of(rank) if status is None else status
+            if has_left(rank, status):
+                continue
             if status is not None or time.monotonic() - ended_at > _STATUS_WITHIN_S:
                 process = f"process {peer.pid} on {peer.host}"
                 return Failure(rank=rank, kind=Kind.DIED, what=describe_exit(status), process=process)

@@ -30,6 +30,8 @@ class LaunchedProcesses:
         self._processes: tuple[subprocess.Popen[bytes], ...] = getattr(launcher, "children", ())
         self._rank = rank
         self._launcher_pid = int(os.environ.get(LAUNCHER_PID, 0)) if local_rank > 0 else 0
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._launcher_pid = os.getppid()  # torchrun's agent, which offers the store
 
     def find_failure(self) -> str | None:
         """Whether a process has ended that the start needs."""

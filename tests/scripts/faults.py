@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -166,7 +167,9 @@ def fit(
 ) -> None:
     """Train until something goes wrong."""
     strategy = BucketDDPStrategy(timeout=timedelta(seconds=timeout_s), bucket_cap_mb=1e-4, **options)
-    saving = ModelCheckpoint(directory / "saved", save_on_exception=True, every_n_train_steps=save_every)
+    can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
+    on_exception = {"save_on_exception": True} if can_save_on_exception else {}
+    saving = ModelCheckpoint(directory / "saved", every_n_train_steps=save_every, **on_exception)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
