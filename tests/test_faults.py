@@ -84,6 +84,12 @@ def test_exception_of_all_ranks_leaves_their_group_as_it_is(tmp_path: Path) -> N
     assert_saved_as_seen(ended, tmp_path)
 
 
+def test_ranks_that_raised_together_wait_for_each_other(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", rank=None), lingers_on=0)
+    assert [ended.results[f"seen{rank}"]["type"] for rank in (0, 1)] == ["ValueError", "ValueError"]
+    assert abs(ended.results["seen1"]["at"] - ended.results["seen0"]["at"]) < LINGERING_S / 2
+
+
 def test_nobody_waits_for_a_rank_whose_callbacks_take_long(tmp_path: Path) -> None:
     with crew(fit, directory=tmp_path, fault=Fault("raise"), world_size=3, lingers_on=1) as ranks:
         ended = ranks.wait()

@@ -19,8 +19,6 @@ from lightning_bucketddp.core.whereabouts import Whereabouts
 
 _INTERRUPT_AFTER_S = 1.0
 _EXIT_AFTER_S = 2.5
-# Callbacks that see the last of a run may wait for each other so long, if all ranks have raised.
-_LAST_WAIT_S = 1.0
 
 
 class Termination:
@@ -73,11 +71,6 @@ class Termination:
                 self._whereabouts.end_with = lambda: failure.error_for(self._rank)
             self._cut()
             self._parted_at = time.monotonic()
-
-    def waits_in_vain(self) -> bool:
-        """Whether a callback that sees the last of the run waits for a rank that should have come by now."""
-        since = max(self._ending_at or 0, self._whereabouts.since)
-        return self.is_ending and self._whereabouts.is_waiting and time.monotonic() - since > _LAST_WAIT_S
 
     def press(self, failure: Failure) -> None:
         """See to it that the thread ends."""

@@ -247,7 +247,7 @@ class Watch:
         ):
             self._verdict = _APART
             self._asking(self._decide_to_part)
-        if self._verdict == _APART or self._termination.waits_in_vain():
+        if self._verdict == _APART:
             self._part()
         if self._verdict is not None:
             self._settled.set()

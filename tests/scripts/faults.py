@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_bucketddp import BucketDDPStrategy
 
 NUM_BATCHES = 400
-LINGERING_S = 12
+LINGERING_S = 6
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Witness(Callback):
         self._lingers_on = lingers_on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        trainer.strategy.barrier("careless")
         if trainer.global_rank == self._lingers_on:
             time.sleep(LINGERING_S)
+        trainer.strategy.barrier("careless")
         seen = {
             "at": time.time(),
             "type": type(exception).__name__,
