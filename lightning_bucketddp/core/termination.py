@@ -75,10 +75,12 @@ class Termination:
     def press(self, failure: Failure) -> None:
         """See to it that the thread ends."""
         now = time.monotonic()
+        if self._parted_at is None:
+            return  # all have raised: what the program does then is its own affair
         if self._ending_at is not None:
             if now - self._ending_at > self._timeout_s:
                 self._exit(failure, why="its callbacks take too long")
-        elif self._parted_at is not None and self._whereabouts.may_be_interrupted:
+        elif self._whereabouts.may_be_interrupted:
             if now - self._parted_at > _EXIT_AFTER_S:
                 self._exit(failure, why="it cannot be interrupted")
             elif now - self._parted_at > _INTERRUPT_AFTER_S:
