@@ -199,9 +199,10 @@ def fit(
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """At once, for a reader that looks while we write."""
-    path.with_suffix(".tmp").write_text(json.dumps(content))
-    os.replace(path.with_suffix(".tmp"), path)
+    """At once, for a reader that looks while we write, and for another rank that writes the same."""
+    ours = path.with_suffix(f".{os.getpid()}.tmp")
+    ours.write_text(json.dumps(content))
+    os.replace(ours, path)
 
 
 def _rank() -> int:
