@@ -46,7 +46,7 @@ def small_disk(*, num_bytes: int) -> Iterator[Disk]:
     with held("unshare", "--user", "--map-root-user", "--mount") as pid:
         within = ("nsenter", "--target", str(pid), "--user", "--mount", "--preserve-credentials")
         # Other processes of ours reach it through the one that holds it.
-        disk = Disk(Path(f"/proc/{pid}/root/mnt"), within)
+        disk = Disk(Path("/proc", str(pid), "root", "mnt"), within)
         disk.mount("-t", "tmpfs", "-o", f"size={num_bytes}", "none", "/mnt")
         yield disk
 
