@@ -1,9 +1,8 @@
-"""Talking to the other ranks. The only file that calls `torch.distributed`; backend differences live here."""
+"""Talking to the other ranks in a process group; backend differences live here."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -203,51 +202,6 @@ class Collectives:
         except (RuntimeError, ValueError):
             return False
         return True
-
-
-@dataclass(frozen=True)
-class StoreAccess:
-    """The store of the process group, over a connection of its own.
-
-    Attributes:
-        store: the connection.
-        port: where the store listens; None if it is not on a network.
-        name: of the process group: another one in the same store has another.
-        is_held_by_rank_zero: or else by the program that has started the ranks.
-    """
-
-    store: Any
-    port: int | None
-    name: str
-    is_held_by_rank_zero: bool
-
-
-def access_store() -> StoreAccess:
-    """Connect to the store that the process group was made with."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    underlying = store
-    while hasattr(underlying, "underlying_store"):
-        underlying = underlying.underlying_store
-    if hasattr(store, "clone"):
-        connection = store.clone()
-    else:  # torch before 2.9 or so
-        address = (underlying.host, underlying.port)
-        connection = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    return StoreAccess(
-        connection,
-        port=getattr(underlying, "port", None),
-        name=dist.group.WORLD.group_name if dist.group.WORLD is not None else "",
-        is_held_by_rank_zero=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-    )
-
-
-def leave_process_group() -> None:
-    """From now on this process is on its own."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        # Destroying the group would wait for NCCL's watchdog, and that for ranks that are gone.
-        dist.distributed_c10d._update_default_pg(None)
-    elif dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def files_of_collectives() -> tuple[str, ...]:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.core.collectives import Collectives, StoreAccess, access_store, leave_process_group
+from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.connections import cut_connections
 from lightning_bucketddp.core.failure import Kind
+from lightning_bucketddp.core.process_group import StoreAccess, access_store, leave_process_group
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.side_channel import SideChannel
 from lightning_bucketddp.core.watch import Means, Watch

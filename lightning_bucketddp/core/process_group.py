@@ -1,0 +1,54 @@
+"""The process group as a whole: its store, and leaving it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class StoreAccess:
+    """The store of the process group, over a connection of its own.
+
+    Attributes:
+        store: the connection.
+        port: where the store listens; None if it is not on a network.
+        name: of the process group: another one in the same store has another.
+        is_held_by_rank_zero: or else by the program that has started the ranks.
+    """
+
+    store: Any
+    port: int | None
+    name: str
+    is_held_by_rank_zero: bool
+
+
+def access_store() -> StoreAccess:
+    """Connect to the store that the process group was made with."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    underlying = store
+    while hasattr(underlying, "underlying_store"):
+        underlying = underlying.underlying_store
+    if hasattr(store, "clone"):
+        connection = store.clone()
+    else:  # torch 2.5 cannot
+        address = (underlying.host, underlying.port)
+        connection = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return StoreAccess(
+        connection,
+        port=getattr(underlying, "port", None),
+        name=dist.group.WORLD.group_name if dist.group.WORLD is not None else "",
+        is_held_by_rank_zero=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+def leave_process_group() -> None:
+    """From now on this process is on its own."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        # Destroying the group would wait for NCCL's watchdog, and that for ranks that are gone.
+        dist.distributed_c10d._update_default_pg(None)
+    elif dist.is_initialized():
+        dist.destroy_process_group()
