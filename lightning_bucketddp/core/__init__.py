@@ -7,6 +7,10 @@ One noun per file, and a file imports only files to its left:
     ... collectives -> replicas -> nonfinite -> reductions
     ... collectives -> lockstep -> weighting -> reducer
     ... collectives -> sync_batchnorm
+    ... replicas, fingerprint, training_state -> divergence
     config -> compiled
     network -> collectives
+    meeting_point -> invitation -> rendezvous
+    process_group
+    failure, whereabouts, connections, peers -> side_channel -> neighbours, stalls, termination -> watch
 """
