@@ -36,6 +36,12 @@ def test_outliers_and_noise_do_not_bend_it() -> None:
     assert fitted.s_per_byte == pytest.approx(true.s_per_byte, rel=0.1)
 
 
+def test_the_largest_size_does_not_decide_the_latency() -> None:
+    true = AllReduceCost(50e-6, 1 / 1e9)
+    fitted = AllReduceCost.fit({size: [true.seconds(size) * (1.2 if size == SIZES[-1] else 1)] for size in SIZES})
+    assert fitted.latency_s == pytest.approx(true.latency_s, rel=0.1)
+
+
 @pytest.mark.parametrize(
     "measured",
     [{1000: [1.0], 2000: [0.5]}, {1000: [1.0], 2000: [5.0]}, {1000: [1.0]}, {0: [1.0]}, {1000: [0.0], 2000: [0.0]}],

@@ -113,8 +113,8 @@ class _Search:
                 earliest += 1
             while last_done < j - 1 and self._end_s[last_done + 1] <= ready_s:
                 last_done += 1
-            # Where the number of kinds in the stretch changes, the argument begins anew.
-            begins = {last_done, last_done + 1, earliest}.union(*((k - 1, k) for k in last_of_kind.values()))
+            # Where the stretch gets one kind less, the argument begins anew.
+            begins = {last_done, last_done + 1, earliest}.union(last_of_kind.values())
             end_s, begin = min((self._end_of(i, j), i) for i in begins if earliest <= i < j)
             self._end_s.append(end_s)
             self._begin.append(begin)
