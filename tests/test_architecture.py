@@ -16,6 +16,7 @@ CORE_ORDER = [
     "bucket",
     "flags",
     "placement",
+    "hooks",
     "network",
     "meeting_point",
     "invitation",
