@@ -3,14 +3,17 @@
     ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
 
 `job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
-`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed.
+`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and where they
+were is on the standard error.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -87,6 +90,10 @@ class RankPool:
                         # The others may wait for this rank for ever.
                         deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
             if time.monotonic() > deadline:
+                for process in self._processes:
+                    if process.pid is not None and process.is_alive():
+                        os.kill(process.pid, signal.SIGABRT)
+                        process.join(_GRACE_AFTER_FAILURE_S)
                 self.close()
                 break
         return [outcomes.get(rank, _Outcome(error="still running; killed")) for rank in range(len(self._pipes))]
@@ -143,6 +150,7 @@ def _free_port() -> int:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int) -> None:
+    faulthandler.enable()  # shows where a rank is that has to be killed
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":
         torch.cuda.set_device(device())

@@ -20,6 +20,7 @@ CORE_ORDER = [
     "bucket",
     "flags",
     "placement",
+    "hooks",
     "network",
     "meeting_point",
     "invitation",

@@ -9,6 +9,7 @@ from tests.ranks import run_on_ranks
 from tests.scripts.behaviour import (
     batchnorm_after_failed_fit,
     count_reductions,
+    count_threads_after_fits,
     fit_with_a_layer_added_between_epochs,
     fit_with_sync_batchnorm,
     module_is_not_wrapped,
@@ -146,3 +147,8 @@ def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> 
 )
 def test_what_cannot_be_trained_is_named_on_every_rank(of: str, kind: str, text: str) -> None:
     assert run_on_ranks(refusal, of=of, timeout_s=30) == [(kind, text)] * 2
+
+
+def test_fits_leave_no_threads_behind() -> None:
+    for counts in run_on_ranks(count_threads_after_fits, num_fits=4):
+        assert len(set(counts[1:])) == 1

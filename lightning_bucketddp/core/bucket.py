@@ -24,9 +24,14 @@ class Arrivals:
     pending: int = 0
     launched: bool = False
 
-    def reset(self) -> None:
+    def begin(self) -> None:
+        """A backward begins."""
         self.pending = self.expected
         self.launched = False
+
+    def rest(self) -> None:
+        """No backward runs: the next gradient is one to act on, because it begins another."""
+        self.pending = 0
 
 
 class Bucket:
@@ -93,26 +98,21 @@ class Bucket:
 
     def collect(self) -> list[int]:
         """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
-        copied: list[Tensor] = []
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        missing: list[int] = []
-        for position, param in enumerate(self.params):
-            grad = param.grad
-            if grad is self.views[position]:
-                continue
-            if sys.getrefcount(self.views[position]) > self._references_of_ours:
+        views = self.views
+        grads = [param.grad for param in self.params]
+        outside = [position for position, grad in enumerate(grads) if grad is not views[position]]
+        for position in outside:
+            if sys.getrefcount(views[position]) > self._references_of_ours:
                 self._part_with(position)
-            if grad is None:
-                missing.append(position)
-            else:
-                copied.append(param)
-                sources.append(grad)
-                targets.append(self.views[position])
-        if sources:
-            torch._foreach_copy_(targets, sources)
-            for param, view in zip(copied, targets, strict=True):
-                param.grad = view
+        sources = [grad for position in outside if (grad := grads[position]) is not None]
+        missing: list[int] = []
+        if len(sources) < len(outside):
+            missing = [position for position in outside if grads[position] is None]
+            outside = [position for position in outside if grads[position] is not None]
+        if outside:
+            torch._foreach_copy_([views[position] for position in outside], sources)
+            for position in outside:
+                self.params[position].grad = views[position]
         return missing
 
     def _part_with(self, position: int) -> None:

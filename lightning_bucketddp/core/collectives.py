@@ -49,6 +49,11 @@ class PendingGather:
     work: dist.Work
     gathered: list[Tensor]
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self.work.is_completed())
+
     def wait(self) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
         self.work.wait()
@@ -88,6 +93,17 @@ class Collectives:
         for collectives in (self, self._side_group, self._host_group):
             if collectives is not None and "nccl" in dist.get_backend(collectives.group):
                 collectives.group.abort()
+
+    def close_host_groups(self) -> None:
+        """Give back what the further groups between hosts hold: each has threads and a connection to every rank.
+
+        Nothing may be under way in them: the end of a group waits for it, and all threads of the program do.
+        """
+        for name in ("_side_group", "_host_group"):
+            further: Collectives | None = getattr(self, name)
+            if further is not None and self.is_open and dist.get_backend(further.group) == "gloo":
+                setattr(self, name, None)
+                dist.destroy_process_group(further.group)
 
     def side_group(self) -> Collectives:
         """The same ranks over connections of their own, so that the two groups' collectives need no common order."""

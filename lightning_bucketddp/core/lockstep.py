@@ -91,7 +91,7 @@ class Lockstep:
         self._has_alert = has_alert
         self.digest = 0
         self.digests_differ = False
-        self._hosts = collectives.host_group()
+        self._hosts: Collectives | None = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
     def send(
@@ -108,6 +108,7 @@ class Lockstep:
         if occasion == Occasion.STEP:
             digest, self.digest = self.digest, 0
         flags = (self.stop_signal, self.wants_requeue, self._has_alert(), trainable, digest)
+        assert self._hosts is not None  # not closed yet
         note = Note(occasion, self.epoch, self.num_batches, weight, full_weight, num_skipped, *flags)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(note), dtype=torch.float64)))
 
@@ -123,6 +124,13 @@ class Lockstep:
             self.is_alerted |= any(note.is_alert for note in notes)
             self.digests_differ |= len({note.digest for note in notes}) > 1
         return notes
+
+    def close(self) -> bool:
+        """Exchange no more notes; whether nothing is under way, and the connections may be closed."""
+        is_quiet = all(exchange.has_arrived for exchange in self._in_flight)
+        self._in_flight.clear()
+        self._hosts = None
+        return is_quiet
 
 
 def _note(values: Sequence[float]) -> Note:

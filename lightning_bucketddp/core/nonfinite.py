@@ -92,38 +92,44 @@ class Finiteness:
         self._where = where
         self._has_scaler = has_scaler
         self._loss: Tensor | None = None
+        self._extremes: list[tuple[Tensor, Tensor]] = []
         self.reads_late = config.on_nonfinite == "warn" and replicas.collectives.device.type == "cuda"
         self._unread: _Unread | None = None
+        self._on_host: Tensor | None = None
         self._spoiled: dict[int, Tensor] = {}
 
     def see_loss(self, loss: Tensor) -> None:
         """The loss of the backward that comes next, as the user computed it."""
         if loss.is_floating_point():
-            digest = _digest(loss.detach())
+            digest = loss.detach().sum() * _scale(loss.dtype)
             # Those of earlier micro-batches, which have not been reduced, count too.
             self._loss = digest if self._loss is None else self._loss + digest
 
     def begin(self, stats: ReducerStats) -> None:
         """A backward begins."""
+        self._extremes.clear()  # of one that has not ended
         self.catch_up(stats)
         if self._spoiled:
             # A gradient that is gone spoils nothing any more.
             self._spoiled = {key: param for key, param in self._spoiled.items() if param.grad is not None}
 
-    def see_bucket(self, bucket: Bucket | SparseBucket, digest: Tensor) -> None:
-        """Write the digest of what this rank contributes."""
+    def see_bucket(self, bucket: Bucket | SparseBucket) -> None:
+        """Look at what this rank contributes, bucket by bucket."""
         if not self._checks_gradients:
             return
-        _digest(bucket.numbers, travels_as=self._travels_as, out=digest)
+        numbers = bucket.numbers
+        self._extremes.append(_extremes(numbers, dtype=self._travels_as or numbers.dtype))
         if self._spares_hook:
-            bucket.numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
+            numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
 
     def write(self, placement: Placement) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""
         flags = placement.flags
         if self._checks_gradients:
-            flags.of_buckets.copy_(placement.digests)
-            torch.sum(placement.digests, 0, out=flags.of_gradients[self._rank])
+            digests = _digests(self._extremes)
+            self._extremes.clear()
+            flags.of_buckets.copy_(digests)
+            flags.of_gradients[self._rank].copy_(digests.sum())
         if self._loss is not None:
             flags.of_losses[self._rank].copy_(self._loss)
             self._loss = None
@@ -135,9 +141,11 @@ class Finiteness:
             self._judge(verdict, placement, stats)
             return
         on_device = verdict.device.type == "cuda"
-        copy = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=on_device).copy_(verdict, non_blocking=True)
+        if self._on_host is None or self._on_host.shape != verdict.shape:
+            self._on_host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=on_device)
+        self._on_host.copy_(verdict, non_blocking=True)
         arrived = torch.cuda.current_stream(verdict.device).record_event() if on_device else None
-        self._unread = _Unread(copy, arrived, placement, self._here(stats))
+        self._unread = _Unread(self._on_host, arrived, placement, self._here(stats))
 
     def catch_up(self, stats: ReducerStats) -> None:
         """Read what has not been read."""
@@ -211,15 +219,30 @@ class Finiteness:
         )
 
 
-def _digest(values: Tensor, *, travels_as: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """A number that is finite if, and only if, all `values` are, also in the dtype that they travel as."""
-    dtype = travels_as or values.dtype
-    scale = _DIGEST_OF_LARGEST / torch.finfo(dtype).max
-    if values.numel() <= 1:
-        return torch.mul(values.sum().to(dtype), scale, out=out)
-    # Not by a sum, which overflows where no value does, nor by `isfinite`, which takes ten times as long.
-    low, high = values.aminmax()
-    return torch.sub(high.to(dtype) * scale, low.to(dtype), alpha=scale, out=out)
+def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of `numbers` as `dtype`, or two finite ones if all are finite as `dtype`."""
+    if numbers.device.type == "cpu" and numbers.dim() == 1 and not numbers.is_complex():
+        # Three times as fast. Infinite also where no number is, but their squares are too large.
+        largest = torch.finfo(dtype).max
+        sum_of_squares = torch.dot(numbers, numbers)
+        if sum_of_squares.item() < largest * largest:
+            zero = sum_of_squares.new_zeros((), dtype=dtype)
+            return zero, zero
+    # Not `isfinite`, which takes ten times as long.
+    low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
+    return low.to(dtype), high.to(dtype)
+
+
+def _digests(extremes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """For each pair a number that is finite if, and only if, both are."""
+    lows, highs = [low for low, _ in extremes], [high for _, high in extremes]
+    scales = [_scale(low.dtype) for low in lows]
+    differences = torch._foreach_sub(torch._foreach_mul(highs, scales), torch._foreach_mul(lows, scales))
+    return torch.stack([difference.float() for difference in differences])
+
+
+def _scale(dtype: torch.dtype) -> float:
+    return float(_DIGEST_OF_LARGEST / torch.finfo(dtype).max)
 
 
 def _is_power_of_ten(count: int) -> bool:

@@ -40,7 +40,6 @@ class Placement:
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
-        self.digests = torch.zeros(len(plan), device=device)
         for index, bucket_plan in enumerate(plan):
             members = [params[i] for i in bucket_plan.members]
             arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in bucket_plan.members))
@@ -62,11 +61,6 @@ class Placement:
         assert isinstance(last, Bucket)  # `plan_buckets` never puts a sparse one last
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
         self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
-
-    def reset(self) -> None:
-        """Get ready for the next backward."""
-        for bucket in self.buckets:
-            bucket.arrivals.reset()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""

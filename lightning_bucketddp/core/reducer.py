@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.core.hooks import GradientHooks
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
@@ -83,17 +83,11 @@ class Reducer:
         self._exchanged: Any = (
             torch.Event(self._collectives.device) if self._collectives.device.type == "cuda" else None
         )
-        self._hooks = [
-            _hook(param, self._hook_for(index))
-            for index, param in enumerate(self._params)
-            if param.is_floating_point() or param.is_complex()
-        ]
+        self._hooks = GradientHooks(self._params, self._act_on_gradient)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         self._placements.clear()
         self.placement = None
 
@@ -136,30 +130,26 @@ class Reducer:
         finally:
             self._finish(backward)
 
-    def _hook_for(self, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(_param: Tensor) -> None:
-            backward = self._backward
-            if backward is None or backward.died:
-                backward = self._begin_inside()
-            placement = backward.placement
-            if placement is None:
-                self._observe(index, backward)
+    def _act_on_gradient(self, index: int) -> None:
+        """The gradient of this parameter is the first of all, or the last of its bucket, or there is no plan."""
+        backward = self._backward
+        if backward is None or backward.died:
+            backward = self._begin_inside()
+            if not self._hooks.completes(index):
                 return
-            bucket_index = placement.index_of_bucket[index]
-            bucket = placement.buckets[bucket_index]
-            arrivals = bucket.arrivals
-            arrivals.pending -= 1
-            if arrivals.pending > 0:
-                return
-            if arrivals.launched:
-                raise self._late_gradient(index, bucket_index)
-            if backward.reductions is None:
-                # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
-                bucket.collect()
-            elif self._config.overlap and backward.reductions.next_to_launch == bucket_index:
-                backward.reductions.launch_complete()
-
-        return on_gradient
+        placement = backward.placement
+        if placement is None:
+            self._observe(index, backward)
+            return
+        bucket_index = placement.index_of_bucket[index]
+        bucket = placement.buckets[bucket_index]
+        if bucket.arrivals.launched:
+            raise self._late_gradient(index, bucket_index)
+        if backward.reductions is None:
+            # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
+            bucket.collect()
+        elif self._config.overlap and backward.reductions.next_to_launch == bucket_index:
+            backward.reductions.launch_complete()
 
     def _begin(self) -> BackwardPass:
         if self._backward is not None:
@@ -171,8 +161,7 @@ class Reducer:
         if self._weighting is not None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable):
             factor = self._factor(trainable)
         placement = self._placements.get(trainable)
-        if placement is not None:
-            placement.reset()
+        self._hooks.begin(placement)
         reductions = self._reductions(placement) if syncs and placement is not None else None
         self._backward = BackwardPass(trainable, syncs, reductions, placement, factor)
         return self._backward
@@ -182,7 +171,12 @@ class Reducer:
             self._weighting.refuse_unweighted()
         backward = self._begin()
         alive = Alive()
-        backward.alive = weakref.ref(alive)
+
+        def on_end(_token: object) -> None:
+            if self._backward is backward:  # it died
+                self._hooks.rest()
+
+        backward.alive = weakref.ref(alive, on_end)
 
         def at_end_of_backward(_held_by_the_engine: Alive = alive) -> None:
             self._finish(backward)
@@ -197,6 +191,7 @@ class Reducer:
 
     def _finish(self, backward: BackwardPass) -> None:
         self._backward = None
+        self._hooks.rest()
         if not backward.syncs:
             return
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
@@ -222,6 +217,7 @@ class Reducer:
     def _abandon(self, backward: BackwardPass) -> None:
         """Take part in what is left of a backward that died: other ranks may be waiting in it."""
         self._backward = None
+        self._hooks.rest()
         if backward.syncs:
             if backward.factor is None:
                 self._factor(backward.trainable)
@@ -287,14 +283,3 @@ class Reducer:
 
 def _spec(name: str, param: Tensor, sparse: bool) -> ParameterSpec:
     return ParameterSpec(name, num_bytes=param.nbytes, kind=f"{param.dtype} {param.device}", sparse=sparse)
-
-
-def _hook(param: Tensor, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
-    # torch hooks only a tensor that requires a gradient, but keeps the hook when it is frozen and unfrozen later.
-    was_trainable = param.requires_grad
-    param.requires_grad_(True)
-    try:
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-        return handle
-    finally:
-        param.requires_grad_(was_trainable)

@@ -136,7 +136,7 @@ class Reductions:
             bucket.zero(missing)
             members = self._placement.plan[index].members
             self._missing += [_Missing(bucket, position, members[position]) for position in missing]
-        self._finiteness.see_bucket(bucket, self._placement.digests[index])
+        self._finiteness.see_bucket(bucket)
         if is_last:
             self._write_flags()
             self._finiteness.write(self._placement)

@@ -120,6 +120,11 @@ class Ending:
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether this rank has raised."""
+        return self._watch.is_ending
+
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
         self.signals = StopSignals(trainer, self._watch, self._whereabouts, rank=self._rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -180,3 +182,16 @@ def refusal(*, of: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+@like_torchrun()
+def count_threads_after_fits(*, num_fits: int) -> list[int]:
+    """How many threads this process has after each of some fits of new Trainers, all with synchronised layers."""
+    counts = []
+    for _ in range(num_fits):
+        trainer = make_trainer("bucketddp", max_steps=2, sync_batchnorm=True)
+        trainer.fit(models.ConvBatchNorm(), models.loader())
+        del trainer
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
