@@ -37,6 +37,9 @@ CORE_ORDER = [
     "termination",
     "watch",
     "wire",
+    "clock",
+    "cost_meter",
+    "tuning",
     "stats",
     "lockstep",
     "weighting",
@@ -47,6 +50,7 @@ CORE_ORDER = [
     "nonfinite",
     "reductions",
     "backward_pass",
+    "plans",
     "reducer",
     "sync_batchnorm",
 ]

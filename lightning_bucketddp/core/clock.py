@@ -32,14 +32,14 @@ class DeviceClock:
     """The time at which a GPU comes to what this process has given it to do: on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
         start.synchronize()
         stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
+        return float(start.elapsed_time(stop)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:

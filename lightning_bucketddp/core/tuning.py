@@ -28,6 +28,7 @@ from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import AUTO, ReducerConfig
 from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.cost_meter import CostMeter
+from lightning_bucketddp.core.hooks import hook
 from lightning_bucketddp.core.optimum import optimal_plan
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
 from lightning_bucketddp.core.profile import Profile
@@ -41,7 +42,7 @@ NUM_OBSERVED = 5
 
 # Less than this share of a backward is not worth changing plans for, nor could it be measured.
 _WORTHWHILE = 0.01
-_LARGEST_SCALE = 8.0
+_LARGEST_SCALE = 4.0
 
 
 def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[BucketPlan]) -> bool:
@@ -131,7 +132,7 @@ class PlanTuner:
         if position == NUM_WARM_UP:
             self._observed.clear()
             if not self._hooks:
-                self._hooks = [_hook(self._params[i], self._see(i)) for i in self._members]
+                self._hooks = [hook(self._params[i], self._see(i)) for i in self._members]
         if position > 0:
             return None
         return self._propose() if phase == 1 else self._decide()
@@ -141,8 +142,8 @@ class PlanTuner:
         self.is_settled = True
         self._current = None
         self._observed.clear()
-        for hook in self._hooks:
-            hook.remove()
+        for handle in self._hooks:
+            handle.remove()
         self._hooks.clear()
 
     def _see(self, param_index: int) -> Callable[[Tensor], None]:
@@ -239,8 +240,3 @@ def _scaled(profile: Profile, plan: Sequence[BucketPlan], *, until_s: float) -> 
         else:
             high = middle
     return profile.cost.slower(low)
-
-
-def _hook(param: Tensor, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-    return handle
