@@ -87,7 +87,7 @@ def test_kept_gradients_stay_as_they_are() -> None:
 
 def test_old_buffers_are_gone_before_there_are_new_ones() -> None:
     for rank in run_on_ranks(let_go_of_old_buffers):
-        assert rank == [0] + [3] * (CHANGED_AT - 1) + [0] + [1] * (19 - CHANGED_AT)
+        assert rank == [0, 0]
 
 
 @pytest.mark.parametrize("accident_at", [3, CHANGED_AT - 2, CHANGED_AT - 1, SETTLED_AT - 1])
@@ -114,7 +114,7 @@ def test_what_is_better_stays_and_nothing_else_is_left() -> None:
         assert re.fullmatch(r"12 parameters in 1 bucket \(2\.07 MiB\), computed", rank.description)
     assert [len(rank.messages) for rank in ranks] == [1, 0]
     assert re.fullmatch(
-        r"bucketddp: 1 buckets instead of 3: backward with reductions predicted to take \d+\.\d\d instead of"
+        r"bucketddp: 1 bucket instead of 3: backward with reductions predicted to take \d+\.\d\d instead of"
         r" \d+\.\d\d ms, measured \d+\.\d\d instead of \d+\.\d\d ms; they stay\.",
         ranks[0].messages[0],
     )

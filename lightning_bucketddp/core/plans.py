@@ -71,6 +71,7 @@ class Plans:
             tuner.close()
         self._tuners.clear()
         self._placements.clear()
+        self._better.clear()
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
         """Who observes the backwards of this set, as long as somebody does."""
@@ -122,7 +123,7 @@ class Plans:
         if better is not None:
             self._better[trainable] = better
         if tuner.is_settled:
-            self.profile = tuner.profile
+            self.profile = tuner.profile or self.profile
             del self._tuners[trainable]
 
     def _place(

@@ -181,8 +181,8 @@ class PlanTuner:
             self._story = f"{len(first)} buckets of up to 25 MiB stay, no other plan promises to be faster"
             return None
         self._story = (
-            f"{len(plan)} buckets instead of {len(first)}: backward with reductions predicted to take"
-            f" {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
+            f"{len(plan)} bucket{'' if len(plan) == 1 else 's'} instead of {len(first)}: backward with reductions"
+            f" predicted to take {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
         )
         return [BucketPlan(tuple(order[i] for i in bucket.members), sparse=bucket.sparse) for bucket in plan]
 
