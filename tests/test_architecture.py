@@ -12,8 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 CORE_ORDER = [
     "config",
     "compiled",
+    "profiling",
     "plan",
+    "arrivals",
     "bucket",
+    "single_buckets",
     "flags",
     "placement",
     "hooks",

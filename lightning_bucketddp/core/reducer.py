@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
@@ -26,6 +25,7 @@ from lightning_bucketddp.core.hooks import GradientHooks
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
+from lightning_bucketddp.core.profiling import phase
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 # A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
 # to theirs much sooner.
 _FORGET_PLAN_AFTER = 64
+
+# Gradients of this size are reduced where they are. Copying one costs a host much of what its reduction does, and an
+# accelerator next to nothing but the memory.
+_ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 
 
 class LateGradientError(RuntimeError):
@@ -71,7 +75,10 @@ class Reducer:
         self._weighting = weighting
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        self._specs = [_spec(name, param, name in replicas.sparse_names) for name, param in replicas.parameters.items()]
+        self._specs = [
+            _spec(name, param, sparse=name in replicas.sparse_names, may_be_alone=config.comm_hook is None)
+            for name, param in replicas.parameters.items()
+        ]
         self._reduction: Reduction = (
             MeanReduction(self._collectives, dtype=REDUCE_DTYPES.get(config.reduce_dtype or ""))
             if config.comm_hook is None
@@ -198,7 +205,7 @@ class Reducer:
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
             return
-        with torch.no_grad(), record_function("bucketddp::finish"):
+        with torch.no_grad(), phase("bucketddp::finish"):
             reductions = backward.reductions or self._first_reductions(backward)
             reductions.launch_rest()
             reductions.wait(factor=factor)
@@ -281,5 +288,9 @@ class Reducer:
         )
 
 
-def _spec(name: str, param: Tensor, sparse: bool) -> ParameterSpec:
-    return ParameterSpec(name, num_bytes=param.nbytes, kind=f"{param.dtype} {param.device}", sparse=sparse)
+def _spec(name: str, param: Tensor, *, sparse: bool, may_be_alone: bool) -> ParameterSpec:
+    kind = f"{param.dtype} {param.device}"
+    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if param.device.type == "cpu" else "accelerator"]
+    return ParameterSpec(
+        name, num_bytes=param.nbytes, kind=kind, sparse=sparse, alone=may_be_alone and is_large and not sparse
+    )
