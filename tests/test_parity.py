@@ -54,6 +54,12 @@ def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float
     assert all(rank.num_buckets > 1 for rank in ranks)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
+def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
+    run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))
+
+
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused", "adamw_foreach"])
 @pytest.mark.parametrize("case", ["mlp", "channels_last"])

@@ -61,10 +61,23 @@ def test_parameters_that_did_not_arrive_come_last_and_apart() -> None:
     assert members(plan) == [(3, 1), (2, 0)]
 
 
-def test_sparse_gradients_travel_alone_and_an_empty_bucket_carries_the_flags() -> None:
+def test_sparse_gradients_travel_alone_and_before_a_bucket_that_carries_the_flags() -> None:
     params = [*specs(4, 4), ParameterSpec("embedding", 4, "float32", sparse=True)]
     plan = plan_buckets(params, arrived=[2, 0, 1], missing=[], caps=uniform(100))
-    assert plan == [BucketPlan((0, 1)), BucketPlan((2,), sparse=True), BucketPlan(())]
+    assert plan == [BucketPlan((2,), sparse=True), BucketPlan((0, 1))]
+
+
+@pytest.mark.parametrize("large", [{"sparse": True}, {"alone": True}], ids=str)
+def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, bool]) -> None:
+    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **large)]
+    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
+    assert plan == [BucketPlan((0,)), BucketPlan((1,), **large), BucketPlan(())]
+
+
+def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_it() -> None:
+    params = [*specs(4, 4, 4), ParameterSpec("large", 50, "float32", alone=True)]
+    plan = plan_buckets(params, arrived=[0, 3, 1, 2], missing=[], caps=uniform(100))
+    assert plan == [BucketPlan((3,), alone=True), BucketPlan((0, 1, 2))]
 
 
 @pytest.mark.parametrize("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)], ids=str)

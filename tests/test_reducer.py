@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.jobs import reducing
+from tests.jobs.op_counts import operations_added
 from tests.ranks import run_on_ranks
 
 
@@ -25,6 +26,7 @@ def test_no_sync_around_backward_alone_is_enough() -> None:
         reducing.parameter_that_was_frozen_at_setup_synchronises_alone,
         reducing.half_precision_gradients_do_not_overflow,
         reducing.gradients_live_in_the_buckets,
+        reducing.a_large_gradient_stays_where_it_is,
         reducing.strides_follow_the_parameter,
         reducing.copies_carry_nothing_of_ours,
         reducing.weights_and_buffers_come_from_rank_zero,
@@ -139,3 +141,11 @@ def test_freezing_on_one_rank_only_is_refused() -> None:
 @pytest.mark.parametrize("hook_name", ["allreduce_hook", "fp16_compress_hook"])
 def test_torch_communication_hooks_run(hook_name: str) -> None:
     run_on_ranks(reducing.comm_hook_runs, hook_name=hook_name)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 4])
+def test_a_step_does_nothing_per_parameter(num_buckets: int) -> None:
+    few, many = [run_on_ranks(operations_added, num_layers=n, num_buckets=num_buckets)[0] for n in (8, 40)]
+    assert few == many
+    assert few["_foreach_copy_"] == few["allreduce_"] == num_buckets
+    assert sum(few.values()) <= 4 + 5 * num_buckets

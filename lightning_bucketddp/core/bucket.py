@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.core.arrivals import Arrivals
+
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """How many gradients a bucket waits for in a backward, how many of them are still to come, and whether it has left.
-
-    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
-    """
-
-    expected: int
-    pending: int = 0
-    launched: bool = False
-
-    def begin(self) -> None:
-        """A backward begins."""
-        self.pending = self.expected
-        self.launched = False
-
-    def rest(self) -> None:
-        """No backward runs: the next gradient is one to act on, because it begins another."""
-        self.pending = 0
 
 
 class Bucket:
@@ -69,9 +49,9 @@ class Bucket:
         # Zeros, not empty: the padding is summed too and must never hold a NaN.
         self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
         self.flags = self.wire[num_reals:]
-        gradients = self.wire[:num_reals]
+        # All gradients in one, as real numbers.
+        self.numbers = gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
-        self._num_reals = num_reals
         self._offsets = offsets
         self._may_be_resized = may_be_resized
         self.views = self.views_of(self.buffer)
@@ -81,11 +61,6 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         return self.wire.nbytes
-
-    @property
-    def numbers(self) -> Tensor:
-        """All gradients in one, as real numbers."""
-        return self.wire[: self._num_reals]
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -98,8 +73,8 @@ class Bucket:
 
     def collect(self) -> list[int]:
         """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
-        views = self.views
         grads = [param.grad for param in self.params]
+        views = self.views
         outside = [position for position, grad in enumerate(grads) if grad is not views[position]]
         for position in outside:
             if sys.getrefcount(views[position]) > self._references_of_ours:
@@ -123,7 +98,7 @@ class Bucket:
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         param = self.params[position]
         offset = buffer.storage_offset() + self._offsets[position]
-        strides = _gradient_strides(param)
+        strides = gradient_strides(param)
         if self._may_be_resized:
             return buffer.as_strided(param.shape, strides, offset)
         start = offset * buffer.itemsize
@@ -139,55 +114,7 @@ class Bucket:
         self.params[position].grad = self.views[position]
 
 
-class SparseBucket:
-    """The sparse gradient of one parameter. Nothing is kept between backwards: its size changes each time."""
-
-    def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
-        self.params = [param]
-        self.arrivals = arrivals
-        self.gradient = _empty_sparse(param)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gradient._indices().nbytes + self.gradient._values().nbytes
-
-    @property
-    def numbers(self) -> Tensor:
-        """The gradient's values, as real numbers."""
-        values = self.gradient.values()
-        return torch.view_as_real(values) if values.is_complex() else values
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradient's values."""
-        return [self.gradient.values()]
-
-    def collect(self) -> list[int]:
-        """Take the gradient, and return `[0]` if there is none."""
-        grad = self.params[0].grad
-        if grad is None:
-            return [0]
-        self.gradient = grad.coalesce()
-        return []
-
-    def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing for these members."""
-        if positions:
-            self.gradient = _empty_sparse(self.params[0])
-
-    def attach(self, position: int) -> None:
-        """Give the parameter the gradient that is here."""
-        self.params[position].grad = self.gradient
-
-
-def _empty_sparse(param: Tensor) -> Tensor:
-    # An embedding's gradient is sparse in its rows only: one sparse dimension, whole rows as values.
-    indices = torch.empty((1, 0), dtype=torch.long, device=param.device)
-    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
-
-
-def _gradient_strides(param: Tensor) -> tuple[int, ...]:
+def gradient_strides(param: Tensor) -> tuple[int, ...]:
     """The parameter's own strides where it is dense (channels_last included): fused optimizers demand them."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):

@@ -6,7 +6,8 @@ import statistics
 
 import torch
 
-from lightning_bucketddp.core.bucket import Arrivals, Bucket
+from lightning_bucketddp.core.arrivals import Arrivals
+from lightning_bucketddp.core.bucket import Bucket
 from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import MIB

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.core.bucket import Arrivals
+from lightning_bucketddp.core.arrivals import Arrivals
 from lightning_bucketddp.core.placement import Placement
 
 
@@ -66,7 +66,8 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.begin(None)
+        self._placement = None
+        self._arrivals[:] = [self._unplanned] * len(self._arrivals)
 
     def _hook_for(self, index: int) -> Callable[[Tensor], None]:
         by_param, act = self._arrivals, self._act

@@ -31,9 +31,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.core.bucket import Bucket, SparseBucket
 from lightning_bucketddp.core.config import REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
 
@@ -92,7 +91,8 @@ class Finiteness:
         self._where = where
         self._has_scaler = has_scaler
         self._loss: Tensor | None = None
-        self._extremes: list[tuple[Tensor, Tensor]] = []
+        # Smallest and largest number by bucket; None: all are finite.
+        self._extremes: list[tuple[Tensor, Tensor] | None] = []
         self.reads_late = config.on_nonfinite == "warn" and replicas.collectives.device.type == "cuda"
         self._unread: _Unread | None = None
         self._on_host: Tensor | None = None
@@ -113,7 +113,7 @@ class Finiteness:
             # A gradient that is gone spoils nothing any more.
             self._spoiled = {key: param for key, param in self._spoiled.items() if param.grad is not None}
 
-    def see_bucket(self, bucket: Bucket | SparseBucket) -> None:
+    def see_bucket(self, bucket: AnyBucket) -> None:
         """Look at what this rank contributes, bucket by bucket."""
         if not self._checks_gradients:
             return
@@ -125,11 +125,12 @@ class Finiteness:
     def write(self, placement: Placement) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""
         flags = placement.flags
-        if self._checks_gradients:
-            digests = _digests(self._extremes)
-            self._extremes.clear()
+        if any(self._extremes):
+            zero = flags.elements.new_zeros(())
+            digests = _digests([(zero, zero) if extremes is None else extremes for extremes in self._extremes])
             flags.of_buckets.copy_(digests)
             flags.of_gradients[self._rank].copy_(digests.sum())
+        self._extremes.clear()
         if self._loss is not None:
             flags.of_losses[self._rank].copy_(self._loss)
             self._loss = None
@@ -193,7 +194,8 @@ class Finiteness:
         for bucket, plan, digest in zip(placement.buckets, placement.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
                 finite = [bool(gradient.isfinite().all()) for gradient in bucket.gradients]
-                found = [i for i, is_finite in zip(plan.members, finite, strict=True) if not is_finite]
+                # A lone gradient may be gone by now.
+                found = [i for i, is_finite in zip(plan.members, finite, strict=bool(finite)) if not is_finite]
                 named += [self._names[i] for i in found or plan.members]
         return named
 
@@ -219,15 +221,13 @@ class Finiteness:
         )
 
 
-def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest of `numbers` as `dtype`, or two finite ones if all are finite as `dtype`."""
-    if numbers.device.type == "cpu" and numbers.dim() == 1 and not numbers.is_complex():
+def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """The smallest and the largest of `numbers`; None: they are known to be finite, also as `dtype`."""
+    if numbers.device.type == "cpu" and numbers.dim() == 1:
         # Three times as fast. Infinite also where no number is, but their squares are too large.
         largest = torch.finfo(dtype).max
-        sum_of_squares = torch.dot(numbers, numbers)
-        if sum_of_squares.item() < largest * largest:
-            zero = sum_of_squares.new_zeros((), dtype=dtype)
-            return zero, zero
+        if torch.dot(numbers, numbers).item() < largest * largest:
+            return None
     # Not `isfinite`, which takes ten times as long.
     low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
     return low.to(dtype), high.to(dtype)

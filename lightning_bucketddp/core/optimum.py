@@ -10,9 +10,13 @@ Note: optimum
     Many plans end equally early. The one with the fewest buckets is found backwards: each bucket, from the last to the
     first, begins as early as it can without missing the time at which the next one must begin.
 
+    Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
+    plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
+
     For one kind of parameters this is exact (Note: timeline has the model). Where there are several, each stretch of
     gradients makes one bucket of every kind in it, the stretches are chosen as above, and all buckets of a stretch
-    count as ready when the last of them is: near the optimum, not proven to be it.
+    count as ready when the last of them is: near the optimum, not proven to be it. The same holds where the last
+    gradient travels alone: another bucket then goes last for the sake of the flags, which is not looked ahead for.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from itertools import accumulate
 
 from lightning_bucketddp.core.config import MIB, BucketCaps
 from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, plan_buckets
+from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, complete_plan
 from lightning_bucketddp.core.profile import Profile
 
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
@@ -44,32 +48,44 @@ def optimal_plan(
         cost: what an all-reduce costs; None: as the profile has it.
         ceiling_bytes: the largest bucket; a larger parameter has one of its own.
     """
-    specs = profile.specs
-    dense = [i for i in profile.arrived if not specs[i].sparse]
+    specs, cost = profile.specs, cost or profile.cost
+    together: list[int] = []
+    ready_s: list[float] = []
+    alone: list[list[int]] = []
+    now_s = alone_s = 0.0
+    for i in profile.arrived:
+        if not specs[i].sparse:
+            now_s = max(now_s, profile.ready_s[i] - alone_s)
+            if specs[i].alone:
+                alone.append([i])
+                alone_s += cost.seconds(specs[i].num_bytes)
+            else:
+                together.append(i)
+                ready_s.append(now_s)
     search = _Search(
-        sizes=[specs[i].num_bytes for i in dense],
-        ready_s=list(accumulate((profile.ready_s[i] for i in dense), max)),
-        kinds=[specs[i].kind for i in dense],
-        cost=cost or profile.cost,
+        sizes=[specs[i].num_bytes for i in together],
+        ready_s=ready_s,
+        kinds=[specs[i].kind for i in together],
+        cost=cost,
         ceiling_bytes=ceiling_bytes,
     )
-    plan: list[BucketPlan] = []
-    for start, stop in search.stretches():
-        plan += _by_kind(specs, dense[start:stop])
-    return plan + plan_buckets(
+    stretches = search.stretches(until_s=now_s)
+    buckets = [bucket for start, stop in stretches for bucket in _by_kind(specs, together[start:stop])]
+    return complete_plan(
         specs,
-        arrived=[i for i in profile.arrived if specs[i].sparse],
+        sorted(buckets + alone, key=lambda bucket: bucket[-1]),
+        arrived=profile.arrived,
         missing=profile.missing,
         caps=BucketCaps(by_position=(ceiling_bytes,), last=None),
     )
 
 
-def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[BucketPlan]:
-    """One bucket of each kind, in the order in which they are complete."""
+def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
+    """One bucket of each kind."""
     by_kind: dict[str, list[int]] = {}
     for i in members:
         by_kind.setdefault(specs[i].kind, []).append(i)
-    return [BucketPlan(tuple(bucket)) for bucket in sorted(by_kind.values(), key=lambda bucket: bucket[-1])]
+    return list(by_kind.values())
 
 
 @dataclass(slots=True)
@@ -89,11 +105,11 @@ class _Search:
     _earliest_begin: list[int] = field(default_factory=lambda: [0])
     _last_of_kinds: list[tuple[int, ...]] = field(default_factory=lambda: [()])
 
-    def stretches(self) -> list[tuple[int, int]]:
-        """The stretches whose reductions end earliest; as few as possible."""
+    def stretches(self, *, until_s: float) -> list[tuple[int, int]]:
+        """The stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
         self._find_ends()
         found: list[tuple[int, int]] = []
-        j, deadline_s = len(self.sizes), self._end_s[-1]
+        j, deadline_s = len(self.sizes), max(self._end_s[-1], until_s)
         while j > 0:
             i = self._first_begin(j, deadline_s)
             found.append((i, j))

@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.core.bucket import Arrivals, Bucket, SparseBucket
+from lightning_bucketddp.core.arrivals import Arrivals
+from lightning_bucketddp.core.bucket import Bucket
 from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.flags import Flags
 from lightning_bucketddp.core.plan import BucketPlan
+from lightning_bucketddp.core.single_buckets import LoneBucket, SparseBucket
+
+AnyBucket = Bucket | LoneBucket | SparseBucket
 
 
 class Placement:
@@ -37,7 +41,7 @@ class Placement:
     ) -> None:
         self.plan = plan
         self.num_firings = num_firings
-        self.buckets: list[Bucket | SparseBucket] = []
+        self.buckets: list[AnyBucket] = []
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
@@ -46,6 +50,8 @@ class Placement:
             arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in bucket_plan.members))
             if bucket_plan.sparse:
                 self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
+            elif bucket_plan.alone:
+                self.buckets.append(LoneBucket(members[0], arrivals=arrivals))
             else:
                 num_flags = Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks)
                 self.buckets.append(
@@ -61,17 +67,20 @@ class Placement:
         last = self.buckets[-1]
         assert isinstance(last, Bucket)  # `plan_buckets` never puts a sparse one last
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
+        self.lone_buckets = [bucket for bucket in self.buckets if isinstance(bucket, LoneBucket)]
         self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        torch._foreach_mul_([bucket.buffer for bucket in self.buckets if isinstance(bucket, Bucket)], factor)
+        in_buffers = [bucket.buffer for bucket in self.buckets if isinstance(bucket, Bucket)]
+        torch._foreach_mul_(in_buffers + [bucket.wire for bucket in self.lone_buckets], factor)
         for bucket in self.sparse_buckets:
             bucket.gradient = bucket.gradient * factor
 
     def zero(self) -> None:
         """Make all gradients zero."""
-        torch._foreach_zero_([bucket.wire for bucket in self.buckets if isinstance(bucket, Bucket)])
+        in_buffers = [bucket.wire for bucket in self.buckets if isinstance(bucket, Bucket)]
+        torch._foreach_zero_(in_buffers + [grad for bucket in self.lone_buckets for grad in bucket.gradients])
         for bucket in self.sparse_buckets:
             bucket.zero([0])
             if bucket.params[0].grad is not None:

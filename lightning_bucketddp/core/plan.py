@@ -7,15 +7,27 @@ from dataclasses import dataclass, field
 
 from lightning_bucketddp.core.config import BucketCaps
 
+# So little can leave at the end of a backward without being noticed.
+_MAY_BE_LAST_BYTES = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter. `kind` is what a bucket's members must share (dtype and device)."""
+    """What the plan needs to know of a parameter.
+
+    Attributes:
+        name: its name.
+        num_bytes: the size of its gradient.
+        kind: what a bucket's members must share (dtype and device).
+        sparse: its gradient is sparse.
+        alone: its gradient is large enough to travel alone, from where it is.
+    """
 
     name: str
     num_bytes: int
     kind: str
     sparse: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,7 @@ class BucketPlan:
 
     members: tuple[int, ...]
     sparse: bool = False
+    alone: bool = False
 
 
 @dataclass(slots=True)
@@ -49,16 +62,25 @@ def plan_buckets(
     """
     dense = [i for i in arrived if not specs[i].sparse]
     buckets = _by_last_arrival(_fill(specs, dense, caps), dense)
-    if caps.last is not None and buckets:
+    if caps.last is not None and buckets and len(buckets[-1]) > 1:
         buckets[-1:] = _split_tail(specs, buckets[-1], caps.last)
+    return complete_plan(specs, buckets, arrived=arrived, missing=missing, caps=caps)
+
+
+def complete_plan(
+    specs: Sequence[ParameterSpec],
+    buckets: Sequence[Sequence[int]],
+    *,
+    arrived: Sequence[int],
+    missing: Sequence[int],
+    caps: BucketCaps,
+) -> list[BucketPlan]:
+    """The plan that begins with `buckets` for all that arrived and is dense; see `plan_buckets`."""
     dense_missing = [i for i in missing if not specs[i].sparse]
-    buckets += _by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)
+    dense = [*buckets, *_by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)]
     sparse = [BucketPlan((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
-    plan = [BucketPlan(tuple(members)) for members in buckets] + sparse
-    if sparse:
-        # Whether a parameter was used is known when the last bucket leaves, and a sparse one has no room for the flags.
-        plan.append(BucketPlan(()))
-    return plan
+    plan = [BucketPlan(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
+    return _with_room_for_flags(plan, specs)
 
 
 def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
@@ -67,6 +89,9 @@ def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps
     num_full_by_kind: dict[str, int] = {}
     open_by_kind: dict[str, _OpenBucket] = {}
     for i in order:
+        if specs[i].alone:
+            full.append([i])
+            continue
         kind, num_bytes = specs[i].kind, specs[i].num_bytes
         bucket = open_by_kind.setdefault(kind, _OpenBucket())
         num_full = num_full_by_kind.get(kind, 0)
@@ -93,3 +118,21 @@ def _split_tail(specs: Sequence[ParameterSpec], members: list[int], tail_bytes: 
         num_bytes += specs[members[first_of_tail]].num_bytes
     head, tail = members[:first_of_tail], members[first_of_tail:]
     return [head, tail] if head else [tail]
+
+
+def _with_room_for_flags(plan: list[BucketPlan], specs: Sequence[ParameterSpec]) -> list[BucketPlan]:
+    """Put a bucket with a buffer last: what is only known then, which parameters were used, travels in it."""
+    if plan and _has_buffer(plan[-1]):
+        return plan
+    small = [
+        bucket
+        for bucket in plan
+        if _has_buffer(bucket) and sum(specs[i].num_bytes for i in bucket.members) <= _MAY_BE_LAST_BYTES
+    ]
+    if not small:
+        return [*plan, BucketPlan(())]
+    return [bucket for bucket in plan if bucket is not small[-1]] + small[-1:]
+
+
+def _has_buffer(bucket: BucketPlan) -> bool:
+    return not (bucket.sparse or bucket.alone)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_bucketddp.core.backward_pass import BackwardPass
 from lightning_bucketddp.core.clock import Clock, clock_of
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.config import MIB, ReducerConfig
 from lightning_bucketddp.core.cost_meter import CostMeter
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, plan_buckets
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 # A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
 # to theirs much sooner.
 _FORGET_PLAN_AFTER = 64
+
+# Gradients of this size are reduced where they are. Copying one costs a host much of what its reduction does, and an
+# accelerator next to nothing but the memory.
+_ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 
 Trainable = tuple[bool, ...]
 
@@ -50,7 +54,10 @@ class Plans:
         stats: ReducerStats,
         clock: Clock | None,
     ) -> None:
-        self.specs = [_spec(name, param, name in replicas.sparse_names) for name, param in replicas.parameters.items()]
+        self.specs = [
+            _spec(name, param, sparse=name in replicas.sparse_names, may_be_alone=config.comm_hook is None)
+            for name, param in replicas.parameters.items()
+        ]
         self.description = "no plan yet"
         # What was measured last for `bucket_cap_mb="auto"`; on rank 0 only.
         self.profile: Profile | None = None
@@ -161,5 +168,9 @@ class Plans:
                 self._tuners.pop(trainable).close()
 
 
-def _spec(name: str, param: Tensor, sparse: bool) -> ParameterSpec:
-    return ParameterSpec(name, num_bytes=param.nbytes, kind=f"{param.dtype} {param.device}", sparse=sparse)
+def _spec(name: str, param: Tensor, *, sparse: bool, may_be_alone: bool) -> ParameterSpec:
+    kind = f"{param.dtype} {param.device}"
+    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if param.device.type == "cpu" else "accelerator"]
+    return ParameterSpec(
+        name, num_bytes=param.nbytes, kind=kind, sparse=sparse, alone=may_be_alone and is_large and not sparse
+    )

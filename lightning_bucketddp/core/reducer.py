@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.clock import Clock
@@ -25,6 +24,7 @@ from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plans import Plans
 from lightning_bucketddp.core.profile import Profile
+from lightning_bucketddp.core.profiling import phase
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
@@ -206,7 +206,7 @@ class Reducer:
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
             return
-        with torch.no_grad(), record_function("bucketddp::finish"):
+        with torch.no_grad(), phase("bucketddp::finish"):
             reductions = backward.reductions or self._first_reductions(backward)
             reductions.launch_rest()
             reductions.wait(factor=factor)

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.profiler import record_function
 
-from lightning_bucketddp.core.bucket import Bucket, SparseBucket
 from lightning_bucketddp.core.collectives import Collectives, Pending
 from lightning_bucketddp.core.nonfinite import Finiteness
-from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.plan import ParameterSpec
+from lightning_bucketddp.core.profiling import phase
+from lightning_bucketddp.core.single_buckets import SparseBucket
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.wire import Reduction, SparseMean
 
@@ -34,7 +34,7 @@ _NUM_NAMED = 3
 class _Missing:
     """A gradient that this rank does not have."""
 
-    bucket: Bucket | SparseBucket
+    bucket: AnyBucket
     position: int
     param_index: int
 
@@ -110,12 +110,14 @@ class Reductions:
         if self._missing:
             self._attach_used_elsewhere()
             self._stats.num_unused += len(self._missing)
+        self._release()
 
     def abandon(self) -> None:
         """Take part in what is left for the other ranks' sake, contributing nothing and changing no gradient."""
         for bucket in self._placement.buckets[self.next_to_launch :]:
             self._start(bucket, missing=range(len(bucket.params)))
         self._wait_for_all()
+        self._release()
 
     def _wait_for_all(self) -> None:
         for pending in self._in_flight:
@@ -123,11 +125,15 @@ class Reductions:
 
     def _launch_next(self) -> None:
         bucket = self._placement.buckets[self.next_to_launch]
-        with torch.no_grad(), record_function("bucketddp::launch"):
+        with torch.no_grad(), phase("bucketddp::launch"):
             self._join_producers(bucket)
             self._start(bucket, missing=bucket.collect())
 
-    def _start(self, bucket: Bucket | SparseBucket, *, missing: Sequence[int]) -> None:
+    def _release(self) -> None:
+        for bucket in self._placement.lone_buckets:
+            bucket.release()
+
+    def _start(self, bucket: AnyBucket, *, missing: Sequence[int]) -> None:
         index = self.next_to_launch
         self.next_to_launch += 1
         is_last = self.next_to_launch == len(self._placement.buckets)
@@ -142,7 +148,7 @@ class Reductions:
             self._finiteness.write(self._placement)
         self._in_flight.append(
             self._reduction.start(bucket, index=index, is_last=is_last)
-            if isinstance(bucket, Bucket)
+            if not isinstance(bucket, SparseBucket)
             else SparseMean(self._collectives, bucket)
         )
         self._stats.num_reductions += 1
@@ -161,7 +167,7 @@ class Reductions:
             if used[missing.param_index] > 0:
                 missing.bucket.attach(missing.position)
 
-    def _join_producers(self, bucket: Bucket | SparseBucket) -> None:
+    def _join_producers(self, bucket: AnyBucket) -> None:
         """Wait for gradients that were computed on other streams than this one."""
         if len(self._placement.streams) < 2:
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[Buc
     A communication hook keeps state by bucket, and who wants runs to repeat wants no plan that depends on time.
     """
     wanted = config.bucket_cap_mb == AUTO and config.overlap and config.comm_hook is None
-    has_choice = collectives.world_size > 1 and sum(not bucket.sparse for bucket in plan) > 1
+    has_choice = collectives.world_size > 1 and sum(not (bucket.sparse or bucket.alone) for bucket in plan) > 1
     return wanted and has_choice and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -160,19 +160,19 @@ class PlanTuner:
             dtype=self._params[largest].dtype, module_bytes=sum(self._specs[i].num_bytes for i in dense)
         )
         proposal = self._compute(cost) if self._collectives.rank == 0 and self._observed else None
-        message = None if proposal is None else [[bucket.members, bucket.sparse] for bucket in proposal]
-        agreed: list[Any] | None = self._collectives.broadcast_json(message)
+        message = None if proposal is None else [asdict(bucket) for bucket in proposal]
+        agreed: list[dict[str, Any]] | None = self._collectives.broadcast_json(message)
         if agreed is None:
             self._settle(self._story)
             return None
-        return [BucketPlan(tuple(members), sparse=sparse) for members, sparse in agreed]
+        return [BucketPlan(tuple(bucket.pop("members")), **bucket) for bucket in agreed]
 
     def _compute(self, cost: AllReduceCost) -> Sequence[BucketPlan] | None:
         """The best plan, if it promises to be better than the first. Rank 0 only."""
         self._first_s = self._total_s()
         order, profile = self._profile(cost)
         position = {index: n for n, index in enumerate(order)}
-        first = [BucketPlan(tuple(position[i] for i in b.members), sparse=b.sparse) for b in self._first_plan]
+        first = [replace(b, members=tuple(position[i] for i in b.members)) for b in self._first_plan]
         cost = _scaled(profile, first, until_s=statistics.median(self._first_s))
         plan = optimal_plan(profile, cost=cost)
         first_s, best_s = (simulate(profile, p, cost).end_s for p in (first, plan))
@@ -184,7 +184,7 @@ class PlanTuner:
             f"{len(plan)} bucket{'' if len(plan) == 1 else 's'} instead of {len(first)}: backward with reductions"
             f" predicted to take {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
         )
-        return [BucketPlan(tuple(order[i] for i in bucket.members), sparse=bucket.sparse) for bucket in plan]
+        return [replace(bucket, members=tuple(order[i] for i in bucket.members)) for bucket in plan]
 
     def _profile(self, cost: AllReduceCost) -> tuple[list[int], Profile]:
         """The parameters in order of arrival, and what was seen of them.

@@ -10,14 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.core.bucket import Bucket, SparseBucket
+from lightning_bucketddp.core.bucket import Bucket
 from lightning_bucketddp.core.collectives import Collectives, Pending
+from lightning_bucketddp.core.single_buckets import LoneBucket, SparseBucket
 
 
 class Reduction(Protocol):
     """Turns a bucket's gradients into those that every rank shall have."""
 
-    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
+    def start(self, bucket: Bucket | LoneBucket, *, index: int, is_last: bool) -> Pending:
         """Start reducing `bucket` in place."""
 
 
@@ -32,26 +33,27 @@ class MeanReduction:
     def __init__(self, collectives: Collectives, *, dtype: torch.dtype | None = None) -> None:
         self._collectives = collectives
         self._dtype = dtype
-        self._cast_wires: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
+        self._cast_wires: WeakKeyDictionary[Bucket | LoneBucket, Tensor] = WeakKeyDictionary()
 
-    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
-        if self._dtype is None or self._dtype == bucket.wire.dtype:
-            return self._collectives.start_mean(bucket.wire)
+    def start(self, bucket: Bucket | LoneBucket, *, index: int, is_last: bool) -> Pending:
+        own = bucket.wire
+        if self._dtype is None or self._dtype == own.dtype:
+            return self._collectives.start_mean(own)
         if bucket not in self._cast_wires:
-            self._cast_wires[bucket] = torch.empty_like(bucket.wire, dtype=self._dtype)
-        wire = self._cast_wires[bucket].copy_(bucket.wire)
-        return _PendingCast(bucket, wire=wire, mean=self._collectives.start_mean(wire))
+            self._cast_wires[bucket] = torch.empty_like(own, dtype=self._dtype)
+        wire = self._cast_wires[bucket].copy_(own)
+        return _PendingCast(own, wire=wire, mean=self._collectives.start_mean(wire))
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingCast:
-    bucket: Bucket
+    own: Tensor
     wire: Tensor
     mean: Pending
 
     def wait(self) -> None:
         self.mean.wait()
-        self.bucket.wire.copy_(self.wire)
+        self.own.copy_(self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class CommHookReduction:
     hook: Callable[..., Any]
     state: object
 
-    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> Pending:
+    def start(self, bucket: Bucket | LoneBucket, *, index: int, is_last: bool) -> Pending:
+        assert isinstance(bucket, Bucket)  # a hook may want to keep or to resize the buffer
         # The hook may compress what it sends, so the flags travel on their own; it may also resize the buffer (batched
         # PowerSGD does), which moves the memory that they lie in.
         flags = bucket.flags.clone()

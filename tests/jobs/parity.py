@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.plans import _ALONE_FROM_BYTES
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
@@ -31,6 +33,7 @@ class Training:
     optimizer: str = "sgd"
     clip: str | None = None
     bucket_cap_mb: Any = 25.0
+    all_alone: bool = False
     marked: bool = True  # ours runs backward inside `reducer.backward()`, as the strategies do
     tolerance: float = 0.0
 
@@ -42,12 +45,13 @@ class Outcome:
     num_all_reduces: int
 
 
-def build_reducer(model: nn.Module, **options: Any) -> Reducer:
-    """A reducer for `model`, set up as the strategies do it."""
+def build_reducer(model: nn.Module, *, all_alone: bool = False, **options: Any) -> Reducer:
+    """A reducer for `model`, set up as the strategies do it; `all_alone` treats each gradient as a large one."""
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
-    return Reducer(replicas, ReducerConfig(**options))
+    with patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)) if all_alone else nullcontext():
+        return Reducer(replicas, ReducerConfig(**options))
 
 
 def torch_ddp_can(case: str) -> bool:
@@ -100,7 +104,7 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
     torch.manual_seed(7)
     theirs_bare = case.build().to(device())
     theirs = reference.wrap(theirs_bare)
-    reducer = build_reducer(ours, bucket_cap_mb=training.bucket_cap_mb)
+    reducer = build_reducer(ours, bucket_cap_mb=training.bucket_cap_mb, all_alone=training.all_alone)
     our_optimizer = _optimizer(training.optimizer, ours)
     their_optimizer = _optimizer(training.optimizer, theirs_bare)
     num_all_reduces = 0

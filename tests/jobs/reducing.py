@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -313,6 +314,28 @@ def gradients_live_in_the_buckets() -> None:
     assert_views()
     model(batch(0, 2)).sum().backward()
     assert_views()
+
+
+def a_large_gradient_stays_where_it_is() -> None:
+    """It is reduced where autograd has put it, and nobody keeps it when the user lets it go."""
+    model = nn.Linear(1024, 1024).to(device())
+    seen: list[int] = []
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))  # type: ignore
+    reducer = build_reducer(model, bucket_cap_mb=1)
+    if device().type == "cuda":
+        reducer = build_reducer(model, bucket_cap_mb=1, all_alone=True)
+    for step in range(3):
+        x = batch(dist.get_rank(), step, 4, 1024)
+        expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+        dist.all_reduce(expected)
+        model(x).square().mean().backward()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, expected / dist.get_world_size())
+        assert model.weight.grad.data_ptr() == seen[-1]
+        kept = weakref.ref(model.weight.grad)
+        model.zero_grad()
+        assert kept() is None
+    reducer.close()
 
 
 def strides_follow_the_parameter() -> None:
