@@ -22,6 +22,7 @@ from tests.jobs.tuning import (
     train_with_an_accident,
 )
 from tests.ranks import run_on_ranks
+from tests.scripts.tuned import fit_wide
 
 # The first backward has no plan; then come those of the first plan, and those of the computed one.
 CHANGED_AT = 1 + NUM_WARM_UP + NUM_OBSERVED
@@ -193,3 +194,15 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
     assert profile.num_ranks == world_size
     assert profile.cost.seconds(0) >= 0
     assert profile.cost.seconds(2**20) > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_trainer_tunes_unless_it_is_deterministic_and_trains_as_ddp(deterministic: bool, accumulate: int) -> None:
+    options = {"deterministic": deterministic, "accumulate": accumulate}
+    theirs = run_on_ranks(fit_wide, strategy="ddp", **options)
+    ours = run_on_ranks(fit_wide, strategy="bucketddp", **options)
+    assert [rank.weights for rank in ours] == [rank.weights for rank in theirs]
+    assert [rank.has_profile for rank in ours] == [not deterministic, False]
+    if deterministic:
+        assert [rank.num_plans for rank in ours] == [1, 1]

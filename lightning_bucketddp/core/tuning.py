@@ -101,7 +101,7 @@ class PlanTuner:
         self._current: _Observation | None = None
         self._observed: list[_Observation] = []
         self._first_s: list[float] = []
-        self._story = ""
+        self._story = "no backward could be observed, the plan stays as it is"
 
     def begin(self) -> None:
         """A synchronised backward begins."""
