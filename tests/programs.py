@@ -122,7 +122,7 @@ def assert_trained(
     *,
     root: str,
     name: str = "run",
-    bucket_cap_mb: float | list[float] = 25,
+    bucket_cap_mb: float | list[float] | str = "auto",
     world_size: int = 2,
     width: int = 2,
 ) -> list[dict[str, Any]]:

@@ -89,20 +89,20 @@ BY_ARGUMENTS = [
 @pytest.mark.parametrize(
     ("strategy", "bucket_cap_mb"),
     [
-        (["--trainer.strategy=bucketddp"], 25),
+        (["--trainer.strategy=bucketddp"], "auto"),
         (["--trainer.strategy", "lightning_bucketddp.BucketDDPStrategy", "--trainer.strategy.bucket_cap_mb=5"], 5),
         (
             [
                 *("--trainer.strategy.class_path", "lightning_bucketddp.BucketDDPStrategy"),
-                *("--trainer.strategy.bucket_cap_mb", "5"),
+                *("--trainer.strategy.bucket_cap_mb", "auto"),
             ],
-            5,
+            "auto",
         ),
     ],
     ids=["name", "class", "class_path"],
 )
 def test_arguments_and_the_config_printed_for_them_train_the_same(
-    strategy: list[str], bucket_cap_mb: float, tmp_path: Path
+    strategy: list[str], bucket_cap_mb: float | str, tmp_path: Path
 ) -> None:
     arguments = ["fit", *BY_ARGUMENTS, *strategy]
     expected = {"bucket_cap_mb": bucket_cap_mb, "weights": weights_on_one_host()}
@@ -115,8 +115,8 @@ def test_arguments_and_the_config_printed_for_them_train_the_same(
 
 def test_an_argument_overrides_the_strategy_of_a_config(tmp_path: Path) -> None:
     config = write_config(tmp_path, strategy=BY_CLASS_PATH)
-    arguments = ["fit", "--config", str(config), "--trainer.strategy.bucket_cap_mb", "7"]
-    expected = {"bucket_cap_mb": 7, "weights": weights_on_one_host()}
+    arguments = ["fit", "--config", str(config), "--trainer.strategy.bucket_cap_mb", "[1, 7.5]"]
+    expected = {"bucket_cap_mb": [1, 7.5], "weights": weights_on_one_host()}
     assert run_on_ranks(train_by_command_line, arguments=arguments) == [expected] * 2
 
 

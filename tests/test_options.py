@@ -144,17 +144,19 @@ def test_a_keyword_like_no_other_is_answered_with_all() -> None:
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-@pytest.mark.parametrize("value", [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "auto", True])
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "Auto", ["auto"], True]
+)
 def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
     with pytest.raises(ValueError, match="bucket_cap_mb") as raised:
         strategy_class(root)(bucket_cap_mb=value)
     assert str(raised.value) == (
-        "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
-        f" {value!r}. The default is 25."
+        "`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list of them, got"
+        f" {value!r}. The default is 'auto'."
     )
 
 
-@pytest.mark.parametrize("value", [1, 0.5, [1, 25.5]])
+@pytest.mark.parametrize("value", [1, 0.5, [1, 25.5], "auto", None])
 def test_a_bucket_size_is_taken_as_given(value: Any) -> None:
     assert BucketDDPStrategy(bucket_cap_mb=value).config.bucket_cap_mb == value
 

@@ -91,7 +91,9 @@ def test_every_parameter_is_placed_once_in_order_and_within_the_cap(sizes: list[
 
 @pytest.mark.parametrize("bucket_cap_mb", [0, -1, float("nan"), float("inf"), [], [5, 0], [None], "25", True], ids=str)
 def test_a_cap_that_is_no_positive_number_is_refused(bucket_cap_mb: object) -> None:
-    with pytest.raises(ValueError, match=r"`bucket_cap_mb` must be a positive number of MiB or a non-empty list"):
+    with pytest.raises(
+        ValueError, match=r"`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list"
+    ):
         ReducerConfig(bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]
 
 
@@ -104,6 +106,7 @@ def test_what_travels_is_checked() -> None:
 
 def test_a_number_means_that_size_with_small_edges() -> None:
     assert ReducerConfig(bucket_cap_mb=None).caps == BucketCaps((MIB, 25 * MIB), last=MIB)
+    assert ReducerConfig(bucket_cap_mb="auto").caps == ReducerConfig().caps == ReducerConfig(bucket_cap_mb=25).caps
     assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)
     assert ReducerConfig(bucket_cap_mb=0.5).caps == BucketCaps((MIB // 2, MIB // 2), last=MIB // 2)
 

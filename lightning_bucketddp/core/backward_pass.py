@@ -16,6 +16,7 @@ import torch
 
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.reductions import Reductions
+from lightning_bucketddp.core.tuning import PlanTuner
 
 
 class Alive:
@@ -33,6 +34,7 @@ class BackwardPass:
     reductions: Reductions | None
     placement: Placement | None
     factor: float | None = None
+    tuner: PlanTuner | None = None
     alive: weakref.ref[Alive] | None = None
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,9 @@ MIB = 2**20
 NONFINITE_RESPONSES = ("warn", "raise", "skip")
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The value of `bucket_cap_mb` for sizes that are computed from measurements.
+AUTO: Literal["auto"] = "auto"
 
 _DEFAULT_CAP_MB = 25.0
 # The first bucket should leave early and the last one, which nothing hides, should be short.
@@ -27,7 +30,7 @@ class ReducerConfig:
     Attributes:
         bucket_cap_mb: Largest size of a bucket in MiB (None: 25); a larger parameter has a bucket of its own. A list
             gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
-            further ones.
+            further ones. `auto`: 25 at first; then sizes computed from what the first backwards have shown.
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
         reduce_dtype: What gradients travel as: `fp32`, `bf16` or `fp16`. None: their own dtype.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
@@ -38,7 +41,7 @@ class ReducerConfig:
         check_gradients: Look at the gradients, too, and not at the losses only.
     """
 
-    bucket_cap_mb: float | Sequence[float] | None = None
+    bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
     overlap: bool = True
     reduce_dtype: str | None = None
     broadcast_buffers: bool = True
@@ -50,10 +53,10 @@ class ReducerConfig:
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
         is_valid = bool(caps) and all(_is_positive_number(cap) for cap in caps)
-        if self.bucket_cap_mb is not None and not is_valid:
+        if self.bucket_cap_mb not in (None, AUTO) and not is_valid:
             raise ValueError(
-                "`bucket_cap_mb` must be a positive number of MiB or a non-empty list of them, got"
-                f" {self.bucket_cap_mb!r}. The default is {_DEFAULT_CAP_MB:g}."
+                f"`bucket_cap_mb` must be '{AUTO}', a positive number of MiB or a non-empty list of them, got"
+                f" {self.bucket_cap_mb!r}. The default is '{AUTO}'."
             )
         if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
@@ -68,9 +71,9 @@ class ReducerConfig:
 
     @property
     def caps(self) -> BucketCaps:
-        if isinstance(self.bucket_cap_mb, Sequence):
+        if isinstance(self.bucket_cap_mb, Sequence) and self.bucket_cap_mb != AUTO:
             return BucketCaps(by_position=tuple(int(cap * MIB) for cap in self.bucket_cap_mb), last=None)
-        cap = _DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
+        cap = _DEFAULT_CAP_MB if self.bucket_cap_mb in (None, AUTO) else self.bucket_cap_mb
         edge = min(_EDGE_BUCKET_MB, cap)
         return BucketCaps(by_position=(int(edge * MIB), int(cap * MIB)), last=int(edge * MIB))
 

@@ -32,7 +32,7 @@ class GradientHooks:
         # By parameter; changed in place, because the hooks hold it.
         self._arrivals = [self._unplanned] * len(params)
         self._handles = [
-            _register(param, self._hook_for(index))
+            hook(param, self._hook_for(index))
             for index, param in enumerate(params)
             if param.is_floating_point() or param.is_complex()
         ]
@@ -82,12 +82,13 @@ class GradientHooks:
         return on_gradient
 
 
-def _register(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def hook(param: Tensor, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `on_gradient` called whenever the gradient of `param` has arrived."""
     # torch hooks only a tensor that requires a gradient, but keeps the hook when it is frozen and unfrozen later.
     was_trainable = param.requires_grad
     param.requires_grad_(True)
     try:
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         return handle
     finally:
         param.requires_grad_(was_trainable)

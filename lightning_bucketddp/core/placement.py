@@ -40,6 +40,7 @@ class Placement:
         may_be_resized: bool = False,
     ) -> None:
         self.plan = plan
+        self.num_firings = num_firings
         self.buckets: list[AnyBucket] = []
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()

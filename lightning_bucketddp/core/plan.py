@@ -64,10 +64,22 @@ def plan_buckets(
     buckets = _by_last_arrival(_fill(specs, dense, caps), dense)
     if caps.last is not None and buckets and len(buckets[-1]) > 1:
         buckets[-1:] = _split_tail(specs, buckets[-1], caps.last)
+    return complete_plan(specs, buckets, arrived=arrived, missing=missing, caps=caps)
+
+
+def complete_plan(
+    specs: Sequence[ParameterSpec],
+    buckets: Sequence[Sequence[int]],
+    *,
+    arrived: Sequence[int],
+    missing: Sequence[int],
+    caps: BucketCaps,
+) -> list[BucketPlan]:
+    """The plan that begins with `buckets` for all that arrived and is dense; see `plan_buckets`."""
     dense_missing = [i for i in missing if not specs[i].sparse]
-    buckets += _by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)
+    dense = [*buckets, *_by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)]
     sparse = [BucketPlan((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
-    plan = [BucketPlan(tuple(members), alone=specs[members[0]].alone) for members in buckets] + sparse
+    plan = [BucketPlan(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
     return _with_room_for_flags(plan, specs)
 
 

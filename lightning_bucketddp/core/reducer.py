@@ -12,39 +12,28 @@ Note: one rank
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
+from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.core.hooks import GradientHooks
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
-from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
+from lightning_bucketddp.core.plans import Plans
+from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.profiling import phase
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.weighting import Weighting
 from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Reduction
-
-log = logging.getLogger(__name__)
-
-# A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
-# to theirs much sooner.
-_FORGET_PLAN_AFTER = 64
-
-# Gradients of this size are reduced where they are. Copying one costs a host much of what its reduction does, and an
-# accelerator next to nothing but the memory.
-_ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 
 
 class LateGradientError(RuntimeError):
@@ -59,6 +48,7 @@ class Reducer:
         config: what the user set.
         weighting: how much each rank counts; None: all count the same, always.
         finiteness: looks for what is not finite; None: as `config` says.
+        clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
     """
 
     def __init__(
@@ -68,27 +58,23 @@ class Reducer:
         *,
         weighting: Weighting | None = None,
         finiteness: Finiteness | None = None,
+        clock: Clock | None = None,
     ) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
         self.placement: Placement | None = None
-        self._plan = ""
         self.replicas = replicas
         self._config = config
         self._weighting = weighting
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        self._specs = [
-            _spec(name, param, sparse=name in replicas.sparse_names, may_be_alone=config.comm_hook is None)
-            for name, param in replicas.parameters.items()
-        ]
         self._reduction: Reduction = (
             MeanReduction(self._collectives, dtype=REDUCE_DTYPES.get(config.reduce_dtype or ""))
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )
-        self._placements: dict[tuple[bool, ...], Placement] = {}
+        self._plans = Plans(replicas, config, reduction=self._reduction, stats=self.stats, clock=clock)
         self._num_blocks = 0
         self._backward: BackwardPass | None = None
         self._exchanged: Any = (
@@ -105,21 +91,26 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         self._hooks.remove()
-        self._placements.clear()
+        self._plans.close()
         self.placement = None
 
     def describe(self) -> str:
         """What was planned and done so far, in one line."""
         stats = self.stats
         return (
-            f"{self._plan or 'no plan yet'}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
+            f"{self._plans.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
             f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
         )
 
     def describe_backward(self) -> str:
         """Which bucket a backward has come to, in words."""
         reductions = None if self._backward is None else self._backward.reductions
-        return "" if reductions is None else reductions.describe(self._specs)
+        return "" if reductions is None else reductions.describe(self._plans.specs)
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured for `bucket_cap_mb="auto"`, once that has been decided upon; on rank 0 only."""
+        return self._plans.profile
 
     @property
     def has_exchanged(self) -> bool:
@@ -189,10 +180,17 @@ class Reducer:
         factor = None
         if self._weighting is not None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable):
             factor = self._factor(trainable)
-        placement = self._placements.get(trainable)
+        if self._plans.will_change(trainable):
+            # Not both at once, old buffers and new ones: there may be no memory for that.
+            self.placement = None
+            self._hooks.begin(None)
+        placement = self._plans.placement(trainable)
         self._hooks.begin(placement)
         reductions = self._reductions(placement) if syncs and placement is not None else None
-        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor)
+        tuner = self._plans.tuner(trainable) if syncs else None
+        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor, tuner)
+        if tuner is not None:
+            tuner.begin()
         return self._backward
 
     def _begin_inside(self) -> BackwardPass:
@@ -223,6 +221,9 @@ class Reducer:
         self._hooks.rest()
         if not backward.syncs:
             return
+        tuner = backward.tuner
+        if tuner is not None:
+            tuner.backward_ended()
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
@@ -231,6 +232,8 @@ class Reducer:
             reductions = backward.reductions or self._first_reductions(backward)
             reductions.launch_rest()
             reductions.wait(factor=factor)
+            if tuner is not None:
+                tuner.reduced()
             if self._weighting is not None:
                 self._weighting.end()
             if self._config.broadcast_buffers:
@@ -242,6 +245,8 @@ class Reducer:
         assert self.placement is not None  # there were reductions
         with torch.no_grad():
             self.finiteness.read(self.placement, self.stats)
+            if tuner is not None:
+                self._plans.end(backward.trainable)
 
     def _abandon(self, backward: BackwardPass) -> None:
         """Take part in what is left of a backward that died: other ranks may be waiting in it."""
@@ -253,6 +258,8 @@ class Reducer:
             with torch.no_grad():
                 reductions = backward.reductions or self._first_reductions(backward)
                 reductions.abandon()
+                if backward.tuner is not None:
+                    self._plans.end(backward.trainable)
 
     def _factor(self, trainable: tuple[bool, ...]) -> float:
         if self._weighting is None:
@@ -263,37 +270,10 @@ class Reducer:
         return factor
 
     def _first_reductions(self, backward: BackwardPass) -> Reductions:
-        """Plan from what this backward has shown (Note: first backward)."""
-        self.replicas.agree()
-        in_order_of_last_arrival = list(dict.fromkeys(reversed(backward.arrived)))[::-1]
-        arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
-        # What is registered last usually gets its gradient first.
-        missing = [i for i in reversed(range(len(self._params))) if backward.trainable[i] and i not in set(arrived)]
-        plan = plan_buckets(self._specs, arrived=arrived, missing=missing, caps=self._config.caps)
-        placement = Placement(
-            plan,
-            params=self._params,
-            num_firings=Counter(backward.arrived),
-            device=self._collectives.device,
-            num_ranks=self._collectives.world_size,
-            may_be_resized=self._config.comm_hook is not None,
-        )
-        placement.streams = backward.streams
-        backward.placement = placement
-        self._remember(backward.trainable, placement)
-        return self._reductions(placement)
-
-    def _remember(self, trainable: tuple[bool, ...], placement: Placement) -> None:
-        oldest = self.stats.num_backwards - _FORGET_PLAN_AFTER
-        self._placements = {key: known for key, known in self._placements.items() if known.last_used >= oldest}
-        self._placements[trainable] = placement
-        self.stats.num_plans += 1
-        self._plan = str(placement)
-        if self._collectives.rank == 0:
-            log.info("bucketddp: plan %d: %s", self.stats.num_plans, self._plan)
+        backward.placement = self._plans.make(backward)
+        return self._reductions(backward.placement)
 
     def _reductions(self, placement: Placement) -> Reductions:
-        placement.last_used = self.stats.num_backwards
         return Reductions(
             placement,
             reduction=self._reduction,
@@ -303,16 +283,9 @@ class Reducer:
         )
 
     def _late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
+        name = self._plans.specs[param_index].name
         return LateGradientError(
-            f"Gradient of `{self._specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
+            f"Gradient of `{name}` arrived after its bucket {bucket_index} had left (rank"
             f" {self._collectives.rank}). The parameter is used more often in this backward than in the first one. Pass"
             " `overlap=False` to the strategy if that is intended."
         )
-
-
-def _spec(name: str, param: Tensor, *, sparse: bool, may_be_alone: bool) -> ParameterSpec:
-    kind = f"{param.dtype} {param.device}"
-    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if param.device.type == "cpu" else "accelerator"]
-    return ParameterSpec(
-        name, num_bytes=param.nbytes, kind=kind, sparse=sparse, alone=may_be_alone and is_large and not sparse
-    )

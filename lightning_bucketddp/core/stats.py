@@ -13,7 +13,8 @@ class ReducerStats:
         num_backwards: synchronised backwards.
         num_reductions: buckets reduced in them.
         bytes_reduced: size of those buckets, in the gradients' own dtype.
-        num_plans: plans made; more than one when the set of trainable parameters changed.
+        num_plans: plans made; more than one when the set of trainable parameters changed, or a better
+            one was computed.
         num_unused: gradients that were missing on this rank and filled in with zeros.
         num_skipped: training steps that returned nothing, on all ranks together.
         num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.

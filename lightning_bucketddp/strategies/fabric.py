@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.config import AUTO, ReducerConfig
 from lightning_bucketddp.core.lockstep import Lockstep
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.reducer import Reducer
@@ -60,6 +60,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         timeout: How long a collective may take.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+            `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
@@ -96,7 +97,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         *,
         ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
-        bucket_cap_mb: float | list[float] | None = 25.0,
+        bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,

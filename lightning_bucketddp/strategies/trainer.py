@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.config import AUTO, ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.whereabouts import Whereabouts
@@ -58,6 +58,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
         timeout: How long a collective may take.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+            `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
@@ -102,7 +103,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
-        bucket_cap_mb: float | list[float] | None = 25.0,
+        bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,

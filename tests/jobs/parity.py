@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.reducer import _ALONE_FROM_BYTES, Reducer
+from lightning_bucketddp.core.plans import _ALONE_FROM_BYTES
+from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
 from tests.jobs.models import CASES, Case

@@ -73,11 +73,11 @@ class Report(lightning.Callback):
         write(f"{self._run}.rank{trainer.global_rank}", result)
 
 
-def _bucket_cap_mb(strategy: Any) -> float | list[float] | None:
+def _bucket_cap_mb(strategy: Any) -> float | list[float] | str | None:
     """None for a strategy that is not ours."""
     cap = strategy.config.bucket_cap_mb if hasattr(strategy, "config") else None
     # Hydra gives lists of a kind of its own.
-    return list(cap) if isinstance(cap, Sequence) else cap
+    return list(cap) if isinstance(cap, Sequence) and not isinstance(cap, str) else cap
 
 
 def weights(module: nn.Module) -> dict[str, str]:

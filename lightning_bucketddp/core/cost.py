@@ -1,0 +1,83 @@
+"""What an all-reduce costs: measured here, or worked out for other networks and more ranks. Pure.
+
+Note: cost of an all-reduce
+    Latency + bytes x time per byte, the usual alpha-beta model (Thakur, Rabenseifner, Gropp 2005). On n ranks each link
+    carries 2(n-1)/n of the bytes, which no algorithm can beat and rings and double binary trees reach. A ring takes
+    2(n-1) hops one after the other, a tree 2 log2 n; NCCL has had double binary trees since 2.4 (Sanders, Speck, Träff
+    2009: full bandwidth, logarithmic latency) and takes what is faster. So does `Network`: the fewer hops, at full
+    bandwidth. It knows no hierarchy: every rank has a link of its own, and all links are alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """Seconds that an all-reduce takes (Note: cost of an all-reduce)."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    def slower(self, factor: float) -> AllReduceCost:
+        """The same for a network that takes `factor` times as long."""
+        return AllReduceCost(self.latency_s * factor, self.s_per_byte * factor)
+
+    @classmethod
+    def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:
+        """The line that is nearest to the medians of the repetitions at each size, in relative terms.
+
+        In absolute terms the largest size alone would decide, and the latency be what is left over.
+        """
+        medians = {num_bytes: statistics.median(seconds) for num_bytes, seconds in seconds_by_bytes.items()}
+        weights = {num_bytes: 1 / max(seconds, 1e-9) ** 2 for num_bytes, seconds in medians.items()}
+        total = sum(weights.values())
+        mean_bytes = sum(w * b for b, w in weights.items()) / total
+        mean_s = sum(w * medians[b] for b, w in weights.items()) / total
+        spread = sum(w * (b - mean_bytes) ** 2 for b, w in weights.items())
+        slope = sum(w * (b - mean_bytes) * (medians[b] - mean_s) for b, w in weights.items()) / spread if spread else 0
+        # Noise can tilt the line so far that a cost would be negative.
+        slope = min(max(slope, 0.0), mean_s / mean_bytes) if mean_bytes else 0.0
+        return cls(latency_s=mean_s - slope * mean_bytes, s_per_byte=slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links between ranks.
+
+    Attributes:
+        name: what it is called.
+        bytes_per_s: what one rank's link carries in each direction.
+        hop_s: how long the shortest message takes to the next rank.
+    """
+
+    name: str
+    bytes_per_s: float
+    hop_s: float
+
+    def all_reduce(self, num_ranks: int) -> AllReduceCost:
+        """What an all-reduce between `num_ranks` costs on it."""
+        if num_ranks == 1:
+            return AllReduceCost(0.0, 0.0)
+        return AllReduceCost(_num_hops(num_ranks) * self.hop_s, _share_of_a_link(num_ranks) / self.bytes_per_s)
+
+    @classmethod
+    def measured(cls, cost: AllReduceCost, *, num_ranks: int) -> Network:
+        """The network on which `num_ranks` ranks have measured `cost`."""
+        per_byte = max(cost.s_per_byte, 1e-18)
+        return cls("measured", _share_of_a_link(num_ranks) / per_byte, cost.latency_s / _num_hops(num_ranks))
+
+
+def _num_hops(num_ranks: int) -> int:
+    return 2 * min(num_ranks - 1, math.ceil(math.log2(num_ranks)))
+
+
+def _share_of_a_link(num_ranks: int) -> float:
+    return 2 * (num_ranks - 1) / num_ranks
