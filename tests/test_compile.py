@@ -90,7 +90,8 @@ def test_a_graph_stays_whole_where_no_split_is_wanted(how: dict[str, Any]) -> No
 
 
 def test_a_graph_stays_whole_on_one_rank() -> None:
-    (rank,) = run_on_ranks(fit, compiled="submodule", max_steps=2, world_size=1)
+    # With an option that gives the reducer something to do there.
+    (rank,) = run_on_ranks(fit, compiled="submodule", max_steps=2, world_size=1, options={"on_nonfinite": "raise"})
     assert [num_parts(events) for events in rank.events_by_step] == [1, 1]
 
 

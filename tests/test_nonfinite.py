@@ -75,6 +75,16 @@ def test_one_process_alone_is_looked_at(parameter: str | None) -> None:
     )
 
 
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_one_process_alone_warns_of_its_loss_and_does_not_look_at_gradients(reads_late: bool) -> None:
+    [rank] = trained(world_size=1, bad=Bad(None, ranks=[0]), on_nonfinite="warn", reads_late=reads_late)
+    assert rank.num_nonfinite == 1
+    assert "not finite in backward 2: the loss on rank 0 (nan)" in rank.warnings[0]
+    assert rank.num_reductions == 0
+    [rank] = trained(world_size=1, bad=Bad("0.bias", ranks=[0], step=2), on_nonfinite="warn", reads_late=reads_late)
+    assert rank.warnings == []
+
+
 def test_all_ranks_are_listed() -> None:
     bad = Bad("4.bias", ranks=[0, 2])
     assert {rank.error for rank in trained(world_size=3, bad=bad, on_nonfinite="raise")} == {

@@ -149,3 +149,7 @@ def test_a_step_does_nothing_per_parameter(num_buckets: int) -> None:
     assert few == many
     assert few["_foreach_copy_"] == few["allreduce_"] == num_buckets
     assert sum(few.values()) <= 4 + 5 * num_buckets
+
+
+def test_one_rank_is_left_alone() -> None:
+    assert run_on_ranks(operations_added, world_size=1, num_layers=8, num_buckets=0) == [{}]

@@ -59,7 +59,7 @@ class _Unread:
 
     verdict: Tensor
     arrived: torch.cuda.Event | None
-    placement: Placement
+    placement: Placement | None
     where: str
 
 
@@ -137,7 +137,16 @@ class Finiteness:
 
     def read(self, placement: Placement, stats: ReducerStats) -> None:
         """The gradients of all ranks are there, and with them the verdict: act on it, now or later."""
-        verdict = placement.flags.verdict
+        self._act_on(placement.flags.verdict, placement, stats)
+
+    def read_without_others(self, stats: ReducerStats) -> None:
+        """There is one rank, whose gradients nobody has looked at: act on its loss."""
+        if self._loss is not None:
+            verdict = torch.stack([self._loss, torch.zeros_like(self._loss)])
+            self._loss = None
+            self._act_on(verdict, None, stats)
+
+    def _act_on(self, verdict: Tensor, placement: Placement | None, stats: ReducerStats) -> None:
         if not self.reads_late:
             self._judge(verdict, placement, stats)
             return
@@ -169,11 +178,14 @@ class Finiteness:
     def _here(self, stats: ReducerStats) -> str:
         return f"backward {stats.num_backwards}" if self._where is None else self._where()
 
-    def _judge(self, verdict: Tensor, placement: Placement, stats: ReducerStats, *, where: str | None = None) -> None:
+    def _judge(
+        self, verdict: Tensor, placement: Placement | None, stats: ReducerStats, *, where: str | None = None
+    ) -> None:
         if math.isfinite(verdict.sum().item()):
             return
         elements = verdict.tolist()
-        of_buckets, of_ranks = elements[: len(placement.buckets)], elements[len(placement.buckets) :]
+        num_buckets = 0 if placement is None else len(placement.buckets)
+        of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
         of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
         losses = {rank: loss for rank, loss in enumerate(of_losses) if not math.isfinite(loss)}
         ranks = [rank for rank, digest in enumerate(of_gradients) if not math.isfinite(digest) and rank not in losses]
@@ -182,8 +194,8 @@ class Finiteness:
         stats.num_nonfinite += 1
         has_to_tell = self._response == "raise" or _is_power_of_ten(stats.num_nonfinite)
         # A loss that is not finite has made all gradients so: their names would say nothing.
-        names = self._named(placement, of_buckets) if has_to_tell and not losses else []
-        if self._response == "skip":
+        names = self._named(placement, of_buckets) if placement and has_to_tell and not losses else []
+        if placement is not None and self._response == "skip":
             self._spoil(placement)
         if has_to_tell:
             self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)

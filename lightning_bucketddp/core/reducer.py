@@ -4,6 +4,10 @@ Note: first backward
     The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
     hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
     trainable parameters.
+
+Note: one rank
+    A rank that is alone has nothing to exchange. Unless something is to be done with its gradients all the same, it has
+    no hooks, no buckets and no copies of gradients.
 """
 
 from __future__ import annotations
@@ -76,7 +80,13 @@ class Reducer:
         self._exchanged: Any = (
             torch.Event(self._collectives.device) if self._collectives.device.type == "cuda" else None
         )
-        self._hooks = GradientHooks(self._params, self._act_on_gradient)
+        self._steps_aside = (
+            self._collectives.world_size == 1
+            and config.comm_hook is None
+            and config.on_nonfinite == "warn"
+            and weighting is None
+        )
+        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
@@ -122,11 +132,23 @@ class Reducer:
 
         An exception inside does not keep this rank from the collectives that the others are waiting in.
         """
+        if self._steps_aside:
+            self.finiteness.begin(self.stats)
+            yield
+            self._finish_alone()
+            return
         backward = self._begin()
         try:
             yield
         finally:
             self._finish(backward)
+
+    def _finish_alone(self) -> None:
+        """Note: one rank."""
+        if self._num_blocks == 0:
+            self.stats.num_backwards += 1
+            with torch.no_grad():
+                self.finiteness.read_without_others(self.stats)
 
     def _act_on_gradient(self, index: int) -> None:
         """The gradient of this parameter is the first of all, or the last of its bucket, or there is no plan."""

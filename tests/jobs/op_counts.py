@@ -31,7 +31,7 @@ def operations_added(num_layers: int, num_buckets: int) -> dict[str, int]:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(num_layers)]).to(device())
     alone = nn.Sequential(*[nn.Linear(8, 8) for _ in range(num_layers)]).to(device())
     num_bytes = sum(param.nbytes for param in model.parameters())
-    reducer = build_reducer(model, bucket_cap_mb=[num_bytes / num_buckets * 1.01 / 2**20])
+    reducer = build_reducer(model, bucket_cap_mb=[num_bytes / max(num_buckets, 1) * 1.01 / 2**20])
     added = Counter[str]()
     for step in range(3):
         for trained, sign in ((model, 1), (alone, -1)):
@@ -41,8 +41,7 @@ def operations_added(num_layers: int, num_buckets: int) -> dict[str, int]:
                 loss.backward()
             if step == 2:
                 added.update({name: sign * count for name, count in counted.counts.items()})
-    assert reducer.placement is not None
-    assert len(reducer.placement.buckets) == num_buckets
+    assert num_buckets == (0 if reducer.placement is None else len(reducer.placement.buckets))
     reducer.close()
     dist.barrier()
     return {name: count for name, count in added.items() if count}
