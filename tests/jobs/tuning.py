@@ -225,7 +225,9 @@ def train_alone() -> Tuned:
     torch.manual_seed(3)
     model = Layers().to(device())
     collectives = Collectives(device(), group=groups[dist.get_rank()])
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(), clock=VirtualNetwork())
+    # With the default a rank that is alone would have no plan at all.
+    config = ReducerConfig(on_nonfinite="raise")
+    reducer = Reducer(Replicas(model, collectives), config, clock=VirtualNetwork())
     outcome = Tuned()
     for step in range(20):
         model.zero_grad()
