@@ -82,15 +82,16 @@ class Plans:
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
         """Who observes the backwards of this set, as long as somebody does."""
-        return self._tuners.get(trainable)
+        return self._tuners.get(trainable) if self._tuners else None
 
     def will_change(self, trainable: Trainable) -> bool:
         """Whether the next `placement` makes new buffers for this set. Who holds the old ones should let go of them."""
-        return trainable in self._better
+        # Looking for a set of thousands of parameters takes time, in every step.
+        return bool(self._better) and trainable in self._better
 
     def placement(self, trainable: Trainable) -> Placement | None:
         """The buckets for a backward that begins; None: no plan is known for this set."""
-        if trainable in self._better:
+        if self.will_change(trainable):
             # Gradients that are still in the old buffers are copied like any others.
             old = self._placements.pop(trainable)
             num_firings, streams = old.num_firings, old.streams
@@ -159,7 +160,7 @@ class Plans:
         return placement
 
     def _forget(self) -> None:
-        """Drop what was not used for long. All ranks count alike, so they forget alike."""
+        """Drop what was not used for long."""
         oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
         for trainable in [key for key, known in self._placements.items() if known.last_used < oldest]:
             del self._placements[trainable]
