@@ -1,4 +1,4 @@
-"""The tests that need a GPU, without pytest: `python -m tests.run_on_gpu`.
+"""The tests that need a GPU, without pytest: `python -m tests.run_on_gpu [PART OF A NAME ...]`.
 
 Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prints one line per test.
 """
@@ -43,6 +43,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         for training in (
             Training(tolerance=tolerance),
             Training(tolerance=tolerance, marked=known.ddp is None, bucket_cap_mb=0.001),
+            Training(tolerance=tolerance, all_alone=True),
         ):
             yield f"{job.__name__} {case} {training}", partial(run_on_ranks, job, case=case, training=training)
     for optimizer in ("adamw_fused", "adamw_foreach"):
@@ -84,6 +85,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
+    yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
 
 
@@ -111,6 +113,7 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
     "buckets_leave_while_backward_runs": [{"overlap": True}],
     "half_precision_gradients_do_not_overflow": [{}],
     "gradients_live_in_the_buckets": [{}],
+    "a_large_gradient_stays_where_it_is": [{}],
     "strides_follow_the_parameter": [{}],
     "weights_and_buffers_come_from_rank_zero": [{}],
     "norm_statistics_are_shared_on_demand": [{}],
@@ -156,7 +159,10 @@ def main() -> int:
     """Run everything; the exit status says whether all passed."""
     failed = 0
     num_tests = 0
+    wanted = sys.argv[1:]
     for name, test in tests():
+        if wanted and not any(part in name for part in wanted):
+            continue
         num_tests += 1
         start = time.monotonic()
         try:
@@ -169,6 +175,8 @@ def main() -> int:
             print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
     close_pools()
     for module in TRAINER_RUNS:
+        if wanted and not any(part in module for part in wanted):
+            continue
         num_tests += 1
         failed += not trainer_runs(module)
     print(f"{num_tests - failed} passed, {failed} failed")

@@ -13,6 +13,7 @@ CORE_ORDER = [
     "config",
     "compiled",
     "profiling",
+    "capture",
     "plan",
     "cost",
     "profile",

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.config import REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.replicas import Replicas
@@ -83,6 +84,7 @@ class Finiteness:
     ) -> None:
         self._names = list(replicas.parameters)
         self._rank = replicas.collectives.rank
+        self._device = replicas.collectives.device
         self._response = config.on_nonfinite
         self._checks_gradients = config.check_gradients and not has_scaler
         self._travels_as = REDUCE_DTYPES.get(config.reduce_dtype or "")
@@ -93,7 +95,7 @@ class Finiteness:
         self._loss: Tensor | None = None
         # Smallest and largest number by bucket; None: all are finite.
         self._extremes: list[tuple[Tensor, Tensor] | None] = []
-        self.reads_late = config.on_nonfinite == "warn" and replicas.collectives.device.type == "cuda"
+        self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
         self._unread: _Unread | None = None
         self._on_host: Tensor | None = None
         self._spoiled: dict[int, Tensor] = {}
@@ -147,6 +149,8 @@ class Finiteness:
             self._act_on(verdict, None, stats)
 
     def _act_on(self, verdict: Tensor, placement: Placement | None, stats: ReducerStats) -> None:
+        if is_being_captured(self._device):
+            return
         if not self.reads_late:
             self._judge(verdict, placement, stats)
             return
@@ -160,7 +164,7 @@ class Finiteness:
     def catch_up(self, stats: ReducerStats) -> None:
         """Read what has not been read."""
         unread, self._unread = self._unread, None
-        if unread is not None:
+        if unread is not None and not is_being_captured(self._device):
             if unread.arrived is not None:
                 unread.arrived.synchronize()
             self._judge(unread.verdict, unread.placement, stats, where=unread.where)

@@ -21,6 +21,7 @@ import torch
 from torch.autograd import Variable
 
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
+from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.core.hooks import GradientHooks
@@ -240,7 +241,7 @@ class Reducer:
                 self.replicas.broadcast_buffers()
         self.placement = backward.placement
         self.stats.num_backwards += 1
-        if self._exchanged is not None:
+        if self._exchanged is not None and not is_being_captured(self._collectives.device):
             self._exchanged.record()
         assert self.placement is not None  # there were reductions
         with torch.no_grad():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import AUTO, ReducerConfig
@@ -105,8 +106,7 @@ class PlanTuner:
 
     def begin(self) -> None:
         """A synchronised backward begins."""
-        if self._collectives.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A graph keeps the plan that it is captured with, and nothing can be measured meanwhile.
+        if is_being_captured(self._collectives.device):
             self.close()
         elif self._hooks:
             self._current = _Observation(self._clock.mark())

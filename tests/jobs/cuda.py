@@ -137,3 +137,52 @@ def peak_gradient_memory() -> tuple[float, float]:
     # Without communication the gradients themselves are part of the peak.
     extra = [1 + (our - single) / size_of_gradients for our, single in zip(ours, alone, strict=True)]
     return extra[0], extra[1]
+
+
+def a_captured_step_trains_like_others() -> None:
+    """`torch.cuda.graph` captures forward, backward, reductions and the optimizer's step."""
+    model = _wide_model()
+    reference = copy.deepcopy(model)
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        reducer.finiteness.see_loss(loss)
+        with reducer.backward():
+            loss.backward()
+        optimizer.step()
+
+    def their_step() -> None:
+        their_optimizer.zero_grad()
+        reference(x).square().mean().backward()
+        average_by_hand(reference)
+        their_optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(4):
+        their_step()
+    for number in range(1, 6):
+        x.copy_(batch(dist.get_rank(), number, 64, WIDE))
+        graph.replay()
+        their_step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    step()  # goes on without the graph
+    their_step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert reducer.has_exchanged in (True, False)  # can be asked
+    reducer.close()
