@@ -33,6 +33,14 @@ def parser_of(description: str | None, *, repetitions: int, ranks: int) -> argpa
     return parser
 
 
+def cap(text: str) -> float | str:
+    """A value for `bucket_cap_mb`: a number, or the name of a way to find one."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def place_of(arguments: argparse.Namespace) -> Place:
     """Where the user wants the ranks to run."""
     return Place(device=arguments.device, num_ranks=arguments.ranks)

@@ -71,7 +71,8 @@ class Loop:
     def turn(self, name: str) -> float:
         """Seconds per step."""
         training = self.training(name)
-        start = self._start(training)
+        training.step()  # what others have driven out of the caches comes back
+        start = self._now_on_all_ranks()
         for _ in range(self._settings.steps):
             training.step()
         synchronize(self._device)
@@ -86,9 +87,8 @@ class Loop:
             self._trainings[name] = training
         return self._trainings[name]
 
-    def _start(self, training: Training) -> float:
-        """The time at which all ranks are ready to make a step."""
-        training.step()  # what others have driven out of the caches comes back
+    def _now_on_all_ranks(self) -> float:
+        """The time at which all ranks are ready to begin."""
         synchronize(self._device)
         dist.barrier()
         synchronize(self._device)

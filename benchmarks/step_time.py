@@ -14,7 +14,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from benchmarks.command import parser_of, place_of, turns_of, write
+from benchmarks.command import cap, parser_of, place_of, turns_of, write
 from benchmarks.fits import Fits
 from benchmarks.loop import Loop, LoopSettings
 from benchmarks.models import WORKLOADS
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=WORKLOADS, default="tiny_layers", help="(default: tiny_layers)")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1], help="micro-batches per step (default: 1)")
     parser.add_argument("--wire", choices=WIRES, nargs="+", default=["fp32"], help="what travels (default: fp32)")
-    parser.add_argument("--bucket-cap-mb", type=_cap, nargs="+", default=[], help="of bucketddp (default: its own)")
+    parser.add_argument("--bucket-cap-mb", type=cap, nargs="+", default=[], help="of bucketddp (default: its own)")
     parser.add_argument("--check-gradients", action=argparse.BooleanOptionalAction, help="of bucketddp")
     parser.add_argument(
         "--unused", choices=("same", "changing"), help="also leave out every tenth layer, or others in each step"
@@ -78,10 +78,6 @@ def measure(args: argparse.Namespace, *, accumulate: int, wire: str) -> list[Tab
 
 def _micro_batches(number: int) -> str:
     return "1 micro-batch" if number == 1 else f"{number} micro-batches"
-
-
-def _cap(text: str) -> float | str:
-    return text if text == "auto" else float(text)
 
 
 if __name__ == "__main__":
