@@ -74,19 +74,22 @@ def our_variants(
     return [Variant(name, "ours", options, wire, steps_to_settle=25) for name, options in by_name.items()]
 
 
-def ddp_variants(*, wire: Wire = "fp32", accumulate: int = 1) -> list[Variant]:
+def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     """torch DDP with its defaults and with its best flags, as far as this version has them."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     view = {"gradient_as_bucket_view": True}
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
-    flags: list[dict[str, bool]] = [{}, view, best]
-    if accumulate == 1:  # a static graph fails in the first `no_sync` of a training (an internal assertion)
-        flags.append({**best, "static_graph": True})
+    flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
     hook = " bf16_compress_hook" if wire == "bf16" else ""
     named = {
         f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags
     }  # a flag that is missing makes no second one
     return [Variant(name, "ddp", some, wire) for name, some in named.items()]
+
+
+def can_accumulate(variant: Variant) -> bool:
+    """Whether a variant can train with several micro-batches per step."""
+    return "static_graph" not in variant.options  # which fails in the first `no_sync`, by an internal assertion
 
 
 def with_unused(variant: Variant, unused: Unused) -> Variant | None:
