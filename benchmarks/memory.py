@@ -10,7 +10,6 @@ is what torch has allocated on the device; on the CPU, what the profiler sees to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from benchmarks.command import cap, parser_of, place_of, write
 from benchmarks.loop import LoopSettings
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bucket-cap-mb", type=cap, nargs="+", default=[], help="of bucketddp (default: its own)")
     args = parser.parse_args(arguments)
     settings = LoopSettings(args.model, (ALONE, *our_variants(caps=args.bucket_cap_mb), *ddp_variants()))
-    with Ranks(Peaks, settings, replace(place_of(args), variables={"KINETO_LOG_LEVEL": "5"})) as ranks:
+    with Ranks(Peaks, settings, place_of(args)) as ranks:
         table = measure(ranks, settings, title=f"{args.model}, {place_of(args)}")
     print(table, flush=True)
     write([table], args, place=str(place_of(args)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,9 +57,26 @@ def _peak_on_gpu(train: Callable[[Callable[[], None]], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what is written to the error output: the profiler tells when it starts and stops."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def _peak_on_cpu(train: Callable[[Callable[[], None]], None]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train(lambda: None)
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silence():
+        profiled.start()
+    train(lambda: None)
+    with _silence():
+        profiled.stop()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "trace.json"
         profiled.export_chrome_trace(str(file))

@@ -158,18 +158,20 @@ def _serve(pipe: Connection) -> None:
         world_size=place.num_ranks,
         timeout=_STUCK_AFTER,
     )
-    bench: Callable[[], Any]
+    bench = None
+    build: Callable[[], Any] = dict
     while True:
         try:
             asked, args = pipe.recv()
         except EOFError:
             return
+        if not isinstance(asked, str):
+            bench, build = None, functools.partial(asked, args, device)
+            gc.collect()  # what the last one leaves behind
+            continue
         try:
-            if isinstance(asked, str):
-                pipe.send((getattr(bench(), asked)(*args), None))
-            else:
-                bench = functools.cache(functools.partial(asked, args, device))
-                gc.collect()  # what the last one leaves behind
+            bench = build() if bench is None else bench
+            pipe.send((getattr(bench, asked)(*args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
 
