@@ -46,22 +46,24 @@ class Stage:
             "one rank": Place(device, 1),
         }
         self._groups: dict[str, Ranks] = {}
-        self.start()
 
     def start(self) -> None:
-        """Start the groups that do not run."""
+        """Start all groups."""
         nothing = LoopSettings("tiny_layers", ())
         self._groups = {name: Ranks(Loop, nothing, place) for name, place in self._places.items()}
 
     def end(self) -> None:
-        """End all of them."""
-        for ranks in self._groups.values():
-            ranks.__exit__(None, None, None)
+        """End all of them. One that is asked for later is started again."""
+        while self._groups:
+            self._groups.popitem()[1].__exit__(None, None, None)
 
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
         model = SMALL[settings.model] if self._is_rehearsal else settings.model
-        self._groups[name].build(bench, replace(settings, model=model))
+        if name not in self._groups:
+            self._groups[name] = Ranks(bench, replace(settings, model=model), self._places[name])
+        else:
+            self._groups[name].build(bench, replace(settings, model=model))
         return self._groups[name]
 
 
@@ -152,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     stage = Stage(args.device)
+    stage.start()
     results = Results(args.out, about("MPS" if args.device == "cuda" else "a rehearsal"))
     try:
         for index, part in enumerate(PARTS):
@@ -166,7 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Ranks that failed cannot go on; the other parts can.
                 results.miss(part, traceback.format_exc())
                 stage.end()
-                stage.start()
     finally:
         stage.end()
     return int(bool(results.missing))
