@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 _REPOSITORY = str(Path(__file__).parents[1])
 _STUCK_AFTER = timedelta(minutes=5)
+_END_WITHIN_S = 5
 
 # Built on each rank from the settings, which can be pickled.
 Bench = Callable[[Any, torch.device], Any]
@@ -84,6 +86,7 @@ class Ranks:
         port = _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
+        self._uses_gpu = place.device == "cuda"
         for rank in range(place.num_ranks):
             ours, theirs = Pipe()
             within = place.within[rank] if place.within else ()
@@ -100,7 +103,13 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
+            if self._uses_gpu:
+                # A process that is killed can take the others along that share a GPU with it by MPS.
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_END_WITHIN_S)
             process.kill()  # there is nothing to save, and a rank may wait for one that has failed
         for process in self._processes:
             process.wait()
