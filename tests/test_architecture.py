@@ -17,6 +17,7 @@ CORE_ORDER = [
     "flags",
     "placement",
     "network",
+    "sockets",
     "meeting_point",
     "invitation",
     "rendezvous",
