@@ -90,8 +90,8 @@ def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
 
 def _read(path: Path) -> dict[str, str]:
     with suppress(OSError):
-        lines = path.read_text(errors="replace").splitlines()
-        pairs = [line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")]
+        # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
+        pairs = [line.split("=", 1) for line in path.read_text(errors="replace").splitlines() if "=" in line]
         return {name.strip(): value.strip() for name, value in pairs}
     return {}
 
