@@ -1,93 +1,65 @@
-"""Host time per parameter that data-parallel training adds to `zero_grad` + backward, at world size 1.
+"""Host time per parameter that data-parallel training adds to `zero_grad` + backward, on one rank.
 
-    python benchmarks/host_overhead.py [--repetitions 60] [--json FILE]
+    python -m benchmarks.host_overhead
+    python -m benchmarks.host_overhead --device cuda --model tiny_layers
 
-500 parameters of 8 elements: nothing but overhead. Variants take turns within one run, so that a busy machine slows
-all of them; medians are compared, never times of different runs. CPU time of the thread is measured: what other
-programs do does not count.
+`tiny_layers` is 500 parameters of 8 elements; the others have as many parameters and buckets as their models, cut down
+until nothing is left to compute. On the CPU this is CPU time of the thread, so what other programs do does not count;
+with a GPU it is the time until the host has launched everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from models import tiny_layers
-from step_time import ALONE, WARM_UP_STEPS, ddp_variants
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
+from benchmarks.command import parser_of, place_of, turns_of, write
+from benchmarks.host_time import HostTime
+from benchmarks.loop import LoopSettings
+from benchmarks.models import SHRUNK_BY, build
+from benchmarks.ranks import Ranks
+from benchmarks.report import Table, best_ddp
+from benchmarks.turns import take_turns
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants
 
-OURS = "bucketddp"
-CPU = torch.device("cpu")
+MODELS = ("tiny_layers", "resnet50_shapes", "gpt2_shapes")
 
 
-def build_step(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], int]:
-    """A function that runs `zero_grad`, forward and backward and returns the thread's nanoseconds without forward."""
-    workload = tiny_layers(CPU)
-    model = wrap(workload.model)
-
-    def step() -> int:
-        loss = workload.loss(model)
-        start = time.thread_time_ns()
-        model.zero_grad()
-        loss.backward()
-        return time.thread_time_ns() - start
-
-    return step
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, repetitions=60, ranks=1)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=MODELS, help="(default: all)")
+    args = parser.parse_args(arguments)
+    write([measure(args, model) for model in args.model], args, place=str(place_of(args)))
 
 
-def with_our_reducer(model: nn.Module) -> nn.Module:
-    Reducer(Replicas(model, Collectives(CPU)), ReducerConfig())
-    return model
-
-
-def measure(repetitions: int) -> dict[str, float]:
+def measure(args: argparse.Namespace, model: str) -> Table:
     """Microseconds per parameter over the step without communication, by variant."""
-    steps = {ALONE: build_step(lambda model: model), OURS: build_step(with_our_reducer)}
-    for name, flags in ddp_variants().items():
-        steps[name] = build_step(lambda model, flags=flags: DistributedDataParallel(model, **flags))
-    measured: dict[str, list[int]] = {name: [] for name in steps}
-    for _ in range(WARM_UP_STEPS + repetitions):
-        for name, step in steps.items():
-            measured[name].append(step())
-    num_parameters = len(list(tiny_layers(CPU).model.parameters()))
-    medians = {
-        name: statistics.median(values[WARM_UP_STEPS:]) / 1000 / num_parameters for name, values in measured.items()
-    }
-    return {name: median - medians[ALONE] for name, median in medians.items() if name != ALONE}
+    variants = [*our_variants(), *ddp_variants()]
+    if model != "tiny_layers":
+        variants = [_with_small_buckets(variant) for variant in variants]
+    settings = LoopSettings(model, (ALONE, *variants))
+    with Ranks(HostTime, settings, place_of(args)) as ranks:
+        turns = turns_of(ranks, settings.variants)
+        samples = take_turns(turns, repetitions=args.repetitions, seconds=args.seconds)
+        buckets = {variant.name: ranks.call("num_buckets", variant.name)[0] for variant in variants}
+    num_parameters = len(list(build(model, torch.device("cpu")).model.parameters()))
+    medians = {name: statistics.median(values) / num_parameters for name, values in samples.items()}
+    alone = medians.pop(ALONE.name)
+    added = {name: median - alone for name, median in medians.items()}
+    best = best_ddp(added)
+    rows = {name: [value, value / best, buckets[name]] for name, value in added.items()}
+    title = f"{model}, {num_parameters} parameters, {place_of(args)}; the step alone: {alone:.2f} us each"
+    table = Table(title, ["us per parameter", "x best ddp", "buckets"], rows, samples=samples)
+    print(table, flush=True)
+    return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=60, help="steps measured per variant (default: 60)")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    args = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29501")
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    torch.set_num_threads(1)
-    overheads = measure(args.repetitions)
-    best = min(value for name, value in overheads.items() if name != OURS)
-    print(f"torch {torch.__version__}, {platform.machine()}, 500 parameters of 8 elements, world size 1\n")
-    print(f"{'variant':<60}{'us per parameter':>18}{'x best ddp':>12}")
-    for name, value in overheads.items():
-        print(f"{name:<60}{value:>18.2f}{value / best:>12.2f}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "us_per_parameter": overheads}, indent=2))
-    dist.destroy_process_group()
+def _with_small_buckets(variant: Variant) -> Variant:
+    return replace(variant, options={**variant.options, "bucket_cap_mb": 25 / SHRUNK_BY})
 
 
 if __name__ == "__main__":

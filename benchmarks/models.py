@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """A layer that keeps the shape of what it gets, so that a step can leave it out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.is_skipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.is_skipped else self.layer(x)
 
 
 @dataclass(frozen=True)
@@ -17,17 +29,24 @@ class Workload:
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
 
+    def skip_every_tenth_layer(self, step: int) -> None:
+        """Leave out every tenth layer, other ones in each of ten steps."""
+        layers = [module for module in self.model.modules() if isinstance(module, Layer)]
+        for index, layer in enumerate(layers):
+            layer.is_skipped = (index + step) % 10 == 0
+
 
 def tiny_layers(device: torch.device) -> Workload:
     """500 parameters of 8 elements in a graph as shallow as possible: nothing but overhead."""
-    model = _TinyLayers(500).to(device)
+    model = _Parameters([(8,)] * 500).to(device)
     x = torch.randn(8, device=device)
     return Workload(model, lambda model: model(x))
 
 
 def mlp(device: torch.device) -> Workload:
     """25 M parameters and 8 samples: nothing but communication."""
-    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]).to(device)
+    layers = [Layer(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU())) for _ in range(6)]
+    model = nn.Sequential(*layers).to(device)
     x = torch.randn(8, 2048, device=device)
     return Workload(model, lambda model: model(x).square().mean())
 
@@ -36,7 +55,11 @@ def resnet50(device: torch.device) -> Workload:
     """ResNet-50, bf16 autocast, channels_last, 32 images."""
     from torchvision.models import resnet50  # only here: there is no build of torchvision for every machine
 
-    model = resnet50().to(device, memory_format=torch.channels_last)
+    model = resnet50()
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for index in range(1, len(stage)):
+            stage[index] = Layer(stage[index])
+    model = model.to(device, memory_format=torch.channels_last)
     images = torch.randn(32, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (32,), device=device)
     return Workload(model, lambda model: _autocast_cross_entropy(model, images, labels))
@@ -49,12 +72,62 @@ def gpt2(device: torch.device) -> Workload:
     return Workload(model, lambda model: _autocast_cross_entropy(model, ids, ids))
 
 
+def resnet50_shapes(device: torch.device) -> Workload:
+    """Parameters as many as ResNet-50 has and in its proportions, but 1,024 times smaller, with no computation."""
+    return _shapes(device, _resnet50_sizes())
+
+
+def gpt2_shapes(device: torch.device) -> Workload:
+    """The same for GPT-2."""
+    return _shapes(device, _gpt2_sizes())
+
+
 WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
     "tiny_layers": tiny_layers,
     "mlp": mlp,
     "resnet50": resnet50,
     "gpt2": gpt2,
+    "resnet50_shapes": resnet50_shapes,
+    "gpt2_shapes": gpt2_shapes,
 }
+# By what the sizes of parameters are cut down; divide a bucket's size by it to get as many buckets.
+SHRUNK_BY = 1024
+
+
+def build(name: str, device: torch.device) -> Workload:
+    """The workload of this name, with the same weights on every rank and each time."""
+    torch.manual_seed(0)
+    return WORKLOADS[name](device)
+
+
+def _shapes(device: torch.device, sizes: Sequence[int]) -> Workload:
+    model = _Parameters([(max(size // SHRUNK_BY, 1),) for size in sizes]).to(device)
+    one = torch.ones(1, device=device)
+    return Workload(model, lambda model: model(one))
+
+
+def _resnet50_sizes() -> list[int]:
+    """Of ResNet-50's parameters, in the order in which they are registered."""
+
+    def convolution(inputs: int, outputs: int, width: int) -> list[int]:
+        return [inputs * outputs * width * width, outputs, outputs]  # with its normalisation
+
+    sizes = convolution(3, 64, 7)
+    inputs = 64
+    for channels, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            sizes += convolution(inputs, channels, 1) + convolution(channels, channels, 3)
+            sizes += convolution(channels, 4 * channels, 1)
+            if block == 0:
+                sizes += convolution(inputs, 4 * channels, 1)
+            inputs = 4 * channels
+    return [*sizes, 2048 * 1000, 1000]
+
+
+def _gpt2_sizes(width: int = 768) -> list[int]:
+    block = [width] * 4 + [3 * width * width, 3 * width, width * width, width]
+    block += [4 * width * width, 4 * width, 4 * width * width, width]
+    return [50257 * width, 1024 * width, *block * 12, width, width]
 
 
 def _autocast_cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -63,13 +136,24 @@ def _autocast_cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-class _TinyLayers(nn.Module):
-    def __init__(self, num_parameters: int) -> None:
+class _Scale(nn.Module):
+    def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(num_parameters))
+        self.scale = nn.Parameter(torch.ones(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x * scale for scale in self.scales]).sum()
+        return x * self.scale
+
+
+class _Parameters(nn.Module):
+    """Parameters of some shapes, and as little computation with them as possible."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(Layer(_Scale(shape)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([scale(x) for scale in self.scales]).sum()
 
 
 class _Block(nn.Module):
@@ -92,7 +176,7 @@ class _GPT2(nn.Module):
     def __init__(self, width: int = 768, depth: int = 12, vocabulary: int = 50257, length: int = 1024) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[_Block(width, num_heads=12) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Layer(_Block(width, num_heads=12)) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight

@@ -1,0 +1,102 @@
+"""Training in a bare loop, without a Trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import build
+from benchmarks.ranks import synchronize
+from benchmarks.variants import Variant, attach
+
+Unused = Literal["none", "same", "changing"]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What is trained, and how.
+
+    Attributes:
+        model: a name in `WORKLOADS`.
+        variants: which take turns.
+        accumulate: micro-batches in a step.
+        steps: measured in a turn, one after the other; the device is waited for only at the ends.
+        unused: whether every tenth layer is left out, the same ones or others in each step.
+    """
+
+    model: str
+    variants: tuple[Variant, ...]
+    accumulate: int = 1
+    steps: int = 5
+    unused: Unused = "none"
+
+
+class Training:
+    """A model that is being trained by one variant."""
+
+    def __init__(self, settings: LoopSettings, variant: Variant, device: torch.device) -> None:
+        self.variant = variant
+        self.workload = build(settings.model, device)
+        self.attached = attach(variant, self.workload.model, device)
+        self._optimizer = torch.optim.SGD(self.workload.model.parameters(), lr=1e-4, foreach=True)
+        self._accumulate = settings.accumulate
+        self._unused = settings.unused
+        self._num_steps = 0
+
+    def step(self, mark: Callable[[str], None] = lambda _: None) -> None:
+        """`zero_grad`, forward, backward, optimizer. `mark` is called with the name of what has just been done."""
+        if self._unused != "none":
+            self.workload.skip_every_tenth_layer(self._num_steps if self._unused == "changing" else 0)
+        self._num_steps += 1
+        self._optimizer.zero_grad()
+        for micro_batch in range(self._accumulate):
+            is_last = micro_batch == self._accumulate - 1
+            with nullcontext() if is_last else self.attached.no_sync():
+                loss = self.workload.loss(self.attached.model)
+                mark("forward")
+                loss.backward()
+                mark("backward")
+        self._optimizer.step()
+        mark("optimizer")
+
+
+class Loop:
+    """Variants that train in turns, each a model of its own."""
+
+    def __init__(self, settings: LoopSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._variants = {variant.name: variant for variant in settings.variants}
+        self._trainings: dict[str, Training] = {}
+
+    def turn(self, name: str) -> float:
+        """Seconds per step."""
+        training = self.training(name)
+        start = self._start(training)
+        for _ in range(self._settings.steps):
+            training.step()
+        synchronize(self._device)
+        return (time.perf_counter() - start) / self._settings.steps
+
+    def training(self, name: str) -> Training:
+        """Of the variant of this name, in its steady state."""
+        if name not in self._trainings:
+            training = Training(self._settings, self._variants[name], self._device)
+            for _ in range(training.variant.steps_to_settle):
+                training.step()
+            self._trainings[name] = training
+        return self._trainings[name]
+
+    def _start(self, training: Training) -> float:
+        """The time at which all ranks are ready to make a step."""
+        training.step()  # what others have driven out of the caches comes back
+        synchronize(self._device)
+        dist.barrier()
+        synchronize(self._device)
+        return time.perf_counter()

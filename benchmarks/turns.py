@@ -1,0 +1,30 @@
+"""Variants that take turns: a machine that gets busy slows all of them, and only medians of one run are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+
+def take_turns(
+    turns: Mapping[str, Callable[[], float]], *, repetitions: int, seconds: float | None = None
+) -> dict[str, list[float]]:
+    """What each of `turns` returned in each round, by name.
+
+    Args:
+        turns: what a variant does when it is its turn.
+        repetitions: rounds, at most.
+        seconds: no round is begun that would probably end after so many of them; the first one is made in any case.
+    """
+    start = time.monotonic()
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    longest = 0.0
+    for _ in range(repetitions):
+        began = time.monotonic()
+        if longest and seconds is not None and began - start + longest > seconds:
+            break
+        for name, turn in turns.items():
+            samples[name].append(turn())
+        # The first round is the longest, because all variants are built and warmed up in it.
+        longest = min(longest or float("inf"), time.monotonic() - began)
+    return samples

@@ -1,0 +1,124 @@
+"""What is compared: no communication, bucketddp, and torch DDP with its defaults and with its best flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.reducer import Reducer
+from lightning_bucketddp.core.replicas import Replicas
+
+Wire = Literal["fp32", "bf16"]
+WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        name: in tables.
+        kind: who reduces the gradients.
+        options: keywords of the strategy, or flags of torch DDP.
+        wire: what gradients travel as.
+        steps_to_settle: after how many steps every further one is like the last.
+    """
+
+    name: str
+    kind: Literal["alone", "ours", "ddp"]
+    options: dict[str, Any] = field(default_factory=dict)
+    wire: Wire = "fp32"
+    steps_to_settle: int = 5
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model that is being trained by a variant in a bare loop."""
+
+    model: nn.Module
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Known after some steps; in the gradients' own dtype.
+    bucket_bytes: Callable[[], list[int]] = list
+    reducer: Reducer | None = None
+
+
+ALONE = Variant("no communication", "alone")
+
+
+def our_variants(
+    *, caps: Sequence[float | str] = (), wire: Wire = "fp32", check_gradients: bool | None = None
+) -> list[Variant]:
+    """bucketddp with its defaults, or with each of `caps` for `bucket_cap_mb`."""
+    options: dict[str, Any] = {} if check_gradients is None else {"check_gradients": check_gradients}
+    name = "bucketddp" if check_gradients is not False else "bucketddp, gradients unchecked"
+    if wire != "fp32":
+        options["reduce_dtype"] = wire
+    by_name = {name: options} | {_with_cap(name, cap): {**options, "bucket_cap_mb": cap} for cap in caps}
+    if caps:
+        del by_name[name]
+    # A plan that is computed from measurements is settled after 20 steps.
+    return [Variant(name, "ours", options, wire, steps_to_settle=25) for name, options in by_name.items()]
+
+
+def ddp_variants(*, wire: Wire = "fp32", unused: bool = False) -> list[Variant]:
+    """torch DDP with its defaults and with its best flags, as far as this version has them.
+
+    With `unused`, in the mode in which it finds unused parameters, and not as a static graph.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    view = {"gradient_as_bucket_view": True}
+    best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
+    flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
+    if unused:
+        flags = [{**some, "find_unused_parameters": True} for some in flags[:-1]]
+    hook = " bf16_compress_hook" if wire == "bf16" else ""
+    named = {
+        f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags
+    }  # a flag that is missing makes no second one
+    return [Variant(name, "ddp", some, wire) for name, some in named.items()]
+
+
+def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
+    """Have `model` trained by `variant`: the gradients of a backward are the mean over the ranks."""
+    if variant.kind == "alone":
+        return Attached(model)
+    if variant.kind == "ours":
+        return _attach_ours(variant, model, device)
+    device_ids = [device] if device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
+    if variant.wire == "bf16":
+        ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+    return Attached(ddp, ddp.no_sync, lambda: _ddp_bucket_bytes(ddp))
+
+
+def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
+    replicas = Replicas(model, Collectives(device))
+    replicas.broadcast()
+    reducer = Reducer(replicas, ReducerConfig(**variant.options))
+
+    def bucket_bytes() -> list[int]:
+        assert reducer.placement is not None, "known after the first backward"
+        return [bucket.num_bytes for bucket in reducer.placement.buckets]
+
+    return Attached(model, reducer.no_sync, bucket_bytes, reducer)
+
+
+def _ddp_bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
+    logged = ddp._get_ddp_logging_data()
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"])
+    return [int(size) for size in sizes.split(",")]
+
+
+def _with_cap(name: str, cap: float | str) -> str:
+    return f"{name} {cap} buckets" if isinstance(cap, str) else f"{name} {cap:g} MiB"
