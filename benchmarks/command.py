@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.plot import draw
@@ -15,22 +16,37 @@ from benchmarks.report import Table, about
 from benchmarks.variants import Variant
 
 
-def parser_of(description: str | None, *, repetitions: int, ranks: int) -> argparse.ArgumentParser:
+def parser_of(description: str | None, *, ranks: int, repetitions: int | None = None) -> argparse.ArgumentParser:
     """A parser with the arguments that every benchmark has.
 
     Args:
         description: the docstring of the command.
-        repetitions: rounds, unless the caller says otherwise.
-        ranks: the same for processes.
+        ranks: processes, unless the user says otherwise.
+        repetitions: the same for rounds; None for what need not be repeated.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL (default: cpu)")
     parser.add_argument("--ranks", type=int, default=ranks, help=f"processes (default: {ranks})")
-    parser.add_argument("--repetitions", type=int, default=repetitions, help=f"rounds (default: {repetitions})")
-    parser.add_argument("--seconds", type=float, help="stop after about so many seconds of rounds")
+    if repetitions is not None:
+        parser.add_argument("--repetitions", type=int, default=repetitions, help=f"rounds (default: {repetitions})")
+        parser.add_argument("--seconds", type=float, help="stop after about so many seconds of rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here (needs matplotlib)")
+    parser.add_argument("--png", type=_file_of_plot, metavar="FILE", help="also draw them here (needs matplotlib)")
     return parser
+
+
+def _file_of_plot(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'lightning-bucketddp[bench]'")
+    return Path(text)
+
+
+def cap(text: str) -> float | str:
+    """A value for `bucket_cap_mb`: a number, or the name of a way to find one."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def place_of(arguments: argparse.Namespace) -> Place:

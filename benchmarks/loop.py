@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from benchmarks.models import build
 from benchmarks.ranks import synchronize
 from benchmarks.variants import Variant, attach
-
-Unused = Literal["none", "same", "changing"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,12 @@ class LoopSettings:
         variants: which take turns.
         accumulate: micro-batches in a step.
         steps: measured in a turn, one after the other; the device is waited for only at the ends.
-        unused: whether every tenth layer is left out, the same ones or others in each step.
     """
 
     model: str
     variants: tuple[Variant, ...]
     accumulate: int = 1
     steps: int = 5
-    unused: Unused = "none"
 
 
 class Training:
@@ -46,13 +41,11 @@ class Training:
         self.attached = attach(variant, self.workload.model, device)
         self._optimizer = torch.optim.SGD(self.workload.model.parameters(), lr=1e-4, foreach=True)
         self._accumulate = settings.accumulate
-        self._unused = settings.unused
         self._num_steps = 0
 
     def step(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """`zero_grad`, forward, backward, optimizer. `mark` is called with the name of what has just been done."""
-        if self._unused != "none":
-            self.workload.skip_every_tenth_layer(self._num_steps if self._unused == "changing" else 0)
+        self.workload.leave_out(self.variant.unused, self._num_steps)
         self._num_steps += 1
         self._optimizer.zero_grad()
         for micro_batch in range(self._accumulate):
@@ -78,7 +71,8 @@ class Loop:
     def turn(self, name: str) -> float:
         """Seconds per step."""
         training = self.training(name)
-        start = self._start(training)
+        training.step()  # what others have driven out of the caches comes back
+        start = self._now_on_all_ranks()
         for _ in range(self._settings.steps):
             training.step()
         synchronize(self._device)
@@ -93,9 +87,8 @@ class Loop:
             self._trainings[name] = training
         return self._trainings[name]
 
-    def _start(self, training: Training) -> float:
-        """The time at which all ranks are ready to make a step."""
-        training.step()  # what others have driven out of the caches comes back
+    def _now_on_all_ranks(self) -> float:
+        """The time at which all ranks are ready to begin."""
         synchronize(self._device)
         dist.barrier()
         synchronize(self._device)

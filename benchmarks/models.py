@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+Unused = Literal["none", "same", "changing"]
 
 
 class Layer(nn.Module):
@@ -29,16 +33,21 @@ class Workload:
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
 
-    def skip_every_tenth_layer(self, step: int) -> None:
-        """Leave out every tenth layer, other ones in each of ten steps."""
-        layers = [module for module in self.model.modules() if isinstance(module, Layer)]
-        for index, layer in enumerate(layers):
-            layer.is_skipped = (index + step) % 10 == 0
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return [module for module in self.model.modules() if isinstance(module, Layer)]
+
+    def leave_out(self, unused: Unused, step: int) -> None:
+        """Every tenth layer or none, the same ones in each step or others."""
+        if unused == "none":
+            return
+        for index, layer in enumerate(self._layers):
+            layer.is_skipped = (index + (step if unused == "changing" else 0)) % 10 == 0
 
 
 def tiny_layers(device: torch.device) -> Workload:
     """500 parameters of 8 elements in a graph as shallow as possible: nothing but overhead."""
-    model = _Parameters([(8,)] * 500).to(device)
+    model = _Parameters([8] * 500, join=torch.stack).to(device)
     x = torch.randn(8, device=device)
     return Workload(model, lambda model: model(x))
 
@@ -101,7 +110,7 @@ def build(name: str, device: torch.device) -> Workload:
 
 
 def _shapes(device: torch.device, sizes: Sequence[int]) -> Workload:
-    model = _Parameters([(max(size // SHRUNK_BY, 1),) for size in sizes]).to(device)
+    model = _Parameters([max(size // SHRUNK_BY, 1) for size in sizes], join=torch.cat).to(device)
     one = torch.ones(1, device=device)
     return Workload(model, lambda model: model(one))
 
@@ -137,23 +146,24 @@ def _autocast_cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -
 
 
 class _Scale(nn.Module):
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(shape))
+        self.scale = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
 
 
 class _Parameters(nn.Module):
-    """Parameters of some shapes, and as little computation with them as possible."""
+    """Parameters of some sizes, and as little computation with them as possible."""
 
-    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, sizes: Sequence[int], *, join: Callable[[list[Tensor]], Tensor]) -> None:
         super().__init__()
-        self.scales = nn.ModuleList(Layer(_Scale(shape)) for shape in shapes)
+        self.scales = nn.ModuleList(Layer(_Scale(size)) for size in sizes)
+        self._join = join
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([scale(x) for scale in self.scales]).sum()
+        return self._join([scale(x) for scale in self.scales]).sum()
 
 
 class _Block(nn.Module):

@@ -11,24 +11,24 @@ from benchmarks.report import Table, is_ddp
 
 def draw(tables: Sequence[Table], file: Path, *, about: str) -> None:
     """A plot below the other for each table."""
-    try:
-        from matplotlib.figure import Figure  # only here: nothing else needs it
-    except ImportError:
-        raise SystemExit("--png needs matplotlib: pip install 'lightning-bucketddp[bench]'") from None
-    heights = [1.0 + 0.35 * len(table.rows) if table.plot == "bars" else 4.0 for table in tables]
+    from matplotlib.figure import Figure  # only here: nothing else needs it
+
+    heights = [1.2 + 0.5 * len(table.rows) if table.plot == "bars" else 4.0 for table in tables]
     figure = Figure(figsize=(10, sum(heights) + 0.5), layout="constrained")
     figure.suptitle(about, fontsize="small")
     plots = figure.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0]
     for plot, table in zip(plots, tables, strict=True):
-        plot.set_title(table.title, fontsize="medium", loc="left")
+        plot.set_title(table.title.replace("; ", "\n"), fontsize="small", loc="left")
         (_draw_bars if table.plot == "bars" else _draw_lines)(plot, table)
     figure.savefig(file, format="png", dpi=120)
 
 
 def _draw_bars(plot: Any, table: Table) -> None:
     colours = ["tab:gray" if is_ddp(name) else "tab:blue" for name in table.rows]
-    bars = plot.barh(list(table.rows), [row[0] for row in table.rows.values()], color=colours)
+    names = [name.replace("+", "\n+") for name in table.rows]
+    bars = plot.barh(names, [row[0] for row in table.rows.values()], color=colours)
     plot.bar_label(bars, fmt="%.3g", padding=3, fontsize="small")
+    plot.tick_params(labelsize="small")
     plot.margins(x=0.1)
     plot.invert_yaxis()  # the first row on top
     plot.set_xlabel(table.columns[0])

@@ -8,6 +8,8 @@ The process that asks decides whose turn it is. So variants can take turns withi
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import socket
 import subprocess
@@ -65,8 +67,6 @@ class _Start:
     rank: int
     port: int
     place: Place
-    bench: Bench
-    settings: Any
 
 
 class Ranks:
@@ -90,7 +90,8 @@ class Ranks:
             self._processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
             theirs.close()
             self._pipes.append(ours)
-            ours.send(_Start(rank, port, place, bench, settings))
+            ours.send(_Start(rank, port, place))
+        self.build(bench, settings)
 
     def __enter__(self) -> Ranks:
         return self
@@ -100,6 +101,11 @@ class Ranks:
             process.kill()  # there is nothing to save, and a rank may wait for one that has failed
         for process in self._processes:
             process.wait()
+
+    def build(self, bench: Bench, settings: Any) -> None:
+        """Have another bench instead of the one that there is."""
+        for pipe in self._pipes:
+            pipe.send((bench, settings))
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """What `method` returns, by rank."""
@@ -153,14 +159,19 @@ def _serve(pipe: Connection) -> None:
         timeout=_STUCK_AFTER,
     )
     bench = None
+    build: Callable[[], Any] = dict
     while True:
         try:
-            method, args = pipe.recv()
+            asked, args = pipe.recv()
         except EOFError:
             return
+        if not isinstance(asked, str):
+            bench, build = None, functools.partial(asked, args, device)
+            gc.collect()  # what the last one leaves behind
+            continue
         try:
-            bench = start.bench(start.settings, device) if bench is None else bench
-            pipe.send((getattr(bench, method)(*args), None))
+            bench = build() if bench is None else bench
+            pipe.send((getattr(bench, asked)(*args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Name = TypeVar("Name")
+Value = TypeVar("Value")
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], float]], *, repetitions: int, seconds: float | None = None
-) -> dict[str, list[float]]:
+    turns: Mapping[Name, Callable[[], Value]], *, repetitions: int, seconds: float | None = None
+) -> dict[Name, list[Value]]:
     """What each of `turns` returned in each round, by name.
 
     Args:
@@ -17,7 +21,7 @@ def take_turns(
         seconds: no round is begun that would probably end after so many of them; the first one is made in any case.
     """
     start = time.monotonic()
-    samples: dict[str, list[float]] = {name: [] for name in turns}
+    samples: dict[Name, list[Value]] = {name: [] for name in turns}
     longest = 0.0
     for _ in range(repetitions):
         began = time.monotonic()

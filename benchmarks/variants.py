@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.models import Unused
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
@@ -32,6 +33,7 @@ class Variant:
         kind: who reduces the gradients.
         options: keywords of the strategy, or flags of torch DDP.
         wire: what gradients travel as.
+        unused: whether every tenth layer is left out, the same ones in each step or others.
         steps_to_settle: after how many steps every further one is like the last.
     """
 
@@ -39,6 +41,7 @@ class Variant:
     kind: Literal["alone", "ours", "ddp"]
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
+    unused: Unused = "none"
     steps_to_settle: int = 5
 
 
@@ -71,22 +74,32 @@ def our_variants(
     return [Variant(name, "ours", options, wire, steps_to_settle=25) for name, options in by_name.items()]
 
 
-def ddp_variants(*, wire: Wire = "fp32", unused: bool = False) -> list[Variant]:
-    """torch DDP with its defaults and with its best flags, as far as this version has them.
-
-    With `unused`, in the mode in which it finds unused parameters, and not as a static graph.
-    """
+def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
+    """torch DDP with its defaults and with its best flags, as far as this version has them."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     view = {"gradient_as_bucket_view": True}
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
     flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
-    if unused:
-        flags = [{**some, "find_unused_parameters": True} for some in flags[:-1]]
     hook = " bf16_compress_hook" if wire == "bf16" else ""
     named = {
         f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags
     }  # a flag that is missing makes no second one
     return [Variant(name, "ddp", some, wire) for name, some in named.items()]
+
+
+def can_accumulate(variant: Variant) -> bool:
+    """Whether a variant can train with several micro-batches per step."""
+    return "static_graph" not in variant.options  # which fails in the first `no_sync`, by an internal assertion
+
+
+def with_unused(variant: Variant, unused: Unused) -> Variant | None:
+    """`variant` for a model with layers that are left out; None if it cannot train that."""
+    options = variant.options
+    if variant.kind == "ddp":
+        if "static_graph" in options and unused == "changing":
+            return None
+        options = {**options, "find_unused_parameters": True}
+    return replace(variant, name=f"{variant.name} (layers unused)", options=options, unused=unused)
 
 
 def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
@@ -98,8 +111,13 @@ def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached
     device_ids = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
     if variant.wire == "bf16":
-        ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+        ddp.register_comm_hook(dist.group.WORLD, compress)
     return Attached(ddp, ddp.no_sync, lambda: _ddp_bucket_bytes(ddp))
+
+
+def compress(state, bucket):  # type: ignore[no-untyped-def]  # torch DDP takes annotations as types only, not as text
+    """torch's `bf16_compress_hook`, under a name that torch DDP does not refuse without NCCL."""
+    return bf16_compress_hook(state, bucket)
 
 
 def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> Attached:

@@ -1,0 +1,101 @@
+"""Training through the real Trainer, as a user does it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_bucketddp
+from benchmarks.loop import LoopSettings
+from benchmarks.models import Workload, build
+from benchmarks.ranks import synchronize
+from benchmarks.variants import Variant, compress
+
+pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
+
+
+class Fits:
+    """Variants that take turns, each turn a fit. A fit begins with steps that are not measured."""
+
+    def __init__(self, settings: LoopSettings, device: torch.device) -> None:
+        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_bucketddp"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._settings = settings
+        self._device = device
+        self._variants = {variant.name: variant for variant in settings.variants}
+        self._modules: dict[str, Any] = {}
+
+    def turn(self, name: str) -> float:
+        """Seconds per step."""
+        settings, variant = self._settings, self._variants[name]
+        if name not in self._modules:
+            self._modules[name] = _Module(build(settings.model, self._device), variant, settings.accumulate)
+        num_unmeasured = variant.steps_to_settle * settings.accumulate
+        num_batches = num_unmeasured + settings.steps * settings.accumulate
+        stopwatch = _Stopwatch(self._device, first=num_unmeasured, last=num_batches)
+        trainer = pl.Trainer(
+            accelerator="gpu" if self._device.type == "cuda" else "cpu",
+            devices=[self._device.index] if self._device.type == "cuda" else 1,
+            num_nodes=1 if variant.kind == "alone" else dist.get_world_size(),
+            strategy=_strategy(variant, self._device),
+            accumulate_grad_batches=settings.accumulate,
+            max_epochs=1,
+            callbacks=[stopwatch],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        # One more, at the beginning of which the last measured step has ended.
+        trainer.fit(self._modules[name], DataLoader(range(num_batches + 1)))
+        start, end = stopwatch.times
+        return (end - start) / settings.steps
+
+
+def _strategy(variant: Variant, device: torch.device) -> Any:
+    if variant.kind == "alone":
+        return pl.strategies.SingleDeviceStrategy(device=device)
+    if variant.kind == "ours":
+        return lightning_bucketddp.BucketDDPStrategy(**variant.options)
+    if variant.wire == "bf16":
+        return pl.strategies.DDPStrategy(ddp_comm_hook=compress, **variant.options)
+    return pl.strategies.DDPStrategy(**variant.options)
+
+
+class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+    def __init__(self, workload: Workload, variant: Variant, accumulate: int) -> None:
+        super().__init__()
+        self.model = workload.model
+        self._workload = workload
+        self._unused = variant.unused
+        self._accumulate = accumulate
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._workload.leave_out(self._unused, batch_idx // self._accumulate)
+        return self._workload.loss(self.model)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4, foreach=True)
+
+
+class _Stopwatch(pl.Callback):  # type: ignore[name-defined,misc]
+    """When two batches began, with everything before them done."""
+
+    def __init__(self, device: torch.device, *, first: int, last: int) -> None:
+        self._device = device
+        self._batches = (first, last)
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self._batches:
+            synchronize(self._device)
+            self.times.append(time.perf_counter())
