@@ -9,11 +9,11 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-PACKAGE_OF = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+PACKAGE_OF = dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux") | {"ip": "iproute2", "tc": "iproute2"}
 INTERFACE = "eth0"
 
 
@@ -75,12 +75,12 @@ def two_hosts(*, rate: str | None = None) -> Iterator[tuple[Host, Host]]:
 def held(*command: str) -> Iterator[int]:
     """The process that holds what `command` makes. It ends with its input, so with us at the latest."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([*command, "cat"], stdin=pipe, stdout=pipe, stderr=pipe) as holder:
+    with subprocess.Popen([*command, "cat"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stderr is not None
-        holder.stdin.write(b"\n")
-        holder.stdin.flush()
+        with suppress(BrokenPipeError):  # refused already
+            holder.stdin.write(b"\n")
         # The echo tells that the namespaces are there.
         if not holder.stdout.readline():
             error = holder.stderr.read().decode().strip()

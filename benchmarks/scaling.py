@@ -16,10 +16,11 @@ import operator
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.command import parser_of, write
+from benchmarks.command import parser_of, place_of, write
 from benchmarks.ranks import Place, Ranks
 from benchmarks.report import Table, best_ddp
 from benchmarks.sized_steps import Size, SizedSettings, SizedSteps
@@ -59,77 +60,96 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
-    place = Place(device=args.device, num_ranks=args.ranks)
-    measures = {
-        "parameters": lambda: against_parameters(args, replace(place, num_ranks=1)),
-        "bytes": lambda: against_bytes(args, place),
-        "buckets": lambda: against_buckets(args, place),
-        "ranks": lambda: against_ranks(args, place),
-    }
     tables = []
-    for what in args.against:
-        found = measures[what]()
-        print(*found, sep="\n", flush=True)
-        tables += found
-    write(tables, args, place=str(place))
+    with Measurement(args) as measurement:
+        for what in args.against:
+            found = AGAINST[what](args, measurement)
+            print(*found, sep="\n", flush=True)
+            tables += found
+    write(tables, args, place=str(place_of(args)))
 
 
-def against_parameters(args: argparse.Namespace, place: Place) -> list[Table]:
-    costs = measure(args, place, {number: Size(number, 8) for number in args.parameters})
+class Measurement:
+    """Measures on ranks that are kept until another number of them is wanted."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._place: Place | None = None
+        self._ranks = ExitStack()
+
+    def __enter__(self) -> Measurement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.close()
+
+    def costs(self, sizes: Mapping[int, Size], *, place: Place, caps: Mapping[int, float] | None = None) -> Costs:
+        """What a step costs at each size; with `caps` for `bucket_cap_mb`, by how many buckets there are then."""
+        args = self._args
+        variants = (ALONE, OURS, *ddp_variants())
+        of_size = dict.fromkeys(sizes, variants)
+        if caps is not None:
+            of_size = {at: (ALONE, *[_with_cap(variant, cap) for variant in variants[1:]]) for at, cap in caps.items()}
+        ranks = self._ranks_at(place, SizedSettings(sizes, of_size, args.steps))
+        turns = {f"{at} {v.name}": partial(ranks.slowest, "turn", at, v.name) for at in sizes for v in variants}
+        samples = take_turns(turns, repetitions=args.repetitions, seconds=args.seconds)
+        ours, ddp = {}, {}
+        for at in sizes:
+            # What was measured one after the other is compared: a machine that gets busy slows both.
+            alone = samples[f"{at} {ALONE.name}"]
+            costs = {v.name: statistics.median(map(operator.sub, samples[f"{at} {v.name}"], alone)) for v in variants}
+            size = at if caps is None else ranks.call("num_buckets", at, OURS.name)[0]
+            ours[size], ddp[size] = costs[OURS.name], best_ddp(costs)
+        return Costs(ours, ddp, samples)
+
+    def _ranks_at(self, place: Place, settings: SizedSettings) -> Ranks:
+        if place != self._place:
+            self._ranks.close()
+            self._place, self._current = place, self._ranks.enter_context(Ranks(SizedSteps, settings, place))
+        else:
+            self._current.build(SizedSteps, settings)
+        return self._current
+
+
+def against_parameters(args: argparse.Namespace, measurement: Measurement) -> list[Table]:
+    place = replace(place_of(args), num_ranks=1)
+    costs = measurement.costs({number: Size(number, 8) for number in args.parameters}, place=place)
     return tables_of("parameters", f"parameters of 8 elements, {place}", costs)
 
 
-def against_bytes(args: argparse.Namespace, place: Place) -> list[Table]:
-    costs = measure(args, place, {mib: Size(16, mib * MIB // 4 // 16) for mib in args.bytes})
+def against_bytes(args: argparse.Namespace, measurement: Measurement) -> list[Table]:
+    place = place_of(args)
+    costs = measurement.costs({mib: Size(16, mib * MIB // 4 // 16) for mib in args.bytes}, place=place)
     return tables_of("bytes", f"MiB in 16 parameters, {place}", costs)
 
 
-def against_buckets(args: argparse.Namespace, place: Place) -> list[Table]:
+def against_buckets(args: argparse.Namespace, measurement: Measurement) -> list[Table]:
     # So small that it costs more to send a bucket than what is in it.
     size = Size(64, 1024)
     num_bytes = size.num_parameters * size.num_elements * 4
     caps = {number: num_bytes / MIB / number for number in args.buckets}
-    costs = measure(args, place, dict.fromkeys(args.buckets, size), caps=caps)
-    return tables_of("buckets", f"buckets of {num_bytes // 1024} KiB in all, {place}", costs)
+    costs = measurement.costs(dict.fromkeys(args.buckets, size), place=place_of(args), caps=caps)
+    return tables_of("buckets", f"buckets of {num_bytes // 1024} KiB in all, {place_of(args)}", costs)
 
 
-def against_ranks(args: argparse.Namespace, place: Place) -> list[Table]:
-    size = Size(64, MIB // 16)
-    of_each = [measure(args, replace(place, num_ranks=number), {number: size}) for number in args.processes]
+def against_ranks(args: argparse.Namespace, measurement: Measurement) -> list[Table]:
+    places = {number: replace(place_of(args), num_ranks=number) for number in args.processes}
+    of_each = [measurement.costs({number: Size(64, MIB // 16)}, place=place) for number, place in places.items()]
     costs = Costs(
         ours={number: cost for costs in of_each for number, cost in costs.ours.items()},
         ddp={number: cost for costs in of_each for number, cost in costs.ddp.items()},
         samples={name: values for costs in of_each for name, values in costs.samples.items()},
     )
-    num_cores = len(os.sched_getaffinity(0))
-    where = f"ranks ({'NCCL' if args.device == 'cuda' else 'gloo'}), 16 MiB, {num_cores} cores"
-    return tables_of("ranks", where, costs)
+    backend = "NCCL" if args.device == "cuda" else "gloo"
+    return tables_of("ranks", f"ranks ({backend}), 16 MiB, {len(os.sched_getaffinity(0))} cores", costs)
 
 
-def measure(
-    args: argparse.Namespace, place: Place, sizes: Mapping[int, Size], *, caps: Mapping[int, float] | None = None
-) -> Costs:
-    """What a step costs at each size; with `caps` for `bucket_cap_mb`, by how many buckets there are then."""
-    variants = (ALONE, OURS, *ddp_variants())
-    of_size = dict.fromkeys(sizes, variants)
-    if caps is not None:
-        of_size = {at: (ALONE, *[_with_cap(variant, cap) for variant in variants[1:]]) for at, cap in caps.items()}
-    with Ranks(SizedSteps, SizedSettings(sizes, of_size, args.steps), place) as ranks:
-        turns = {f"{at} {v.name}": partial(ranks.slowest, "turn", at, v.name) for at in sizes for v in variants}
-        samples = take_turns(turns, repetitions=args.repetitions, seconds=args.seconds)
-        num_buckets = {at: ranks.call("num_buckets", at, OURS.name)[0] for at in sizes}
-    ours, ddp = {}, {}
-    for at in sizes:
-        # What was measured one after the other is compared: a machine that gets busy slows both.
-        costs = {
-            variant.name: statistics.median(
-                map(operator.sub, samples[f"{at} {variant.name}"], samples[f"{at} {ALONE.name}"])
-            )
-            for variant in variants
-        }
-        size = at if caps is None else num_buckets[at]
-        ours[size], ddp[size] = costs[OURS.name], best_ddp(costs)
-    return Costs(ours, ddp, samples)
+AGAINST = {
+    "parameters": against_parameters,
+    "bytes": against_bytes,
+    "buckets": against_buckets,
+    "ranks": against_ranks,
+}
 
 
 def tables_of(what: str, where: str, costs: Costs) -> list[Table]:

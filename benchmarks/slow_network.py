@@ -7,25 +7,24 @@ The hosts are two network namespaces of this machine, joined by a cable that car
 direction; there is one rank on each, and gloo between them. They end with this command, however it ends, and the
 machine's own networks are not touched. Makes its namespaces as an ordinary user, where the machine permits that.
 
-torch DDP's gradients travel as fp32 in all rows: it refuses its hook for bf16 without CUDA.
+"all-reduce alone" is the buckets of bucketddp, back to back and with nothing else to do: what the network can do.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
-from benchmarks.command import parser_of, turns_of, write
+from benchmarks.command import cap, parser_of, turns_of, write
 from benchmarks.hosts import INTERFACE, Host, HostsRefused, two_hosts
+from benchmarks.limits import Limits
 from benchmarks.loop import LoopSettings
 from benchmarks.models import WORKLOADS
-from benchmarks.network_loop import NetworkLoop
 from benchmarks.ranks import Place, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, WIRES, Variant, ddp_variants, our_variants
+from benchmarks.variants import ALONE, WIRES, Wire, ddp_variants, our_variants
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -34,11 +33,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rate", nargs="+", default=["1gbit", "10gbit"], help="as `tc` takes it (default: 1gbit 10gbit)"
     )
-    parser.add_argument("--wire", choices=WIRES, nargs="+", default=list(WIRES), help="of bucketddp (default: both)")
+    parser.add_argument("--wire", choices=WIRES, nargs="+", default=list(WIRES), help="what travels (default: both)")
     caps = (5.0, 25.0, 100.0)
-    parser.add_argument(
-        "--bucket-cap-mb", type=float, nargs="*", default=caps, help="beside its own (default: 5 25 100)"
-    )
+    parser.add_argument("--bucket-cap-mb", type=cap, nargs="*", default=caps, help="beside its own (default: 5 25 100)")
     parser.add_argument("--steps", type=int, default=2, help="measured in each turn (default: 2)")
     args = parser.parse_args(arguments)
     if args.device != "cpu" or args.ranks != 2:
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for rate in args.rate:
             with two_hosts(rate=rate) as hosts:
-                tables.append(measure(args, hosts, rate=rate))
+                tables += [measure(args, hosts, rate=rate, wire=wire) for wire in args.wire]
     except HostsRefused as refusal:
         raise SystemExit(
             f"No hosts to measure between: {refusal}. This benchmark makes network namespaces: run it as root, or where"
@@ -61,25 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(tables, args, place="two hosts (gloo)")
 
 
-def measure(args: argparse.Namespace, hosts: tuple[Host, Host], *, rate: str) -> Table:
+def measure(args: argparse.Namespace, hosts: tuple[Host, Host], *, rate: str, wire: Wire) -> Table:
     """Milliseconds per step, by variant."""
-    ours = [variant for wire in args.wire for variant in _our_variants(args.bucket_cap_mb, wire)]
-    settings = LoopSettings(args.model, (ALONE, *ours, *ddp_variants()), steps=args.steps)
+    [ours] = our_variants(wire=wire)
+    others = our_variants(caps=args.bucket_cap_mb, wire=wire) if args.bucket_cap_mb else []
+    settings = LoopSettings(args.model, (ALONE, ours, *others, *ddp_variants(wire=wire)), steps=args.steps)
     variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the hosts' addresses have no names
-    place = Place(variables=variables, address=hosts[0].address, within=[host.within for host in hosts])
-    with Ranks(NetworkLoop, settings, place) as ranks:
-        network = {f"all-reduce alone, {wire}": partial(ranks.slowest, "all_reduce", wire) for wire in args.wire}
-        turns = {**network, **turns_of(ranks, settings.variants)}
+    # Killed with this command: a rank that waits for the other one in its start would not notice its end.
+    within = [(*host.within, "setpriv", "--pdeathsig", "KILL") for host in hosts]
+    place = Place(variables=variables, address=hosts[0].address, within=within)
+    with Ranks(Limits, settings, place) as ranks:
+        turns = {
+            "all-reduce alone": partial(ranks.slowest, "communicate", ours.name),
+            **turns_of(ranks, settings.variants),
+        }
         samples = take_turns(turns, repetitions=args.repetitions, seconds=args.seconds)
-    table = table_of(f"{args.model}, two hosts, {rate} between them", samples, unit="ms", scale=1000)
+    title = f"{args.model}, two hosts, {rate} between them, {wire} wire"
+    table = table_of(title, samples, unit="ms", scale=1000)
     print(table, flush=True)
     return table
-
-
-def _our_variants(caps: Sequence[float], wire: str) -> list[Variant]:
-    """With the defaults, and with each of `caps`, named by what travels."""
-    variants = [*our_variants(wire=wire), *(our_variants(caps=caps, wire=wire) if caps else [])]
-    return [replace(variant, name=f"{variant.name}, {wire}") for variant in variants]
 
 
 if __name__ == "__main__":
