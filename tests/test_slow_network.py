@@ -53,7 +53,7 @@ def test_a_machine_without_the_tools_is_told_what_is_missing(tmp_path: Path, mon
 def test_what_a_machine_does_not_permit_is_told() -> None:
     without_networks = 'echo 0 > /proc/sys/user/max_net_namespaces && exec unshare --net "$@"'
     with (
-        pytest.raises(HostsRefused, match="^this machine does not permit `unshare --user .*: unshare: "),
+        pytest.raises(HostsRefused, match=r"^this machine does not permit `unshare --user .*: unshare: "),
         held("unshare", "--user", "--map-root-user", "sh", "-c", without_networks, "sh"),
     ):
         raise AssertionError("it does")
