@@ -29,5 +29,5 @@ lint: .venv/.installed ## Check style and types
 
 .venv/.installed .venv-oldest/.installed:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -c $< -e '.[test,lint]'
+	$(@D)/bin/pip install -c $< -e '.[test,lint,bench]'
 	touch $@

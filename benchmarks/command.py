@@ -30,6 +30,7 @@ def parser_of(description: str | None, *, ranks: int, repetitions: int | None = 
     if repetitions is not None:
         parser.add_argument("--repetitions", type=int, default=repetitions, help=f"rounds (default: {repetitions})")
         parser.add_argument("--seconds", type=float, help="stop after about so many seconds of rounds")
+    parser.add_argument("--settle", type=int, metavar="STEPS", help="before all others (default: as many as needed)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
     parser.add_argument("--png", type=_file_of_plot, metavar="FILE", help="also draw them here (needs matplotlib)")
     return parser

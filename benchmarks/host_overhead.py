@@ -24,7 +24,7 @@ from benchmarks.models import SHRUNK_BY, build
 from benchmarks.ranks import Ranks
 from benchmarks.report import Table, best_ddp
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in
 
 MODELS = ("tiny_layers", "resnet50_shapes", "gpt2_shapes")
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, model: str) -> Table:
     """Microseconds per parameter over the step without communication, by variant."""
-    variants = [*our_variants(), *ddp_variants()]
+    variants = settling_in(args.settle, [*our_variants(), *ddp_variants()])
     if model != "tiny_layers":
         variants = [_with_small_buckets(variant) for variant in variants]
     settings = LoopSettings(model, (ALONE, *variants))

@@ -17,7 +17,7 @@ from benchmarks.models import WORKLOADS
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import Ranks
 from benchmarks.report import Table
-from benchmarks.variants import ALONE, Variant, can_accumulate, ddp_variants, our_variants
+from benchmarks.variants import ALONE, Variant, can_accumulate, ddp_variants, our_variants, settling_in
 
 MICRO_BATCHES = (1, 2)
 
@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(default: mlp)")
     parser.add_argument("--bucket-cap-mb", type=cap, nargs="+", default=[], help="of bucketddp (default: its own)")
     args = parser.parse_args(arguments)
-    settings = LoopSettings(args.model, (ALONE, *our_variants(caps=args.bucket_cap_mb), *ddp_variants()))
+    variants = settling_in(args.settle, [ALONE, *our_variants(caps=args.bucket_cap_mb), *ddp_variants()])
+    settings = LoopSettings(args.model, tuple(variants))
     with Ranks(Peaks, settings, place_of(args)) as ranks:
         table = measure(ranks, settings, title=f"{args.model}, {place_of(args)}")
     print(table, flush=True)
@@ -44,7 +45,7 @@ def measure(ranks: Ranks, settings: LoopSettings, *, title: str) -> Table:
             return float("nan")
         return 1 + (ranks.slowest("peak", variant.name, number) - alone[number]) / num_bytes
 
-    variants = [variant for variant in settings.variants if variant is not ALONE]
+    variants = [variant for variant in settings.variants if variant.kind != "alone"]
     rows = {variant.name: [extra(variant, number) for number in MICRO_BATCHES] for variant in variants}
     columns = ["x gradients, 1 micro-batch", "2 micro-batches"]
     return Table(f"{title}; gradients: {num_bytes / 2**20:.1f} MiB", columns, rows)

@@ -106,7 +106,8 @@ SHRUNK_BY = 1024
 def build(name: str, device: torch.device) -> Workload:
     """The workload of this name, with the same weights on every rank and each time."""
     torch.manual_seed(0)
-    return WORKLOADS[name](device)
+    with device:  # so that a GPU makes the random numbers, not a core
+        return WORKLOADS[name](device)
 
 
 def _shapes(device: torch.device, sizes: Sequence[int]) -> Workload:

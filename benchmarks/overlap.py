@@ -23,7 +23,7 @@ from benchmarks.models import WORKLOADS
 from benchmarks.ranks import Ranks
 from benchmarks.report import Table, best_ddp
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, WIRES, ddp_variants, our_variants
+from benchmarks.variants import ALONE, WIRES, ddp_variants, our_variants, settling_in
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured in each turn (default: 5)")
     args = parser.parse_args(arguments)
     variants = (*our_variants(caps=args.bucket_cap_mb, wire=args.wire), *ddp_variants(wire=args.wire))
-    settings = LoopSettings(args.model, (ALONE, *variants), steps=args.steps)
+    settings = LoopSettings(args.model, tuple(settling_in(args.settle, (ALONE, *variants))), steps=args.steps)
     with Ranks(Limits, settings, place_of(args)) as ranks:
         samples = measure(ranks, settings, repetitions=args.repetitions, seconds=args.seconds)
     table = table_of_limits(f"{args.model}, {place_of(args)}, {args.wire} wire", samples)
@@ -48,7 +48,7 @@ def measure(
     ranks: Ranks, settings: LoopSettings, *, repetitions: int, seconds: float | None
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds per step (`step`), of communication alone (`communication`) and of each phase, by variant."""
-    variants = [variant for variant in settings.variants if variant is not ALONE]
+    variants = [variant for variant in settings.variants if variant.kind != "alone"]
     turns: dict[tuple[str, str], Any] = {("phases", ""): partial(ranks.call, "phases", ALONE.name)}
     turns |= {("step", name): turn for name, turn in turns_of(ranks, settings.variants).items()}
     turns |= {("communication", name): turn for name, turn in turns_of(ranks, variants, "communicate").items()}

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_REPOSITORY = str(Path(__file__).parents[1])
 _STUCK_AFTER = timedelta(minutes=5)
 
 # Built on each rank from the settings, which can be pickled.
@@ -86,7 +88,8 @@ class Ranks:
             ours, theirs = Pipe()
             within = place.within[rank] if place.within else ()
             command = [*within, sys.executable, "-W", "ignore", "-m", "benchmarks.ranks", str(theirs.fileno())]
-            environment = {**os.environ, **place.variables}
+            path = os.pathsep.join([_REPOSITORY, *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, "PYTHONPATH": path, **place.variables}
             self._processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
             theirs.close()
             self._pipes.append(ours)

@@ -21,7 +21,7 @@ from benchmarks.models import WORKLOADS
 from benchmarks.ranks import Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, WIRES, can_accumulate, ddp_variants, our_variants, with_unused
+from benchmarks.variants import ALONE, WIRES, can_accumulate, ddp_variants, our_variants, settling_in, with_unused
 
 BENCHES = {"loop": Loop, "trainer": Fits}
 
@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, *, accumulate: int, wire: str) -> list[Tab
     """Milliseconds per step, by variant; models with unused layers, which took turns with the others, apart."""
     ours = our_variants(caps=args.bucket_cap_mb, wire=wire, check_gradients=args.check_gradients)
     theirs = [variant for variant in ddp_variants(wire=wire) if accumulate == 1 or can_accumulate(variant)]
-    groups = [[ALONE, *ours, *theirs]]
+    groups = [settling_in(args.settle, [ALONE, *ours, *theirs])]
     if args.unused is not None:
         groups.append([unused for variant in groups[0] if (unused := with_unused(variant, args.unused)) is not None])
     settings = LoopSettings(args.model, tuple(itertools.chain(*groups)), accumulate=accumulate, steps=args.steps)

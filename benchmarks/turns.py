@@ -18,17 +18,18 @@ def take_turns(
     Args:
         turns: what a variant does when it is its turn.
         repetitions: rounds, at most.
-        seconds: no round is begun that would probably end after so many of them; the first one is made in any case.
+        seconds: no round is begun that would probably end after so many of them. The first one is made in any case and
+            tells nothing of the others, because all variants are built and warmed up in it.
     """
     start = time.monotonic()
     samples: dict[Name, list[Value]] = {name: [] for name in turns}
-    longest = 0.0
-    for _ in range(repetitions):
+    expected = 0.0
+    for repetition in range(repetitions):
         began = time.monotonic()
-        if longest and seconds is not None and began - start + longest > seconds:
+        if repetition > 0 and seconds is not None and began - start + expected > seconds:
             break
         for name, turn in turns.items():
             samples[name].append(turn())
-        # The first round is the longest, because all variants are built and warmed up in it.
-        longest = min(longest or float("inf"), time.monotonic() - began)
+        if repetition > 0:
+            expected = time.monotonic() - began
     return samples

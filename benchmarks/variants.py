@@ -87,6 +87,11 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     return [Variant(name, "ddp", some, wire) for name, some in named.items()]
 
 
+def settling_in(steps: int | None, variants: Sequence[Variant]) -> list[Variant]:
+    """`variants` that make so many steps before anything is measured; None: as many as each of them needs."""
+    return [variant if steps is None else replace(variant, steps_to_settle=steps) for variant in variants]
+
+
 def can_accumulate(variant: Variant) -> bool:
     """Whether a variant can train with several micro-batches per step."""
     return "static_graph" not in variant.options  # which fails in the first `no_sync`, by an internal assertion

@@ -1,0 +1,210 @@
+"""All that the targets for a GPU need, in one command and in a given time, which decides how often all is repeated.
+
+    python -m benchmarks.gpu_suite --seconds 330 --out DIRECTORY
+
+The most important comes first, and each table is printed and written when it is ready, so that a run that is cut short
+is worth something. Two ranks share the GPU: start NVIDIA's MPS first. With `--device cpu` small models take the places
+of the real ones, to see that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import memory, overlap
+from benchmarks.command import turns_of
+from benchmarks.fits import Fits
+from benchmarks.limits import Limits
+from benchmarks.loop import Loop, LoopSettings
+from benchmarks.peaks import Peaks
+from benchmarks.ranks import Bench, Place, Ranks
+from benchmarks.report import Table, about, table_of
+from benchmarks.turns import take_turns
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, with_unused
+
+SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
+# What `bucketddp` sets by itself before it makes a process group; the ranks of a benchmark have one already.
+NETWORK_SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
+MOST_ROUNDS = 50
+
+
+class Stage:
+    """Groups of ranks that wait for their parts. All are started at once: it takes long, and they need not wait."""
+
+    def __init__(self, device: str) -> None:
+        self._is_rehearsal = device == "cpu"
+        self._places = {
+            "two ranks": Place(device, 2),
+            "two ranks, tuned": Place(device, 2, NETWORK_SETTINGS),
+            "one rank": Place(device, 1),
+        }
+        self._groups: dict[str, Ranks] = {}
+
+    def start(self) -> None:
+        """Start all groups."""
+        nothing = LoopSettings("tiny_layers", ())
+        self._groups = {name: Ranks(Loop, nothing, place) for name, place in self._places.items()}
+
+    def end(self) -> None:
+        """End all of them. One that is asked for later is started again."""
+        while self._groups:
+            self._groups.popitem()[1].__exit__(None, None, None)
+
+    def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
+        """The group of this name, with another bench than before."""
+        model = SMALL[settings.model] if self._is_rehearsal else settings.model
+        if name not in self._groups:
+            self._groups[name] = Ranks(bench, replace(settings, model=model), self._places[name])
+        else:
+            self._groups[name].build(bench, replace(settings, model=model))
+        return self._groups[name]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to measure; `share` is its share of the time."""
+
+    title: str
+    share: float
+    measure: Callable[[Stage, str, float], Table]
+
+
+def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+    """Steps with fp32 on the wire against their limits."""
+    ours = [*our_variants(), *our_variants(caps=[25.0])]
+    settings = LoopSettings(model, (ALONE, *ours, *ddp_variants()), steps=3)
+    ranks = stage.ranks("two ranks", Limits, settings)
+    samples = overlap.measure(ranks, settings, repetitions=MOST_ROUNDS, seconds=seconds)
+    return overlap.table_of_limits(title, samples)
+
+
+def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> Table:
+    """Steps in a bare loop."""
+    turns = turns_of(stage.ranks(on, Loop, settings), settings.variants)
+    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+
+
+def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+    """Steps through the Trainer, of processes with and without settings for the network, which take turns."""
+    [ours], [theirs, *_] = our_variants(), ddp_variants()
+    turns = {}
+    for on, name, variant in (
+        ("two ranks, tuned", "bucketddp, network settings", ours),
+        ("two ranks", "bucketddp", ours),
+        ("two ranks", "ddp", theirs),
+    ):
+        settings = LoopSettings(model, (ours, theirs), steps=8)
+        turns[name] = partial(stage.ranks(on, Fits, settings).slowest, "turn", variant.name)
+    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+
+
+def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+    """Peak memory."""
+    settings = LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()))
+    return memory.measure(stage.ranks("one rank", Peaks, settings), settings, title=title)
+
+
+def bf16(model: str) -> LoopSettings:
+    variants = (ALONE, *our_variants(wire="bf16"), *ddp_variants(wire="bf16"))
+    return LoopSettings(model, variants, steps=3)
+
+
+def alone_on_gpu(model: str) -> LoopSettings:
+    return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=10)
+
+
+def unused(model: str) -> LoopSettings:
+    """With all layers, with the same ones unused in each step, and with others."""
+    best = ddp_variants()[-2]  # without a static graph, which allows no others
+    variants: list[Variant] = [ALONE, *our_variants(), best]
+    for which in ("same", "changing"):
+        for variant in (ALONE, *our_variants(), best):
+            left_out = with_unused(variant, which)
+            assert left_out is not None
+            variants.append(replace(left_out, name=left_out.name.replace("unused", f"unused, {which}")))
+    return LoopSettings(model, tuple(variants), steps=5)
+
+
+PARTS = [
+    Part("gpt2, 2 ranks, fp32 wire", 6, partial(hidden, model="gpt2")),
+    Part("resnet50, 2 ranks, fp32 wire", 4, partial(hidden, model="resnet50")),
+    Part("gpt2, 2 ranks, bf16 wire", 3, partial(steps, settings=bf16("gpt2"))),
+    Part("resnet50, 2 ranks, bf16 wire", 2, partial(steps, settings=bf16("resnet50"))),
+    Part("resnet50, 1 rank", 2, partial(steps, settings=alone_on_gpu("resnet50"), on="one rank")),
+    Part("gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
+    Part("resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
+    Part("resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
+    Part("gpt2, 1 rank, peak memory", 1, partial(peaks, model="gpt2")),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=330, help="for everything (default: 330)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (default: cuda)")
+    args = parser.parse_args(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    stage = Stage(args.device)
+    stage.start()
+    results = Results(args.out, about("MPS" if args.device == "cuda" else "a rehearsal"))
+    try:
+        for index, part in enumerate(PARTS):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                results.miss(part, "no time was left")
+                continue
+            try:
+                share = left * part.share / sum(later.share for later in PARTS[index:])
+                results.add(part.measure(stage, part.title, share))
+            except Exception:
+                # Ranks that failed cannot go on; the other parts can.
+                results.miss(part, traceback.format_exc())
+                stage.end()
+    finally:
+        stage.end()
+    return int(bool(results.missing))
+
+
+class Results:
+    """What there is so far, on the terminal and in files."""
+
+    def __init__(self, directory: Path, about: str) -> None:
+        self._directory = directory
+        self._about = about
+        self._tables: list[Table] = []
+        self.missing: dict[str, str] = {}
+        self._began = time.monotonic()
+        self._text = ""
+        self._say(f"{about}\n")
+
+    def add(self, table: Table) -> None:
+        self._tables.append(table)
+        self._say(f"{table}after {time.monotonic() - self._began:.0f} s, {_rounds(table)} rounds\n")
+
+    def miss(self, part: Part, why: str) -> None:
+        self.missing[part.title] = why
+        self._say(f"{part.title}: not measured: {why}\n")
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+        self._text += f"{text}\n"
+        (self._directory / "gpu_suite.txt").write_text(self._text)
+        found = {"about": self._about, "tables": [asdict(table) for table in self._tables], "missing": self.missing}
+        (self._directory / "gpu_suite.json").write_text(json.dumps(found, indent=1))
+
+
+def _rounds(table: Table) -> int:
+    return max((len(values) for values in table.samples.values()), default=1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
