@@ -25,7 +25,7 @@ from benchmarks.ranks import Place, Ranks
 from benchmarks.report import Table, best_ddp
 from benchmarks.sized_steps import Size, SizedSettings, SizedSteps
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in
 
 [OURS] = our_variants()
 MIB = 1024 * 1024
@@ -86,10 +86,12 @@ class Measurement:
     def costs(self, sizes: Mapping[int, Size], *, place: Place, caps: Mapping[int, float] | None = None) -> Costs:
         """What a step costs at each size; with `caps` for `bucket_cap_mb`, by how many buckets there are then."""
         args = self._args
-        variants = (ALONE, OURS, *ddp_variants())
+        variants = tuple(settling_in(args.settle, [ALONE, OURS, *ddp_variants()]))
         of_size = dict.fromkeys(sizes, variants)
         if caps is not None:
-            of_size = {at: (ALONE, *[_with_cap(variant, cap) for variant in variants[1:]]) for at, cap in caps.items()}
+            of_size = {
+                at: (variants[0], *[_with_cap(variant, cap) for variant in variants[1:]]) for at, cap in caps.items()
+            }
         ranks = self._ranks_at(place, SizedSettings(sizes, of_size, args.steps))
         turns = {f"{at} {v.name}": partial(ranks.slowest, "turn", at, v.name) for at in sizes for v in variants}
         samples = take_turns(turns, repetitions=args.repetitions, seconds=args.seconds)

@@ -24,7 +24,7 @@ from benchmarks.models import WORKLOADS
 from benchmarks.ranks import Place, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, WIRES, Wire, ddp_variants, our_variants
+from benchmarks.variants import ALONE, WIRES, Wire, ddp_variants, our_variants, settling_in
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,7 +62,8 @@ def measure(args: argparse.Namespace, hosts: tuple[Host, Host], *, rate: str, wi
     """Milliseconds per step, by variant."""
     [ours] = our_variants(wire=wire)
     others = our_variants(caps=args.bucket_cap_mb, wire=wire) if args.bucket_cap_mb else []
-    settings = LoopSettings(args.model, (ALONE, ours, *others, *ddp_variants(wire=wire)), steps=args.steps)
+    variants = settling_in(args.settle, [ALONE, ours, *others, *ddp_variants(wire=wire)])
+    settings = LoopSettings(args.model, tuple(variants), steps=args.steps)
     variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the hosts' addresses have no names
     # Killed with this command: a rank that waits for the other one in its start would not notice its end.
     within = [(*host.within, "setpriv", "--pdeathsig", "KILL") for host in hosts]

@@ -42,7 +42,7 @@ def test_one_rank_belongs_to_no_line_through_the_others() -> None:
 
 
 def test_the_command_measures_against_everything(tmp_path: Path) -> None:
-    options = ["--repetitions", "1", "--steps", "1", "--json", tmp_path / "found.json"]
+    options = ["--repetitions", "1", "--steps", "1", "--settle", "2", "--json", tmp_path / "found.json"]
     command = ["-m", "benchmarks.scaling", *SMALLEST, *options]
     finished = run(*command, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
     assert finished.returncode == 0, finished.output

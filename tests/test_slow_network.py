@@ -25,7 +25,18 @@ REMEDY = (
 
 
 def test_steps_wait_for_the_network(tmp_path: Path) -> None:
-    options = ["--bucket-cap-mb", "0.1", "--repetitions", "1", "--steps", "1", "--json", tmp_path / "found.json"]
+    options = [
+        "--bucket-cap-mb",
+        "0.1",
+        "--repetitions",
+        "1",
+        "--steps",
+        "1",
+        "--settle",
+        "2",
+        "--json",
+        tmp_path / "found.json",
+    ]
     finished = run_together(Program([*COMMAND, *options]), root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
     if finished.returncode != 0:
         assert_refused(finished.output)
