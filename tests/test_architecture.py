@@ -26,6 +26,7 @@ CORE_ORDER = [
     "placement",
     "hooks",
     "network",
+    "sockets",
     "meeting_point",
     "invitation",
     "rendezvous",

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.core.meeting_point import MeetingPoint
 from lightning_bucketddp.core.network import gloo_between_hosts
 from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.core.sockets import SETTINGS, open_more_sockets
 from lightning_bucketddp.strategies.launched import LaunchedProcesses
 from lightning_bucketddp.strategies.local_environment import HoldsPort
 
@@ -62,15 +64,27 @@ class StartsTogether:
         with launched.ended_on_failure():
             store = rendezvous.meet(listener=self._listener_at(point), find_failure=launched.find_failure)
             store.set_timeout(self._timeout or default_pg_timeout)
+            backend = self._get_process_group_backend()
+            if "nccl" in backend:
+                self._open_more_sockets(store, point)
             with gloo_between_hosts():
                 # Lightning's, which does what else belongs to it.
                 self._init_dist_connection(
                     environment,
-                    self._get_process_group_backend(),
+                    backend,
                     store=store,
                     timeout=self._timeout,
                     device_id=None if self.root_device.type == "cpu" else self.root_device,
                 )
+
+    def _open_more_sockets(self, store: torch.distributed.Store, point: MeetingPoint) -> None:  # type: ignore[name-defined]
+        num_hosts = open_more_sockets(store, rank=point.rank, world_size=point.world_size)
+        if num_hosts > 0:
+            settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+            rank_zero_info(
+                f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of them"
+                " yourself, and both are left as you want them."
+            )
 
     def _listener_at(self, point: MeetingPoint) -> socket.socket | None:
         """The socket that was opened for rank 0 when it was launched; elsewhere it is closed."""
