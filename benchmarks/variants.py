@@ -67,9 +67,7 @@ def our_variants(
     name = "bucketddp" if check_gradients is not False else "bucketddp, gradients unchecked"
     if wire != "fp32":
         options["reduce_dtype"] = wire
-    by_name = {name: options} | {_with_cap(name, cap): {**options, "bucket_cap_mb": cap} for cap in caps}
-    if caps:
-        del by_name[name]
+    by_name = {_with_cap(name, cap): {**options, "bucket_cap_mb": cap} for cap in caps} or {name: options}
     # A plan that is computed from measurements is settled after 20 steps.
     return [Variant(name, "ours", options, wire, steps_to_settle=25) for name, options in by_name.items()]
 
@@ -81,9 +79,8 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
     flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
     hook = " bf16_compress_hook" if wire == "bf16" else ""
-    named = {
-        f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags
-    }  # a flag that is missing makes no second one
+    # By name: without `batched_grad_copy` two of them are the same.
+    named = {f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags}
     return [Variant(name, "ddp", some, wire) for name, some in named.items()]
 
 
