@@ -108,7 +108,7 @@ def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
 def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
     """Peak memory."""
     settings = LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()))
-    return memory.measure(stage.ranks("one rank", Peaks, settings), settings, title=title)
+    return memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)
 
 
 def bf16(model: str) -> LoopSettings:
@@ -141,7 +141,7 @@ PARTS = [
     Part("gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
     Part("resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
     Part("resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
-    Part("gpt2, 1 rank, peak memory", 1, partial(peaks, model="gpt2")),
+    Part("gpt2, 2 ranks, peak memory", 1, partial(peaks, model="gpt2")),
 ]
 
 

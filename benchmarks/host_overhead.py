@@ -5,7 +5,8 @@
 
 `tiny_layers` is 500 parameters of 8 elements; the others have as many parameters and buckets as their models, cut down
 until nothing is left to compute. On the CPU this is CPU time of the thread, so what other programs do does not count;
-with a GPU it is the time until the host has launched everything.
+with a GPU it is the time until the host has launched everything. One rank has nobody to exchange gradients with, and
+bucketddp then leaves them alone; so what it does among several ranks is measured, too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.report import Table, best_ddp
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in
 
+REDUCING = "bucketddp, as among several ranks"
 MODELS = ("tiny_layers", "resnet50_shapes", "gpt2_shapes")
 
 
@@ -38,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, model: str) -> Table:
     """Microseconds per parameter over the step without communication, by variant."""
-    variants = settling_in(args.settle, [*our_variants(), *ddp_variants()])
+    [ours] = our_variants()
+    reducing = replace(ours, name=REDUCING, reduces_alone=True)
+    variants = settling_in(args.settle, [ours, reducing, *ddp_variants()])
     if model != "tiny_layers":
         variants = [_with_small_buckets(variant) for variant in variants]
     settings = LoopSettings(model, (ALONE, *variants))

@@ -34,6 +34,7 @@ class Variant:
         options: keywords of the strategy, or flags of torch DDP.
         wire: what gradients travel as.
         unused: whether every tenth layer is left out, the same ones in each step or others.
+        reduces_alone: whether one rank alone does what it does among others, instead of nothing.
         steps_to_settle: after how many steps every further one is like the last.
     """
 
@@ -42,6 +43,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
     unused: Unused = "none"
+    reduces_alone: bool = False
     steps_to_settle: int = 5
 
 
@@ -123,13 +125,17 @@ def compress(state, bucket):  # type: ignore[no-untyped-def]  # torch DDP takes 
 
 
 def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
-    replicas = Replicas(model, Collectives(device))
+    collectives = Collectives(device)
+    replicas = Replicas(model, collectives)
     replicas.broadcast()
+    world_size = collectives.world_size
+    if variant.reduces_alone:
+        collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
     reducer = Reducer(replicas, ReducerConfig(**variant.options))
+    collectives.world_size = world_size
 
     def bucket_bytes() -> list[int]:
-        assert reducer.placement is not None, "known after the first backward"
-        return [bucket.num_bytes for bucket in reducer.placement.buckets]
+        return [] if reducer.placement is None else [bucket.num_bytes for bucket in reducer.placement.buckets]
 
     return Attached(model, reducer.no_sync, bucket_bytes, reducer)
 
