@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ MOST_ROUNDS = 50
 class Stage:
     """Groups of ranks that wait for their parts. All are started at once: it takes long, and they need not wait."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, directory: Path) -> None:
+        self.directory = directory
         self._is_rehearsal = device == "cpu"
         self._places = {
             "two ranks": Place(device, 2),
@@ -82,6 +84,12 @@ def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
     settings = LoopSettings(model, (ALONE, *ours, *ddp_variants()), steps=3)
     ranks = stage.ranks("two ranks", Limits, settings)
     samples = overlap.measure(ranks, settings, repetitions=MOST_ROUNDS, seconds=seconds)
+    [(plan, profile), *_] = ranks.call("plan", ours[0].name)
+    print(f"{ours[0].name}: {plan}")
+    if profile is not None:
+        # For `benchmarks.simulated_networks`; the reducer does not see the rest of a step.
+        others = {f"{phase}_s": statistics.median(samples["phases"][phase]) for phase in ("forward", "optimizer")}
+        (stage.directory / f"profile_{model}.json").write_text(json.dumps({**json.loads(profile), **others}, indent=1))
     return overlap.table_of_limits(title, samples)
 
 
@@ -153,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
-    stage = Stage(args.device)
+    stage = Stage(args.device, args.out)
     stage.start()
     results = Results(args.out, about("MPS" if args.device == "cuda" else "a rehearsal"))
     try:

@@ -87,6 +87,12 @@ class Loop:
             self._trainings[name] = training
         return self._trainings[name]
 
+    def plan(self, name: str) -> tuple[str, str | None]:
+        """What bucketddp has planned, in words, and the profile that it has planned from, as JSON, if it has one."""
+        reducer = self.training(name).attached.reducer
+        assert reducer is not None
+        return reducer.describe(), None if reducer.profile is None else reducer.profile.to_json()
+
     def _now_on_all_ranks(self) -> float:
         """The time at which all ranks are ready to begin."""
         synchronize(self._device)

@@ -190,7 +190,9 @@ def _serve(pipe: Connection) -> None:
 
 def _device(rank: int, place: Place) -> torch.device:
     if place.device == "cpu":
-        torch.set_num_threads(1)  # ranks share the cores
+        # Ranks share the cores. The Trainer believes that each is alone on its node, and asks this variable.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
     if place.num_ranks > num_devices:

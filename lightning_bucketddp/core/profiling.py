@@ -8,9 +8,9 @@ from typing import Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[Any]:
     """What happens inside is shown as `name`. Costs nothing while no profiler runs."""
-    return record_function(name) if _profiler_enabled() else _NOTHING
+    return record_function(name) if _profiler_enabled() else NOTHING

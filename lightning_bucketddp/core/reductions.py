@@ -22,7 +22,7 @@ from lightning_bucketddp.core.collectives import Collectives, Pending
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profiling import phase
+from lightning_bucketddp.core.profiling import NOTHING, phase
 from lightning_bucketddp.core.single_buckets import SparseBucket
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.wire import Reduction, SparseMean
@@ -125,7 +125,8 @@ class Reductions:
 
     def _launch_next(self) -> None:
         bucket = self._placement.buckets[self.next_to_launch]
-        with torch.no_grad(), phase("bucketddp::launch"):
+        # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING, phase("bucketddp::launch"):
             self._join_producers(bucket)
             self._start(bucket, missing=bucket.collect())
 
