@@ -27,7 +27,8 @@ from benchmarks.sized_steps import Size, SizedSettings, SizedSteps
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in
 
-[OURS] = our_variants()
+# Also where there is one rank, which would have nothing to do.
+OURS = replace(our_variants()[0], reduces_alone=True)
 MIB = 1024 * 1024
 UNITS = {"parameters": "parameter", "bytes": "MiB", "buckets": "bucket", "ranks": "rank"}
 

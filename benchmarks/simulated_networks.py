@@ -85,12 +85,12 @@ def _overlap_efficiency(timeline: Timeline, communication_s: float) -> float:
 
 def print_table(rows: Sequence[Row]) -> None:
     print(f"{'':<38}{'exposed ms (buckets)':^30}{'step ms':^20}{'auto: efficiency':^20}")
-    print(f"{'model':<18}{'network':<12}{'ranks':>8}{'25 MiB':>15}{'auto':>15}", end="")
+    print(f"{'model':<24}{'network':<12}{'ranks':>8}{'25 MiB':>15}{'auto':>15}", end="")
     print(f"{'25 MiB':>10}{'auto':>10}{'overlap':>10}{'scaling':>10}")
     for row in rows:
         fixed = f"{row.exposed_25_mb_ms:.2f} ({row.num_buckets_25_mb})"
         auto = f"{row.exposed_auto_ms:.2f} ({row.num_buckets_auto})"
-        print(f"{row.model:<18}{row.network:<12}{row.num_ranks:>8}{fixed:>15}{auto:>15}", end="")
+        print(f"{row.model:<24}{row.network:<12}{row.num_ranks:>8}{fixed:>15}{auto:>15}", end="")
         print(f"{row.step_25_mb_ms:>10.2f}{row.step_auto_ms:>10.2f}", end="")
         print(f"{row.overlap_efficiency:>10.3f}{row.scaling_efficiency:>10.3f}")
 

@@ -129,7 +129,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     replicas = Replicas(model, collectives)
     replicas.broadcast()
     world_size = collectives.world_size
-    if variant.reduces_alone:
+    if variant.reduces_alone and world_size == 1:
         collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
     reducer = Reducer(replicas, ReducerConfig(**variant.options))
     collectives.world_size = world_size

@@ -22,24 +22,8 @@ _BROADCAST_CHUNK_BYTES = 64 * 2**20
 class Pending(Protocol):
     """A collective in flight."""
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         """Make the result usable: blocks the host on CPU, the current stream on GPU."""
-
-
-class _PendingMean:
-    """An all-reduce in flight whose result still has to be divided, or not."""
-
-    __slots__ = ("_divide_by", "_tensor", "_work")
-
-    def __init__(self, work: dist.Work, tensor: Tensor, divide_by: int) -> None:
-        self._work = work
-        self._tensor = tensor
-        self._divide_by = divide_by
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._divide_by != 1:
-            self._tensor.div_(self._divide_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +109,11 @@ class Collectives:
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""
-        if tensor.dtype == torch.float16:
-            # Divided before the sum: the sum of a few large fp16 gradients overflows.
-            tensor.div_(self.world_size)
-            return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.SUM), tensor, 1)
-        if self._group_averages:
-            return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.AVG), tensor, 1)
-        return _PendingMean(self._start_all_reduce(tensor, dist.ReduceOp.SUM), tensor, self.world_size)
+        # fp16 is divided before the sum in any case: the sum of a few large gradients overflows.
+        if self._group_averages and tensor.dtype != torch.float16:
+            return self._start_all_reduce(tensor, dist.ReduceOp.AVG)
+        tensor.mul_(1 / self.world_size)
+        return self._start_all_reduce(tensor, dist.ReduceOp.SUM)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -211,7 +193,12 @@ class Collectives:
         return work
 
     def _probe_average(self) -> bool:
-        """Whether the backend averages by itself: NCCL does, gloo since torch 2.10 or so, others may not."""
+        """Whether the backend averages by itself: NCCL does, others may not.
+
+        gloo can since torch 2.10 or so, but in a thread and a pass of its own, when the tensor has left the caches.
+        """
+        if self.device.type == "cpu":
+            return False
         try:
             probe = torch.ones(1, device=self.device)
             self._start_all_reduce(probe, dist.ReduceOp.AVG).wait()
