@@ -84,7 +84,7 @@ def _overlap_efficiency(timeline: Timeline, communication_s: float) -> float:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    print(f"{'':<38}{'exposed ms (buckets)':^30}{'step ms':^20}{'auto: efficiency':^20}")
+    print(f"{'':<44}{'exposed ms (buckets)':^30}{'step ms':^20}{'auto: efficiency':^20}")
     print(f"{'model':<24}{'network':<12}{'ranks':>8}{'25 MiB':>15}{'auto':>15}", end="")
     print(f"{'25 MiB':>10}{'auto':>10}{'overlap':>10}{'scaling':>10}")
     for row in rows:
