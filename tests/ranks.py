@@ -2,6 +2,10 @@
 
     ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
 
+A job with `like_ddp=True` or `strategy="ddp..."` is a reference: it runs in processes that train with nothing else, and
+once more if they die or hang. In processes that had trained with ours before, torch DDP has done so in three of some ten
+thousand runs, and it is not known why.
+
 `job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
 `run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and where they
 were is on the standard error.
@@ -29,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 _GRACE_AFTER_FAILURE_S = 5.0
+_HUNG = "still running; killed"
+_DIED = "died with exit code"
 
 
 class RankFailed(Exception):
@@ -96,27 +102,38 @@ class RankPool:
                         process.join(_GRACE_AFTER_FAILURE_S)
                 self.close()
                 break
-        return [outcomes.get(rank, _Outcome(error="still running; killed")) for rank in range(len(self._pipes))]
+        return [outcomes.get(rank, _Outcome(error=_HUNG)) for rank in range(len(self._pipes))]
 
     def _receive(self, rank: int) -> _Outcome:
         try:
             outcome: _Outcome = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._processes[rank].join()
-            return _Outcome(error=f"died with exit code {self._processes[rank].exitcode}")
+            return _Outcome(error=f"{_DIED} {self._processes[rank].exitcode}")
         return outcome
 
 
-_pools: dict[tuple[int, str], RankPool] = {}
+# By world size, backend, and whether references run there.
+_pools: dict[tuple[int, str, bool], RankPool] = {}
 
 
 def run_on_ranks(
     job: Callable[..., Any], *, world_size: int = 2, timeout_s: float = 60, backend: str | None = None, **kwargs: Any
 ) -> list[Any]:
     """Run `job(**kwargs)` on every rank and return the results by rank."""
-    key = (world_size, backend or _default_backend())
+    is_reference = kwargs.get("like_ddp") is True or str(kwargs.get("strategy")).startswith("ddp")
+    key = (world_size, backend or _default_backend(), is_reference)
+    try:
+        return _run_in_pool(key, job, timeout_s, kwargs)
+    except RankFailed as failure:
+        if not (is_reference and (_HUNG in str(failure) or _DIED in str(failure))):
+            raise
+        return _run_in_pool(key, job, timeout_s, kwargs)
+
+
+def _run_in_pool(key: tuple[int, str, bool], job: Callable[..., Any], timeout_s: float, kwargs: dict[str, Any]) -> Any:
     if key not in _pools:
-        _pools[key] = RankPool(*key)
+        _pools[key] = RankPool(*key[:2])
     try:
         return _pools[key].run(job, timeout_s, kwargs)
     except RankFailed:

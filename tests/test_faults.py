@@ -151,7 +151,7 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> Non
     where = (
         r"backward of batch 4 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )
-    assert re.search(where, ended.output[0])
+    assert re.search(where, ended.output[0]), ended.output[0]
 
 
 def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:

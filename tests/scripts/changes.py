@@ -160,7 +160,8 @@ class _Planned(Callback):
         self.num_parameters: list[int] = []
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.num_parameters.append(len(trainer.strategy.reducer.placement.index_of_bucket))
+        placement = trainer.strategy.reducer.placement  # one rank alone plans nothing
+        self.num_parameters.append(0 if placement is None else len(placement.index_of_bucket))
 
 
 @like_torchrun()
