@@ -3,8 +3,8 @@
     ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
 
 A job with `like_ddp=True` or `strategy="ddp..."` is a reference: it runs in processes that train with nothing else, and
-once more if they die or hang. In processes that had trained with ours before, torch DDP has done so in three of some ten
-thousand runs, and it is not known why.
+once more if they die or hang. In processes that had trained with ours before, torch DDP has done so in three of some
+ten thousand runs, and it is not known why.
 
 `job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
 `run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and where they
