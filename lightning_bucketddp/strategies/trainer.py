@@ -286,13 +286,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
             assert self.model is not None
             self.model = self._synced_layers.revert(self.model)
             self._synced_layers = None
-        has_raised = self._ending is not None and self._ending.has_raised
-        self._end_watching()
-        # A program may fit thousands of times. After an error some rank may still wait for this one.
-        if self._participation is not None and self._participation.lockstep.close() and not has_raised:
-            assert self._collectives is not None
-            self._collectives.close_host_groups()
-        self._participation = None
+        self._end_run()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -191,6 +191,15 @@ class TrainingHooks(EndsTogether, _ParallelStrategy):
         if self._checks is not None and self._checks.are_periodic:
             self._checks.compare(self._trained_state(), when="at the end of training")
 
+    def _end_run(self) -> None:
+        has_raised = self._ending is not None and self._ending.has_raised
+        self._end_watching()
+        # A program may fit thousands of times. After an error some rank may still wait for this one.
+        if self._participation is not None and self._participation.lockstep.close() and not has_raised:
+            assert self._collectives is not None
+            self._collectives.close_host_groups()
+        self._participation = None
+
     def _trained_state(self) -> TrainingState:
         """What training changes in the same way on every rank."""
         assert self._replicas is not None
