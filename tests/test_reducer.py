@@ -153,3 +153,8 @@ def test_a_step_does_nothing_per_parameter(num_buckets: int) -> None:
 
 def test_one_rank_is_left_alone() -> None:
     assert run_on_ranks(operations_added, world_size=1, num_layers=8, num_buckets=0) == [{}]
+
+
+@pytest.mark.parametrize("before", ["few", "died"])
+def test_a_plain_backward_of_a_few_parameters_is_noticed(before: str) -> None:
+    run_on_ranks(reducing.a_plain_backward_of_a_few_parameters_is_noticed, before=before)

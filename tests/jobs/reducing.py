@@ -247,6 +247,27 @@ def _run_backward(loss: Tensor, reducer: Reducer | None, *, must_fail: bool) -> 
         assert not must_fail
 
 
+def a_plain_backward_of_a_few_parameters_is_noticed(before: str) -> None:
+    """Also after one that left its only bucket incomplete, because it used few parameters, too, or because it died."""
+    params = nn.ParameterList(torch.ones(2) for _ in range(4)).to(device())
+    reducer = build_reducer(params)
+
+    def backward(*indices: int, fails: bool = False) -> None:
+        params.zero_grad()
+        # What was computed first comes last: the failure, after a gradient has arrived.
+        loss = Fails.apply(params[0] * 2, fails).sum() if fails else torch.zeros((), device=device())
+        for i in indices:
+            loss = loss + (params[i] * (1.0 + dist.get_rank())).sum()
+        _run_backward(loss, None, must_fail=fails)
+
+    backward(0, 1, 2, 3)
+    backward(3) if before == "few" else backward(3, fails=True)
+    backward(3)
+    assert params[3].grad is not None
+    assert torch.equal(params[3].grad, torch.full_like(params[3], 1.5))
+    reducer.close()
+
+
 def late_gradient(overlap: bool) -> str:
     """A block that is used once in the first backward and twice in a later one, by reentrant checkpointing."""
     torch.manual_seed(3)
