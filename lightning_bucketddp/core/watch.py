@@ -108,8 +108,10 @@ class Watch:
         """The run is over for this rank, well or not."""
         self._is_over = True
         self._wake.set()
-        # It may be waiting for a store that no longer answers; then it ends with the process.
-        self._thread.join(timeout=_SETTLED_WITHIN_S)
+        # Garbage collection ends a run that nobody has ended, in whatever thread it happens to run.
+        if threading.current_thread() is not self._thread:
+            # It may be waiting for a store that no longer answers; then it ends with the process.
+            self._thread.join(timeout=_SETTLED_WITHIN_S)
 
     def request_stop(self, number: int) -> None:
         """This process has received a signal: all ranks shall stop. Does nothing that a signal handler may not."""

@@ -1,7 +1,15 @@
-"""Where this rank is in the run: written by the training thread, read by the watch."""
+"""Where this rank is in the run: written by the training thread, read by the watch.
+
+Note: no garbage collection
+    `sys._current_frames` locks the interpreter's list of threads and makes objects under that lock. Before Python 3.12
+    this may collect garbage. A tensor among the garbage lets go of the GIL, and if the thread that gets it wants the
+    list, too (it starts a thread, or asks for frames), both wait for each other for ever, and all Python threads with
+    them (python/cpython#106883).
+"""
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -25,6 +33,8 @@ _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
 _COUNTED_WITHIN_S = 0.3
 _DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
+# Held by who has turned garbage collection off: nobody else may turn it on.
+_COLLECTION_IS_OFF = threading.Lock()
 
 
 class Whereabouts:
@@ -118,7 +128,19 @@ class Whereabouts:
 
     def _frames(self) -> Iterator[FrameType]:
         """Innermost first."""
-        frame = sys._current_frames().get(self._thread or 0)
+        frame = _current_frames().get(self._thread or 0)
         while frame is not None:
             yield frame
             frame = frame.f_back
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread (Note: no garbage collection)."""
+    with _COLLECTION_IS_OFF:
+        was_on = gc.isenabled()
+        try:
+            gc.disable()
+            return sys._current_frames()
+        finally:
+            if was_on:
+                gc.enable()

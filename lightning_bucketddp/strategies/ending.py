@@ -75,7 +75,7 @@ class Ending:
     def __init__(self, whereabouts: Whereabouts, surroundings: Surroundings, *, stall_warning_s: float) -> None:
         self.signals: StopSignals | None = None
         self._rank = surroundings.rank
-        self._previous_hook: Any = None
+        self._is_over = False
         self._access = access_store()
 
         def cut() -> None:
@@ -108,8 +108,7 @@ class Ending:
         """The run is over on this rank, well or not."""
         if self.signals is not None:
             self.signals.restore_handlers()
-        if self._previous_hook is not None:
-            sys.excepthook = self._previous_hook
+        self._is_over = True
         self._watch.stop()
         if not self._watch.have_parted:
             atexit.unregister(self._end_with_python)
@@ -135,14 +134,14 @@ class Ending:
         previous = sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-            instead = self.end_by(error)
+            # Never taken out again: other hooks may have been put before this one.
+            instead = None if self._is_over else self.end_by(error)
             if instead is None:
                 previous(kind, error, trace)
             else:
                 previous(type(instead), instead, trace)
 
         sys.excepthook = report
-        self._previous_hook = previous
 
     def end_by(
         self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None
