@@ -2,13 +2,9 @@
 
     ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
 
-A job with `like_ddp=True` or `strategy="ddp..."` is a reference: it runs in processes that train with nothing else, and
-once more if they die or hang. In processes that had trained with ours before, torch DDP has done so in three of some
-ten thousand runs, and it is not known why.
-
 `job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
-`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and where they
-were is on the standard error.
+`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and is told with
+where they were.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -33,8 +30,6 @@ import torch
 import torch.distributed as dist
 
 _GRACE_AFTER_FAILURE_S = 5.0
-_HUNG = "still running; killed"
-_DIED = "died with exit code"
 
 
 class RankFailed(Exception):
@@ -53,12 +48,17 @@ class RankPool:
     def __init__(self, world_size: int, backend: str) -> None:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
+        # Where each process writes what all its threads do when it is made to end.
+        self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, backend, port), daemon=True, name=f"rank {rank}"
+                target=_serve,
+                args=(theirs, rank, world_size, backend, port, self._stacks[rank].name),
+                daemon=True,
+                name=f"rank {rank}",
             )
             process.start()
             theirs.close()
@@ -102,38 +102,33 @@ class RankPool:
                         process.join(_GRACE_AFTER_FAILURE_S)
                 self.close()
                 break
-        return [outcomes.get(rank, _Outcome(error=_HUNG)) for rank in range(len(self._pipes))]
+        return [
+            outcomes.get(rank, _Outcome(error=f"still running; killed\n{self._stack_of(rank)}"))
+            for rank in range(len(self._pipes))
+        ]
 
     def _receive(self, rank: int) -> _Outcome:
         try:
             outcome: _Outcome = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._processes[rank].join()
-            return _Outcome(error=f"{_DIED} {self._processes[rank].exitcode}")
+            return _Outcome(error=f"died with exit code {self._processes[rank].exitcode}\n{self._stack_of(rank)}")
         return outcome
 
+    def _stack_of(self, rank: int) -> str:
+        return self._stacks[rank].read().decode()
 
-# By world size, backend, and whether references run there.
-_pools: dict[tuple[int, str, bool], RankPool] = {}
+
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
 def run_on_ranks(
     job: Callable[..., Any], *, world_size: int = 2, timeout_s: float = 60, backend: str | None = None, **kwargs: Any
 ) -> list[Any]:
     """Run `job(**kwargs)` on every rank and return the results by rank."""
-    is_reference = kwargs.get("like_ddp") is True or str(kwargs.get("strategy")).startswith("ddp")
-    key = (world_size, backend or _default_backend(), is_reference)
-    try:
-        return _run_in_pool(key, job, timeout_s, kwargs)
-    except RankFailed as failure:
-        if not (is_reference and (_HUNG in str(failure) or _DIED in str(failure))):
-            raise
-        return _run_in_pool(key, job, timeout_s, kwargs)
-
-
-def _run_in_pool(key: tuple[int, str, bool], job: Callable[..., Any], timeout_s: float, kwargs: dict[str, Any]) -> Any:
+    key = (world_size, backend or _default_backend())
     if key not in _pools:
-        _pools[key] = RankPool(*key[:2])
+        _pools[key] = RankPool(*key)
     try:
         return _pools[key].run(job, timeout_s, kwargs)
     except RankFailed:
@@ -166,8 +161,8 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int) -> None:
-    faulthandler.enable()  # shows where a rank is that has to be killed
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
+    faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":
         torch.cuda.set_device(device())

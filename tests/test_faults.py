@@ -41,6 +41,15 @@ def assert_saved_as_seen(ended: Ended, directory: Path) -> None:
         assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
 
 
+def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_path: Path) -> None:
+    fault = Fault("raise on rank 1, sleep on rank 0", "optimizer", rank=None)
+    ended = end_of(tmp_path, fault=fault, pause_after_s=0.8)
+    assert "seen0" in ended.results, ended.output[0]
+    assert ended.results["seen0"]["type"] == "RankFailedError"
+    assert ended.results["seen0"]["step"] == 4
+    assert_saved_as_seen(ended, tmp_path)
+
+
 @pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_train_batch_end"])
 def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: str, tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("raise", where), world_size=3)

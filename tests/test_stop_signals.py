@@ -42,6 +42,19 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals
     assert f"rank {rank} received {number.name}" in ended.output[rank]
 
 
+def test_ctrl_c_that_a_rank_notices_late_is_not_a_second_one(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("Ctrl-C, noticed late by rank 1", rank=None)) as ranks:
+        ended = ranks.wait()
+    assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [4, 4], ended.output
+    assert checkpoint_of(tmp_path)["global_step"] == 4
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("Ctrl-C twice", rank=None)) as ranks:
+        ended = ranks.wait()
+    assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [3, 3], ended.output
+
+
 def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
     with crew(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
         ended = ranks.wait()

@@ -49,6 +49,8 @@ class Termination:
         # When it happened; None: it has not.
         self._parted_at: float | None = None
         self._ending_at: float | None = None
+        # Since when the thread could have ended.
+        self._pressed_at: float | None = None
 
     @property
     def is_ending(self) -> bool:
@@ -80,10 +82,13 @@ class Termination:
         if self._ending_at is not None:
             if now - self._ending_at > self._timeout_s:
                 self._exit(failure, why="its callbacks take too long")
-        elif self._whereabouts.may_be_interrupted:
-            if now - self._parted_at > _EXIT_AFTER_S:
+        elif not self._whereabouts.may_be_interrupted:
+            self._pressed_at = None
+        else:
+            self._pressed_at = now if self._pressed_at is None else self._pressed_at
+            if now - self._pressed_at > _EXIT_AFTER_S:
                 self._exit(failure, why="it cannot be interrupted")
-            elif now - self._parted_at > _INTERRUPT_AFTER_S:
+            elif now - self._pressed_at > _INTERRUPT_AFTER_S:
                 self._interrupt()
 
     def _exit(self, failure: Failure, *, why: str) -> None:

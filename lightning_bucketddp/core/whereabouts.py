@@ -1,10 +1,11 @@
 """Where this rank is in the run: written by the training thread, read by the watch.
 
 Note: no garbage collection
-    `sys._current_frames` locks the interpreter's list of threads and makes objects under that lock. Before Python 3.12
-    this may collect garbage. A tensor among the garbage lets go of the GIL, and if the thread that gets it wants the
-    list, too (it starts a thread, or asks for frames), both wait for each other for ever, and all Python threads with
-    them (python/cpython#106883).
+    To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
+    and a tensor among it lets go of the GIL. The other thread then goes on and leaves the frame that is being looked
+    at, which corrupts memory; or it wants the list of threads, which `sys._current_frames` has locked, and both wait
+    for ever (python/cpython#106883). So no garbage is collected meanwhile, and a thread whose phases are short, as in a
+    healthy run, is not looked at.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
 _COUNTED_WITHIN_S = 0.3
 _DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
+# A phase that has lasted no longer is nothing to look into.
+_BRIEF_S = 0.5
 # Held by who has turned garbage collection off: nobody else may turn it on.
 _COLLECTION_IS_OFF = threading.Lock()
 
@@ -99,15 +102,15 @@ class Whereabouts:
         phase, detail = self.phase, ""
         if phase == "backward" and self.describe_backward is not None:
             detail = self.describe_backward()
-        elif phase in _MAY_LOAD_DATA and any(_DATA_LOADING.search(f.f_code.co_filename) for f in self._frames()):
+        elif phase in _MAY_LOAD_DATA and self._is_inside(lambda file: bool(_DATA_LOADING.search(file))):
             phase = "data loading"
         batch = f" {'after' if self.phase == BETWEEN_STEPS else 'of'} batch {self.batch}" if self.batch else ""
         return f"{phase}{batch} in epoch {self.epoch}{detail}" if batch else phase
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the training thread waits for other ranks at this moment."""
-        return any(frame.f_code.co_filename in self._waiting_in for frame in self._frames())
+        """Whether the training thread waits for other ranks, and not only for a moment."""
+        return self._is_inside(lambda file: file in self._waiting_in)
 
     def was_waiting(self, error: BaseException) -> bool:
         """Whether `error`, or what it was raised from, came out of a wait for other ranks."""
@@ -123,24 +126,26 @@ class Whereabouts:
 
     def stack(self) -> str:
         """Where the training thread is in the program."""
-        frames = [(frame, frame.f_lineno) for frame in self._frames()]
-        return "".join(traceback.StackSummary.extract(iter(frames[:_NUM_FRAMES][::-1])).format())
+        frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)[:_NUM_FRAMES]]
+        return "".join(traceback.StackSummary.extract(iter(frames[::-1])).format())
 
-    def _frames(self) -> Iterator[FrameType]:
-        """Innermost first."""
-        frame = _current_frames().get(self._thread or 0)
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
+    def _is_inside(self, is_meant: Callable[[str], bool]) -> bool:
+        """Whether the training thread has been in a file that is meant, for more than a moment."""
+        return self.seconds > _BRIEF_S and any(is_meant(frame.f_code.co_filename) for frame in _frames_of(self._thread))
 
 
-def _current_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread (Note: no garbage collection)."""
+def _frames_of(thread: int | None) -> list[FrameType]:
+    """The frames of a thread, innermost first (Note: no garbage collection)."""
     with _COLLECTION_IS_OFF:
         was_on = gc.isenabled()
         try:
             gc.disable()
-            return sys._current_frames()
+            frame = sys._current_frames().get(thread or 0)
+            frames: list[FrameType] = []
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+            return frames
         finally:
             if was_on:
                 gc.enable()

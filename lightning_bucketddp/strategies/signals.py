@@ -43,6 +43,7 @@ class StopSignals:
         self._lockstep: Lockstep | None = None
         self._requeue: Callable[..., Any] | None = None
         self._callback: Any = None
+        self._was_interrupted = False
 
     def replace_handlers(self, callback: type) -> None:
         """Have Lightning register ours where it would register its own.
@@ -109,8 +110,10 @@ class StopSignals:
             if self._whereabouts.may_be_interrupted:
                 raise self._whereabouts.end_with()
             return
-        if number == signal.SIGINT and self._watch.stop_signal:
+        if number == signal.SIGINT and self._was_interrupted:
             raise KeyboardInterrupt  # asked twice: at once
+        # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
+        self._was_interrupted = number == signal.SIGINT
         log.warning("bucketddp: rank %d received %s; all ranks stop.", self._rank, signal.Signals(number).name)
         self._watch.request_stop(number)
         if self._lockstep is not None:

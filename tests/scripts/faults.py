@@ -52,6 +52,16 @@ class Fault:
         if self.what == "SIGTERM and sleep":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(6)
+        if self.what == "Ctrl-C, noticed late by rank 1":
+            time.sleep(0.8 * _rank())
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.what == "raise on rank 1, sleep on rank 0":
+            if _rank() == 1:
+                raise ValueError("boom")
+            time.sleep(5)
+        if self.what == "Ctrl-C twice":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         if hasattr(signal, self.what):
             os.kill(os.getpid(), getattr(signal, self.what))
 
@@ -75,7 +85,9 @@ class Samples(Dataset[Tensor]):
 class Model(LightningModule):
     """Learns little, logs a metric that is gathered over the ranks, and fails as told."""
 
-    def __init__(self, fault: Fault | None, directory: Path, *, pause_s: float, slow_from: int) -> None:
+    def __init__(
+        self, fault: Fault | None, directory: Path, *, pause_s: float, slow_from: int, pause_after_s: float
+    ) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.mean = torchmetrics.MeanMetric()
@@ -83,6 +95,7 @@ class Model(LightningModule):
         self._directory = directory
         self._pause_s = pause_s
         self._slow_from = slow_from
+        self._pause_after_s = pause_after_s
 
     def _may_fail(self, where: str, batch: int) -> None:
         if self._fault is not None and self._fault.is_due(where, self.global_rank, batch):
@@ -110,6 +123,7 @@ class Model(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         self._may_fail("on_train_batch_end", batch_idx)
         write(self._directory / f"progress{self.global_rank}.json", {"step": self.trainer.global_step})
+        time.sleep(self._pause_after_s)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._may_fail("validation_step", batch_idx)
@@ -158,6 +172,7 @@ def fit(
     fault: Fault | None = None,
     pause_s: float = 0.0,
     slow_from: int = 0,
+    pause_after_s: float = 0.0,
     save_every: int = 10**6,
     lingers_on: int | None = None,
     timeout_s: float = 1800,
@@ -194,7 +209,8 @@ def fit(
         Samples(of_worker, directory), batch_size=2, num_workers=num_workers, multiprocessing_context=context
     )
     validation = DataLoader(Samples(None, directory), batch_size=2) if val_check_interval else None
-    trainer.fit(Model(fault, directory, pause_s=pause_s, slow_from=slow_from), loader, validation)
+    model = Model(fault, directory, pause_s=pause_s, slow_from=slow_from, pause_after_s=pause_after_s)
+    trainer.fit(model, loader, validation)
     write(directory / f"finished{trainer.global_rank}.json", {"step": trainer.global_step})
 
 

@@ -1,4 +1,4 @@
-"""Threads that ask where the main thread is while it makes garbage of tensors."""
+"""Threads that ask where the main thread is, while frames and threads come and go and tensors are garbage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ import torch
 from lightning_bucketddp.core.whereabouts import Whereabouts
 
 NUM_LOOKS = 1_000
+DEPTH = 2
 
 
 def make_garbage() -> None:
     cycle: list[Any] = [torch.ones(1, requires_grad=True) * 2]
     cycle.append(cycle)
+
+
+def descend(depth: int) -> None:
+    make_garbage()
+    if depth:
+        (descend if depth % 3 else LARGE["descend"])(depth - 1)
+
+
+# The same with many variables: where one frame was, there is a larger one at the next moment.
+_VARIABLES = "".join(f"    v{number} = depth\n" for number in range(120))
+LARGE: dict[str, Any] = {"make_garbage": make_garbage, "small": descend}
+exec(f"def descend(depth):\n{_VARIABLES}    make_garbage()\n    small(depth - 1)", LARGE)
 
 
 def look(whereabouts: Whereabouts) -> None:
@@ -25,14 +38,18 @@ def look(whereabouts: Whereabouts) -> None:
 
 
 def main() -> None:
-    gc.set_threshold(5)  # many collections, and most of them where frames are made
+    gc.set_threshold(5)  # many collections, and most of them where frames are looked at
     whereabouts = Whereabouts(waiting_in=())
     whereabouts.follow_this_thread()
+    whereabouts.since -= 10  # so long that somebody looks
     watches = [threading.Thread(target=look, args=(whereabouts,)) for _ in range(8)]
     for watch in watches:
         watch.start()
     while any(watch.is_alive() for watch in watches):
-        make_garbage()
+        descend(DEPTH)
+        passer_by = threading.Thread(target=make_garbage)
+        passer_by.start()
+        passer_by.join()
     assert gc.isenabled()
 
 
