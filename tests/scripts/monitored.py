@@ -10,7 +10,13 @@ from tests.scripts import models
 from tests.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 from lightning_bucketddp import BucketDDPStrategy
 
+
 @like_torchrun()
 def try_it(directory: Path) -> None:
-    trainer = make_trainer(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), max_epochs=2, default_root_dir=directory, callbacks=[BucketDDPMonitor(every_n_steps=1)])
+    trainer = make_trainer(
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB),
+        max_epochs=2,
+        default_root_dir=directory,
+        callbacks=[BucketDDPMonitor(every_n_steps=1)],
+    )
     trainer.fit(models.Regression(), models.loader(), models.loader())
