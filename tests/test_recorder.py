@@ -81,14 +81,15 @@ def test_a_step_that_was_given_up_is_forgotten() -> None:
     recorder.turn_to("backward")
     recorder.see_ready(0)  # and no more: backward has raised
     assert step_of(recorder.complete(stats, step=1, plan=1), recorder.axis, memory_bytes=0) is None
+    recorder.turn_to("backward")
     recorder.turn_to("optimizer")
     stats.num_unused = 5
     step = step_of(recorder.complete(stats, step=2, plan=1), recorder.axis, memory_bytes=7)
     assert step is not None
     assert [span.name for span in step.spans] == ["backward", "optimizer"]
     assert (step.num_unused, step.memory_bytes) == (2, 7)
+    recorder.turn_to("data")
     recorder.forget_phase()
-    recorder.begin(stats)
     assert step_of(recorder.complete(stats, step=3, plan=1), recorder.axis, memory_bytes=0) is None
     recorder.close()
 
