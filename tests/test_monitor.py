@@ -15,9 +15,10 @@ import lightning_bucketddp
 from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
 from lightning_bucketddp.report.marked_steps import metrics_of
 from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, path_of, read
+from tests.jobs.recording import assert_in_order
 from tests.ranks import run_on_ranks
 from tests.scripts.monitored import fit, logged_in_csv, refusal
-from tests.test_recorder import assert_ends_agree, assert_in_order
+from tests.test_recorder import assert_ends_agree
 
 EVERY = {"every_n_steps": 1}
 NAMES = ["data", "forward", "backward", "exposed", "optimizer"]
