@@ -10,7 +10,7 @@ from lightning_bucketddp.report.record import BucketTimes, Span, Step
 from lightning_bucketddp.report.run_files import RunRecord
 
 # A page of so many bars is a few megabytes, and a browser opens it in a moment.
-MOST_BARS = 200_000
+MOST_BARS = 100_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,6 @@ def _medians(steps: list[Step]) -> Json:
         },
         "step": _median_ms(map(_step_s, steps)),
         "communication": _median_ms(step.communication_s for step in steps),
-        "overlap": statistics.median(step.overlap for step in steps),
     }
 
 

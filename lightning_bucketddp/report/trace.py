@@ -24,7 +24,7 @@ def make_trace(record: RunRecord) -> str:
         *_names(record),
         *(event for step in steps for event in _step_events(record, step, zero_s)),
     ]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _names(record: RunRecord) -> Iterator[Event]:

@@ -35,10 +35,11 @@ function drawNumbers() {
   const { medians, history, ranks, run } = content;
   const own = history.own.map(median);
   const late = latest(own);
+  const hidden = Math.min(Math.max(1 - medians.phases.exposed / medians.communication, 0), 1);
   const numbers = [
     ["Step", inMs(medians.step), ""],
     ["Waiting for communication", inMs(medians.phases.exposed), percent(medians.phases.exposed / medians.step)],
-    ["Communication", inMs(medians.communication), `${percent(medians.overlap)} hidden`],
+    ["Communication", inMs(medians.communication), medians.communication ? `${percent(hidden)} hidden` : ""],
     ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(behind(own, late))}`],
   ];
   if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);

@@ -54,6 +54,7 @@ slider.disabled = content.steps.length === 1;
 slider.oninput = () => choose(Number(slider.value));
 byId("zoom-all").onclick = () => zoom([0, step.length]);
 byId("zoom-wait").onclick = zoomToTheWait;
+byId("slowest-rank").onclick = showSlowestRank;
 byId("slowest-step").onclick = () => {
   const lengths = content.steps.map(({ length }) => length);
   choose(lengths.indexOf(largest(lengths)));

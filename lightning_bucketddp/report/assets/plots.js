@@ -32,7 +32,7 @@ function drawAxes(svg, x, y) {
     write(svg, number(value, yTicks.digits), MARGIN.left - 8, atY(value) + 4, "end");
   }
   for (const value of x.ticks ?? ticks(x.min, x.max, Math.max(width / 110, 2)).at.filter(Number.isInteger)) {
-    write(svg, number(value, value < 1 ? 2 : 0), atX(value), height - 8);
+    write(svg, number(value, Number.isInteger(value) ? 0 : 2), atX(value), height - 8);
   }
   return { atX, atY };
 }
@@ -117,7 +117,7 @@ function drawSizes(svg) {
   const caps = byCap.map(({ cap }) => cap);
   const powers = caps.filter((cap) => Number.isInteger(Math.log2(cap)));
   const highest = largest([...byCap, optimum, ...(current ? [current] : [])].map(({ exposed }) => exposed));
-  const x = { min: caps[0], max: largest([...caps, current?.cap ?? 0]), log: true, ticks: powers };
+  const x = { min: smallest([...caps, current?.cap ?? caps[0]]), max: largest([...caps, current?.cap ?? 0]), log: true, ticks: powers };
   const { atX, atY } = drawAxes(svg, x, { min: 0, max: 1.08 * highest || 1 });
   const right = svg.clientWidth - MARGIN.right;
   shape(svg, "path", "curve sizes", { d: path(byCap.map(({ cap, exposed }) => `${atX(cap)},${atY(exposed)}`)) });

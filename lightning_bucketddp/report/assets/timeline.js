@@ -1,6 +1,7 @@
 // One step: a group of lanes for each rank.
 
 let step = null; // what is shown
+let joined = []; // by bucket: the rank that launched it last, and when
 let view = [0, 1]; // from when to when, in ms
 const lanes = []; // by rank: the elements, and whether they can be seen
 
@@ -32,19 +33,22 @@ function makeLanes() {
     ["held", "until launched: earlier buckets go first"],
     ["queued", "until it runs"],
     ["reduction", "reduction of a bucket"],
+    ["meeting", "until the last rank has joined it"],
     ["waited", "what the step waited for"],
   ]);
 }
 
 function showStep(shown) {
   step = shown;
+  joined = whoJoinedLast();
   const own = step.ranks.map((lane) => lane && ownTime(lane));
   const late = latest(own);
   for (const lane of lanes) {
-    const note = element("small", lane.place === late ? "late" : "", lane.place === late ? "slowest" : lane.host);
-    lane.title.replaceChildren(`rank ${lane.rank}`, note);
+    const isLate = lane.place === late;
+    lane.title.replaceChildren(`rank ${lane.rank}`, element("small", isLate ? "late" : "", isLate ? "slowest" : lane.host));
     lane.title.title = `rank ${lane.rank} on ${lane.host}`;
   }
+  byId("slowest-rank").disabled = late < 0;
   setText(byId("step-text"), stepInWords(own, late));
   zoom([0, step.length]);
 }
@@ -56,6 +60,10 @@ function zoom(to) {
   lanes.forEach(drawLane);
 }
 
+function showSlowestRank() {
+  document.querySelector("#lanes .late").closest(".rank").scrollIntoView({ block: "center" });
+}
+
 // From shortly before the first rank waits to the end.
 function zoomToTheWait() {
   const waits = step.ranks.flatMap((lane) => (lane ? lane.spans.filter(([name]) => name === "exposed") : []));
@@ -64,6 +72,16 @@ function zoomToTheWait() {
   const to = largest(waits.map(([, , end]) => end));
   const margin = 0.15 * (to - from);
   zoom([Math.max(from - margin, 0), Math.min(to + margin, step.length)]);
+}
+
+// No reduction gets anywhere before every rank has launched it.
+function whoJoinedLast() {
+  const buckets = Array.from({ length: largest(step.ranks.map((lane) => lane?.buckets.length ?? 0)) });
+  return buckets.map((_, index) => {
+    const launched = step.ranks.map((lane) => lane?.buckets[index]?.[1] ?? -Infinity);
+    const at = largest(launched);
+    return { at, rank: content.ranks[launched.indexOf(at)].rank };
+  });
 }
 
 const waitedTime = (lane) => total(lane.spans.filter(([name]) => name === "exposed").map(([, from, to]) => to - from));
@@ -167,6 +185,8 @@ function drawBucket(lane, shown, times, index) {
     describe(part, label, () => bucketInWords(lane, shown, times, index));
   }
   const waits = shown.spans.filter(([name, start, end]) => name === "exposed" && end > from && start < to);
+  const meeting = Math.min(joined[index].at, to);
+  if (meeting > from) parts.push(...bar(lane, "meeting", [from, meeting]));
   return [...parts, ...waits.flatMap(([, start, end]) => bar(lane, "waited", [Math.max(start, from), Math.min(end, to)]))];
 }
 
@@ -181,7 +201,8 @@ function bucketInWords(lane, shown, [ready, launched, from, to], index) {
       ["complete", `at ${inMs(ready)}`],
       ["launched", `at ${inMs(launched)}`],
       ["reduction", `${inMs(to - from)}, from ${inMs(from)} to ${inMs(to)}`],
-      ["waited for it", inMs(waited)],
+      ...(joined[index].at > from ? [["of that", `${inMs(Math.min(joined[index].at, to) - from)} until rank ${joined[index].rank} joined`]] : []),
+      ["the step waited", inMs(waited)],
       ["parameters", number(bucket?.parameters.length ?? 0)],
     ],
     items: parametersOf(bucket),
