@@ -11,6 +11,7 @@ from lightning_bucketddp.core.optimum import optimal_plan
 from lightning_bucketddp.core.plan import BucketPlan, plan_buckets
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.timeline import simulate
+from lightning_bucketddp.report.profiles import plan_in
 from lightning_bucketddp.report.record import RecordedPlan
 
 _SMALLEST_MB = 0.25
@@ -51,7 +52,7 @@ def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes
         caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
         plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
         grid.append(_predict(profile, plan, cap_mb=cap_mb))
-    used = _in_profile(current, profile) if current is not None else None
+    used = plan_in(profile, current) if current is not None else None
     return BucketSizes(
         by_cap=grid,
         current=_predict(profile, used) if used is not None else None,
@@ -72,14 +73,3 @@ def _predict(profile: Profile, plan: Sequence[BucketPlan], *, cap_mb: float | No
         shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan
         cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
     return Prediction(cap_mb, len(plan), timeline.exposed_s)
-
-
-def _in_profile(plan: RecordedPlan, profile: Profile) -> list[BucketPlan] | None:
-    """The plan by positions in the profile; None: it has other parameters."""
-    position = {spec.name: i for i, spec in enumerate(profile.specs)}
-    if {name for bucket in plan.buckets for name in bucket.parameters} != set(position):
-        return None
-    return [
-        BucketPlan(tuple(position[name] for name in bucket.parameters), sparse=bucket.sparse)
-        for bucket in plan.buckets
-    ]

@@ -9,8 +9,9 @@ from typing import Any
 from lightning_bucketddp import __version__
 from lightning_bucketddp.report.aligned import AlignedStep, align, shown_steps
 from lightning_bucketddp.report.bucket_sizes import Prediction, predict_sizes
+from lightning_bucketddp.report.profiles import profile_of
 from lightning_bucketddp.report.record import RecordedBucket, Step
-from lightning_bucketddp.report.run_files import RunRecord
+from lightning_bucketddp.report.run_files import RankRecord, RunRecord
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer")
 
@@ -99,10 +100,13 @@ def _history(record: RunRecord) -> Json:
 
 
 def _sizes(record: RunRecord) -> Json | None:
-    profile = record.first.profile
-    if profile is None:
+    plan, profile = record.last_plan, record.first.profile
+    if profile is None and plan is not None:
+        slowest = max(record.ranks.values(), key=_own_s)
+        profile = profile_of(plan, list(slowest.steps.values()), num_ranks=slowest.run.world_size)
+    if profile is None or not profile.dense_bytes:
         return None
-    sizes = predict_sizes(profile, record.last_plan)
+    sizes = predict_sizes(profile, plan)
     return {
         "byCap": [_prediction(prediction) for prediction in sizes.by_cap],
         "current": sizes.current and _prediction(sizes.current),
@@ -112,6 +116,10 @@ def _sizes(record: RunRecord) -> Json | None:
 
 def _prediction(prediction: Prediction) -> Json:
     return {"cap": prediction.cap_mb, "buckets": prediction.num_buckets, "exposed": _ms(prediction.exposed_s)}
+
+
+def _own_s(rank: RankRecord) -> float:
+    return statistics.median(_step_s(step) - step.exposed_s for step in rank.steps.values())
 
 
 def _step_s(step: Step) -> float:

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             _write(arguments.trace, make_trace(record), "the trace")
     except (ValueError, OSError) as error:
         print(f"bucketddp report: {error}", file=sys.stderr)
-        return 1
+        return 2
     if arguments.open:
         webbrowser.open(arguments.output.resolve().as_uri())
     return 0

@@ -67,26 +67,30 @@ def find_folder(path: Path) -> Path:
 
 def read_run(folder: Path) -> RunRecord:
     """The records in `folder`. Ranks that are missing or cannot be read are left out, and named in `problems`."""
-    found: dict[int, RankRecord] = {}
     problems: list[str] = []
-    for path in folder.glob(_PATTERN):
-        try:
-            record = _read_rank(path)
-        except (ValueError, OSError) as error:
-            problems.append(f"{path.name} was left out: {error}")
-        else:
-            found[record.run.rank] = record
-    ranks = {rank: found[rank] for rank in sorted(found)}
-    if not any(record.steps for record in ranks.values()):
-        raise ValueError(f"There is no recorded step in {folder}. " + " ".join(problems))
-    world_size = next(iter(ranks.values())).run.world_size
-    for rank in [rank for rank, record in ranks.items() if record.run.world_size != world_size]:
-        problems.append(f"Rank {rank} was left out: it is of another run, with {found[rank].run.world_size} ranks.")
-        del ranks[rank]
+    found = [record for path in folder.glob(_PATTERN) if (record := _read_if_possible(path, problems)) is not None]
+    if not found:
+        raise ValueError(f"No rank has recorded a step in {folder}. " + " ".join(problems))
+    found.sort(key=lambda record: record.run.rank)
+    world_size = found[0].run.world_size
+    ranks = {record.run.rank: record for record in found if record.run.world_size == world_size}
+    problems += [
+        f"Rank {record.run.rank} was left out: it is of another run, with {record.run.world_size} ranks."
+        for record in found
+        if record.run.world_size != world_size
+    ]
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing:
         problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
     return RunRecord(folder, ranks, problems)
+
+
+def _read_if_possible(path: Path, problems: list[str]) -> RankRecord | None:
+    try:
+        return _read_rank(path)
+    except (ValueError, OSError) as error:
+        problems.append(f"{path.name} was left out: {error}")
+        return None
 
 
 def _read_rank(path: Path) -> RankRecord:
@@ -95,13 +99,13 @@ def _read_rank(path: Path) -> RankRecord:
         if isinstance(line, Run):
             record = RankRecord(line)  # of several runs, the last
         elif record is None:
-            raise ValueError(f"It does not begin with a description of the run ({path}).")
+            raise ValueError("It does not begin with a description of the run.")
         elif isinstance(line, RecordedPlan):
             record.plans[line.version] = line
         elif isinstance(line, Profile):
             record.profile = line
         elif line.spans:
             record.steps[line.step] = line
-    if record is None:
-        raise ValueError(f"It is empty ({path}).")
+    if record is None or not record.steps:
+        raise ValueError("It holds no step.")
     return record
