@@ -13,13 +13,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan, Span, Step
 
 _REDUCING = ("backward", "exposed")
+# Where all buckets are smaller, the time on the wire is lost in the noise; one size that is larger is nearly all wire.
+_ALL_LATENCY_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,9 @@ def _cost(plan: RecordedPlan, steps: Sequence[Step]) -> AllReduceCost:
                 seconds.setdefault(bucket.num_bytes, []).append(reduction.seconds)
     if not seconds:
         return AllReduceCost(0.0, 0.0)
+    largest = max(seconds)
+    if largest < _ALL_LATENCY_BYTES:
+        return AllReduceCost(statistics.median(s for times in seconds.values() for s in times), 0.0)
     if len(seconds) == 1:
-        # One size does not tell latency and bandwidth apart. Of what is large, the bandwidth is nearly all.
-        [(num_bytes, times)] = seconds.items()
-        median = statistics.median(times)
-        return AllReduceCost(0.0, median / num_bytes) if num_bytes >= MIB else AllReduceCost(median, 0.0)
+        return AllReduceCost(0.0, statistics.median(seconds[largest]) / largest)
     return AllReduceCost.fit(seconds)
