@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightning_bucketddp.report.marked_steps import seconds_of
 from lightning_bucketddp.report.record import BucketTimes, Span, Step
 from lightning_bucketddp.report.run_files import RunRecord
 
@@ -63,7 +64,7 @@ def _num_bars(record: RunRecord, number: int) -> int:
 
 def _seconds(record: RunRecord, number: int) -> float:
     steps = [rank.steps[number] for rank in record.ranks.values() if number in rank.steps]
-    return max(step.end_s - step.start_s for step in steps)
+    return max(seconds_of(step) for step in steps)
 
 
 def _shift(step: Step, reference: Step) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_bucketddp import __version__
 from lightning_bucketddp.report.aligned import AlignedStep, align, shown_steps
 from lightning_bucketddp.report.bucket_sizes import Prediction, predict_sizes
+from lightning_bucketddp.report.marked_steps import seconds_of
 from lightning_bucketddp.report.profiles import profile_of
 from lightning_bucketddp.report.record import RecordedBucket, Step
 from lightning_bucketddp.report.run_files import RankRecord, RunRecord
@@ -48,14 +49,10 @@ def _run(record: RunRecord) -> Json:
 
 
 def _medians(steps: list[Step]) -> Json:
-    """The usual step of all ranks together. What is in no span is `other`."""
-    by_phase = {name: _median_ms(step.seconds(name) for step in steps) for name in PHASES}
+    """The usual step of all ranks together."""
     return {
-        "phases": {
-            **by_phase,
-            "other": _median_ms(_step_s(step) - sum(span.seconds for span in step.spans) for step in steps),
-        },
-        "step": _median_ms(map(_step_s, steps)),
+        "phases": {name: _median_ms(step.seconds(name) for step in steps) for name in PHASES},
+        "step": _median_ms(map(seconds_of, steps)),
         "communication": _median_ms(step.communication_s for step in steps),
     }
 
@@ -94,8 +91,8 @@ def _history(record: RunRecord) -> Json:
     step_by_rank = [[ours.steps.get(number) for number in numbers] for ours in record.ranks.values()]
     return {
         "steps": numbers,
-        "step": [[step and _ms(_step_s(step)) for step in steps] for steps in step_by_rank],
-        "own": [[step and _ms(_step_s(step) - step.exposed_s) for step in steps] for steps in step_by_rank],
+        "step": [[step and _ms(seconds_of(step)) for step in steps] for steps in step_by_rank],
+        "own": [[step and _ms(seconds_of(step) - step.exposed_s) for step in steps] for steps in step_by_rank],
     }
 
 
@@ -119,11 +116,7 @@ def _prediction(prediction: Prediction) -> Json:
 
 
 def _own_s(rank: RankRecord) -> float:
-    return statistics.median(_step_s(step) - step.exposed_s for step in rank.steps.values())
-
-
-def _step_s(step: Step) -> float:
-    return step.end_s - step.start_s
+    return statistics.median(seconds_of(step) - step.exposed_s for step in rank.steps.values())
 
 
 def _median_ms(seconds: Iterable[float]) -> float:

@@ -26,13 +26,14 @@ function addLegend(list, entries) {
 
 const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const inMs = (ms) => `${number(ms, Math.abs(ms) < 1 ? 3 : Math.abs(ms) < 10 ? 2 : Math.abs(ms) < 1000 ? 1 : 0)} ms`;
+// Three digits or more, and none behind the point where they would be noise.
+const inMs = (ms) => `${number(ms, ms === 0 || Math.abs(ms) >= 1000 ? 0 : Math.abs(ms) < 1 ? 3 : Math.abs(ms) < 10 ? 2 : 1)} ms`;
 const percent = (share) => `${number(100 * share, share > 0 && share < 0.1 ? 1 : 0)}%`;
 
 function inBytes(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
-  while (bytes >= 1024 && power < units.length - 1) { bytes /= 1024; power += 1; }
+  while (bytes >= 1000 && power < units.length - 1) { bytes /= 1024; power += 1; }
   return `${number(bytes, power && bytes < 100 ? 1 : 0)} ${units[power]}`;
 }
 

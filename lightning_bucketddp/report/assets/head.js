@@ -6,7 +6,6 @@ const PHASES = {
   backward: "backward",
   exposed: "waiting for communication",
   optimizer: "optimizer",
-  other: "other",
 };
 
 function drawHead() {
@@ -21,8 +20,8 @@ function drawHead() {
     `${run.backend}`,
     `*${inBytes(run.gradientBytes)}* of gradients in ${count(run.numParameters, "parameter")}`,
     `*${count(history.steps.length, "step")}* recorded, ${number(first)} to ${number(last)}`,
-    ...options.map(([name, value]) => `${name}=${value}`),
   ].join(" · "));
+  setText(byId("options"), options.map(([name, value]) => `${name}=${value}`).join(" · "));
   document.title = `bucketddp: ${count(run.worldSize, "rank")}, ${inMs(medians.step)} per step`;
   byId("problems").hidden = !content.problems.length;
   byId("problems").append(...content.problems.map((problem) => element("li", "", problem)));
@@ -38,7 +37,7 @@ function drawNumbers() {
   const hidden = Math.min(Math.max(1 - medians.phases.exposed / medians.communication, 0), 1);
   const numbers = [
     ["Step", inMs(medians.step), ""],
-    ["Waiting for communication", inMs(medians.phases.exposed), percent(medians.phases.exposed / medians.step)],
+    ["Waiting for communication", inMs(medians.phases.exposed), percent(medians.phases.exposed / total(Object.values(medians.phases)))],
     ["Communication", inMs(medians.communication), medians.communication ? `${percent(hidden)} hidden` : ""],
     ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(behind(own, late))}`],
   ];

@@ -48,7 +48,7 @@ const path = (points) => {
 
 // --- Every recorded step
 
-// A first step that took ten times as long must not flatten all others.
+// A first step that took ten times as long must not flatten all others: it ends at the upper edge.
 const HIGHEST = 2.5;
 
 function drawHistory(svg, kind, late, chosen) {
@@ -63,7 +63,7 @@ function drawHistory(svg, kind, late, chosen) {
   const inOrder = values.map((_, place) => place).sort((a, b) => (a === late) - (b === late));
   const curves = new Map(inOrder.map((place) => [place, shape(svg, "path", `curve${place === late ? " late" : ""}`, {
     "data-rank": content.ranks[place].rank,
-    d: path(values[place].map((ms, i) => (ms === null ? null : `${atX(steps[i]).toFixed(1)},${atY(Math.min(ms, 2 * y.max)).toFixed(1)}`))),
+    d: path(values[place].map((ms, i) => (ms === null ? null : `${atX(steps[i]).toFixed(1)},${atY(Math.min(ms, y.max)).toFixed(1)}`))),
   })]));
   svg.setAttribute("aria-label", `${kind === "own" ? "own time" : "step time"} of ${count(values.length, "rank")} by step; the table below has the medians`);
   const nearest = (event) => nearestPoint(event, svg, { steps, values, atX, atY });
@@ -137,11 +137,14 @@ function drawSizes(svg) {
 
 function sizesInWords() {
   const { current, optimum, byCap } = content.sizes;
-  const best = byCap.reduce((a, b) => (b.exposed < a.exposed ? b : a));
+  const best = byCap.reduce((a, b) => (b.exposed <= a.exposed ? b : a));
   const words = [
     `The simulator repeats the recorded backward with other plans. The computed optimum has *${count(optimum.buckets, "bucket")}* and waits *${inMs(optimum.exposed)}*;`,
     `the best single size, *${Number(best.cap.toPrecision(3))} MiB*, waits ${inMs(best.exposed)}.`,
   ];
-  if (current) words.push(`The plan in use is predicted to wait *${inMs(current.exposed)}*; it was measured to wait ${inMs(content.medians.phases.exposed)}.`);
+  if (current) {
+    words.push(`The plan in use is predicted to wait *${inMs(current.exposed)}*, and was measured to wait ${inMs(content.medians.phases.exposed)}.`);
+  }
+  words.push("The simulator knows no slow ranks: waiting for one comes on top.");
   return words.join(" ");
 }

@@ -85,7 +85,7 @@ function whoJoinedLast() {
 }
 
 const waitedTime = (lane) => total(lane.spans.filter(([name]) => name === "exposed").map(([, from, to]) => to - from));
-const ownTime = (lane) => lane.spans[lane.spans.length - 1][2] - lane.spans[0][1] - waitedTime(lane);
+const ownTime = (lane) => total(lane.spans.map(([, from, to]) => to - from)) - waitedTime(lane);
 
 function stepInWords(own, late) {
   const there = step.ranks.filter((lane) => lane);
@@ -172,6 +172,7 @@ function drawBucket(lane, shown, times, index) {
   const size = inBytes(bytesOf(bucket));
   const label = `bucket ${index}, ${size}, reduction ${inMs(to - from)}`;
   const reduction = bar(lane, "reduction", [from, to], [`${index} · ${size}`, `${index}`]).map(makeItem);
+  reduction.forEach((made) => showMeeting(made, [from, to], joined[index].at));
   const mark = bar(lane, "ready", [ready, ready]);
   mark.forEach((made) => made.style.removeProperty("width"));
   const parts = [
@@ -185,9 +186,15 @@ function drawBucket(lane, shown, times, index) {
     describe(part, label, () => bucketInWords(lane, shown, times, index));
   }
   const waits = shown.spans.filter(([name, start, end]) => name === "exposed" && end > from && start < to);
-  const meeting = Math.min(joined[index].at, to);
-  if (meeting > from) parts.push(...bar(lane, "meeting", [from, meeting]));
   return [...parts, ...waits.flatMap(([, start, end]) => bar(lane, "waited", [Math.max(start, from), Math.min(end, to)]))];
+}
+
+// The part of a reduction in which it waits for the last rank is paler.
+function showMeeting(made, [from, to], met) {
+  if (met <= from) return;
+  const [start, end] = [Math.max(from, view[0]), Math.min(to, view[1])];
+  made.classList.add("meeting");
+  made.style.backgroundSize = `${100 * Math.min(Math.max((met - start) / (end - start), 0), 1)}% 100%`;
 }
 
 function bucketInWords(lane, shown, [ready, launched, from, to], index) {
