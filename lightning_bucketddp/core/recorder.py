@@ -93,11 +93,11 @@ class StepRecorder:
     def begin(self, stats: ReducerStats) -> None:
         """Another step begins: forget one that was not completed."""
         self._step = MarkedStep((stats.num_unused, stats.num_skipped))
-        self._since = None if self._phase is None else self._clock.mark()
+        self.forget_phase()
 
     def complete(self, stats: ReducerStats, *, step: int, plan: int) -> MarkedStep:
-        """The optimizer has stepped: what was recorded. The next step begins."""
-        self.turn_to(self._phase)
+        """The optimizer has stepped: what was recorded. The next step begins, with no phase yet."""
+        self.turn_to(None)
         marked = self._step
         marked.step, marked.plan = step, plan
         # The reducer may be another one by now, which counts from 0.

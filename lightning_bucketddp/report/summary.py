@@ -134,7 +134,8 @@ class Summary:
 def print_summary(summary: Summary) -> None:
     """Print on the terminal, in a notebook, or into a file."""
     console = Console(highlight=False)
-    table = Table(title=summary.title, title_justify="left")
+    console.print(summary.title)
+    table = Table()
     for name in ("one step", "ms", "%"):
         table.add_column(name, justify="left" if name == "one step" else "right")
     total = sum(summary.seconds.values())

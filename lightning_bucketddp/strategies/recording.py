@@ -116,8 +116,9 @@ class RecordsSteps(TrainingHooks):
             return output
 
         output = super().optimizer_step(optimizer, run, model, **kwargs)
-        recorder.turn_to(phase)
         self._complete_step(recorder)
+        if phase is not None:  # within a `training_step` that optimizes by itself
+            recorder.turn_to(phase)
         return output
 
     def _complete_step(self, recorder: StepRecorder) -> None:
