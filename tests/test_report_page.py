@@ -15,9 +15,11 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from lightning_bucketddp.report.page import make_page
 from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan
-from lightning_bucketddp.report.run_files import RunRecord, read_run
+from lightning_bucketddp.report.run_files import RunRecord, find_folder, read_run
 from tests.browser import browser, prefer_colour_scheme
+from tests.ranks import run_on_ranks
 from tests.recordings import BACKWARD_S, DATA_S, FORWARD_S, OPTIMIZER_S, Recording
+from tests.scripts.monitored import fit
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4, 2: -55.0})
 # The same by one clock.
@@ -295,6 +297,23 @@ def test_names_from_peoples_code_are_text(driver: Chrome, record: RunRecord, tmp
     assert driver.get_log("browser") == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_written_on_bars_can_be_read(page: Chrome, scheme: str) -> None:
+    prefer_colour_scheme(page, scheme)
+    for name in ("data", "forward", "backward", "optimizer", "reduction"):
+        bar = page.find_element(By.CSS_SELECTOR, f".track .{name}")
+        back, front = (luminance(bar.value_of_css_property(p)) for p in ("background-color", "color"))
+        assert (max(back, front) + 0.05) / (min(back, front) + 0.05) >= 4.5, name
+    prefer_colour_scheme(page, "light")
+
+
+def luminance(colour: str) -> float:
+    """As the rules for accessible pages define it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def test_it_is_dark_where_people_like_it_dark(page: Chrome) -> None:
     background = "return getComputedStyle(document.body).backgroundColor"
     light = page.execute_script(background)
@@ -342,3 +361,18 @@ def test_many_ranks_and_buckets_stay_usable(driver: Chrome, tmp_path: Path) -> N
     assert len(bars(driver, 40, ".reduction")) == 200
     hover(driver, all_of(driver, ".rank")[40].find_elements(By.CSS_SELECTOR, ".reduction")[100])
     assert tip(driver).startswith("bucket 1")
+
+
+@pytest.mark.parametrize("model", ["slow_rank", "two_players", "skipping"])
+def test_what_the_monitor_records_can_be_seen(driver: Chrome, model: str, tmp_path: Path) -> None:
+    run_on_ranks(fit, directory=tmp_path, model=model, monitor={"every_n_steps": 1})
+    record = read_run(find_folder(tmp_path))
+    show(driver, record, tmp_path)
+    assert driver.get_log("browser") == []
+    assert text(driver, "#step-number").endswith(f"of {len(record.step_numbers)})")
+    for rank in (0, 1):
+        assert len(bars(driver, rank, ".reduction")) == len(record.last_plan.buckets if record.last_plan else [])
+        assert all(0 <= start <= end <= 1.001 for start, end in bars(driver, rank, ".track.compute > div"))
+    assert len(all_of(driver, "#sizes-plot .current")) == 1
+    if model == "slow_rank":
+        assert "Rank 1 usually takes" in text(driver, "#history-text")

@@ -35,7 +35,8 @@ drawHead();
 makeLanes();
 makeZoomable();
 drawRankTable(own, late);
-setText(byId("history-text"), `${historyInWords(own, late)} Click a plot to look at that step above.`);
+const isCut = [content.history.own, content.history.step].some((ms) => largest(ms.flat()) > HIGHEST * median(ms.flat()));
+setText(byId("history-text"), `${historyInWords(own, late)} Click a plot to look at that step above.${isCut ? " What took much longer ends at the upper edge." : ""}`);
 addLegend(byId("history-legend"), [
   ...(late < 0 ? [] : [["line late", `rank ${content.ranks[late].rank}`]]),
   ["line calm", late < 0 ? "each rank" : "the other ranks"],
