@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,10 @@ def test_bars_of_one_lane_do_not_overlap(events: list[dict[str, Any]]) -> None:
             lane_bars = [e for number in RECORDING.steps for e in bars(events, rank=rank, lane=lane, step=number)]
             for before, after in pairwise(lane_bars):
                 assert before["ts"] + before["dur"] <= after["ts"] + 0.01
+
+
+def test_a_step_that_the_first_rank_has_not_recorded_has_no_place(tmp_path: Path) -> None:
+    record = read_run(RECORDING.write(tmp_path))
+    del record.ranks[0].steps[40]
+    events = json.loads(make_trace(record))["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {0, 10, 20, 30}

@@ -17,9 +17,12 @@ Event = dict[str, Any]
 
 
 def make_trace(record: RunRecord) -> str:
-    """The trace of the steps that the page shows, too: a process for each rank, with a lane for each kind of work."""
-    steps = [align(record, number) for number in shown_steps(record)]
-    zero_s = min(step.start_s for step in steps)
+    """The trace of the steps that the page shows, too: a process for each rank, with a lane for each kind of work.
+
+    Steps follow each other on the clock of the first rank, so those that it has not recorded have no place.
+    """
+    steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
+    zero_s = min((step.start_s for step in steps), default=0.0)
     events = [
         *_names(record),
         *(event for step in steps for event in _step_events(record, step, zero_s)),
@@ -41,31 +44,24 @@ def _step_events(record: RunRecord, step: AlignedStep, zero_s: float) -> Iterato
     plan = record.first.plans.get(step.plan)
     for rank, ours in step.ranks.items():
         for span in ours.spans:
-            yield {
-                **_bar(span.name, span.start_s - zero_s, span.end_s - zero_s),
-                **{"pid": rank, "tid": _COMPUTE, "cat": "compute", "args": {"step": step.number}},
-            }
+            bar = {**_bar(span, zero_s), "pid": rank, "tid": _COMPUTE}
+            yield {**bar, "cat": "compute", "args": {"step": step.number}}
         buckets = plan.buckets if plan is not None else []
         for index, reduction in enumerate(ours.reductions()):
             known = {"step": step.number, **(_describe(buckets[index]) if index < len(buckets) else {})}
-            for event in _bucket_events(ours.buckets[index], reduction, known=known, zero_s=zero_s):
-                yield {**event, "pid": rank, "id": f"{step.number}.{rank}.{index}"}
+            bar = {**_bar(reduction, zero_s), "pid": rank, "tid": _COMMUNICATION}
+            yield {**bar, "cat": "reduction", "args": {**known, **_waits(ours.buckets[index], reduction)}}
+            # An arrow from the moment in backward at which the bucket was complete.
+            arrow = {"name": "ready", "cat": "ready", "id": f"{step.number}.{rank}.{index}", "pid": rank}
+            yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": _us(ours.buckets[index].ready_s - zero_s)}
+            yield {**arrow, "ph": "f", "bp": "e", "tid": _COMMUNICATION, "ts": bar["ts"]}
 
 
-def _bucket_events(times: BucketTimes, reduction: Span, *, known: Event, zero_s: float) -> Iterator[Event]:
-    arguments = {
-        **known,
+def _waits(times: BucketTimes, reduction: Span) -> Event:
+    return {
         "ready to launch (ms)": round(1e3 * (times.launched_s - times.ready_s), 3),
         "launch to start (ms)": round(1e3 * (reduction.start_s - times.launched_s), 3),
     }
-    yield {
-        **_bar(reduction.name, reduction.start_s - zero_s, reduction.end_s - zero_s),
-        **{"tid": _COMMUNICATION, "cat": "reduction", "args": arguments},
-    }
-    # An arrow from the moment in backward at which the bucket was complete.
-    flow = {"name": "ready", "cat": "ready"}
-    yield {**flow, "ph": "s", "tid": _COMPUTE, "ts": _us(times.ready_s - zero_s)}
-    yield {**flow, "ph": "f", "bp": "e", "tid": _COMMUNICATION, "ts": _us(reduction.start_s - zero_s)}
 
 
 def _describe(bucket: RecordedBucket) -> Event:
@@ -74,8 +70,8 @@ def _describe(bucket: RecordedBucket) -> Event:
     return {"bytes": bucket.num_bytes, "parameters": names}
 
 
-def _bar(name: str, start_s: float, end_s: float) -> Event:
-    return {"name": name, "ph": "X", "ts": _us(start_s), "dur": _us(end_s - start_s)}
+def _bar(span: Span, zero_s: float) -> Event:
+    return {"name": span.name, "ph": "X", "ts": _us(span.start_s - zero_s), "dur": _us(span.seconds)}
 
 
 def _us(seconds: float) -> float:
