@@ -20,6 +20,8 @@ from lightning_bucketddp.report.record import (
 )
 
 DATA_S, FORWARD_S, BACKWARD_S, OPTIMIZER_S = 0.002, 0.010, 0.020, 0.003
+# Each rank begins so much after the one before.
+STAGGER_S = 0.001
 COST = AllReduceCost(latency_s=0.0002, s_per_byte=1e-9)
 
 
@@ -79,9 +81,9 @@ class Recording:
     def step(self, number: int) -> list[Step]:
         """What each rank writes down of a step: by its own clock."""
         # Other steps in between take as long.
-        begin = 100.0 + 0.1 * number
+        begin = [100.0 + 0.1 * number + STAGGER_S * rank for rank in range(self.num_ranks)]
         slowness = [self.slowness.get(rank, 1.0) for rank in range(self.num_ranks)]
-        backward = [begin + DATA_S + slow * FORWARD_S for slow in slowness]
+        backward = [start + DATA_S + slow * FORWARD_S for start, slow in zip(begin, slowness, strict=True)]
         ready = [
             [start + slow * BACKWARD_S * (index + 1) / self.num_buckets for index in self._indices]
             for start, slow in zip(backward, slowness, strict=True)
@@ -91,7 +93,7 @@ class Recording:
             last = max(times[index] for times in ready)
             ended.append(max([last, *ended[-1:]]) + COST.seconds(self.bucket_bytes))
         return [
-            self._step_of_rank(rank, number, begin=begin, backward=backward[rank], ready=ready[rank], ended=ended)
+            self._step_of_rank(rank, number, begin=begin[rank], backward=backward[rank], ready=ready[rank], ended=ended)
             for rank in range(self.num_ranks)
         ]
 

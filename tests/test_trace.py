@@ -11,7 +11,7 @@ import pytest
 
 from lightning_bucketddp.report.run_files import read_run
 from lightning_bucketddp.report.trace import make_trace
-from tests.recordings import BACKWARD_S, DATA_S, FORWARD_S, Recording
+from tests.recordings import BACKWARD_S, DATA_S, FORWARD_S, STAGGER_S, Recording
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4})
 
@@ -35,13 +35,14 @@ def test_every_rank_and_lane_has_a_name(events: list[dict[str, Any]]) -> None:
 
 
 def test_a_step_has_its_spans_and_reductions_in_microseconds(events: list[dict[str, Any]]) -> None:
-    # Steps begin 0.1 s apart, times their numbers.
     for rank, slow in enumerate([1.0, 1.0, 1.5]):
+        # Steps begin 0.1 s apart, times their numbers.
+        begin = 2e6 + 1e6 * STAGGER_S * rank
         spans = bars(events, rank=rank, lane=1, step=20)
         assert [span["name"] for span in spans] == ["data", "forward", "backward", "exposed", "optimizer"]
-        assert spans[0]["ts"] == pytest.approx(2e6, abs=0.01)
-        assert spans[1]["ts"] == pytest.approx(2e6 + 1e6 * DATA_S, abs=0.01)
-        assert spans[2]["ts"] == pytest.approx(2e6 + 1e6 * (DATA_S + slow * FORWARD_S), abs=0.01)
+        assert spans[0]["ts"] == pytest.approx(begin, abs=0.01)
+        assert spans[1]["ts"] == pytest.approx(begin + 1e6 * DATA_S, abs=0.01)
+        assert spans[2]["ts"] == pytest.approx(begin + 1e6 * (DATA_S + slow * FORWARD_S), abs=0.01)
         assert spans[2]["dur"] == pytest.approx(1e6 * slow * BACKWARD_S, abs=0.01)
         reductions = bars(events, rank=rank, lane=2, step=20)
         assert [reduction["name"] for reduction in reductions] == [f"bucket {i}" for i in range(4)]
