@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_bucketddp.core.clock import Axis
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
@@ -55,13 +54,16 @@ def seconds_of(step: Step) -> float:
 
 def bandwidth_of(step: Step, *, num_ranks: int) -> float:
     """Bytes per second that each rank's link has carried while reductions ran (Note: cost of an all-reduce)."""
-    share = 2 * (num_ranks - 1) / num_ranks
-    return share * step.bytes_on_wire / step.communication_s if step.communication_s > 0 else 0.0
+    share, communication_s = 2 * (num_ranks - 1) / num_ranks, step.communication_s
+    return share * step.bytes_on_wire / communication_s if communication_s > 0 else 0.0
 
 
 def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
     """What is logged of `steps`: their means."""
-    mean = statistics.fmean
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(steps)
+
     return {
         "step_ms": 1e3 * mean(seconds_of(step) for step in steps),
         "communication_ms": 1e3 * mean(step.communication_s for step in steps),
