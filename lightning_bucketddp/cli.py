@@ -9,7 +9,7 @@ from importlib import import_module
 
 # By name: the module that has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. Imported when asked
 # for, because torch takes seconds to import.
-_COMMANDS: dict[str, str] = {}
+_COMMANDS: dict[str, str] = {"report": "lightning_bucketddp.report.report_command"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

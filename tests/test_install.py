@@ -48,15 +48,18 @@ def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Pa
         "lightning_bucketddp/core/reducer.py",
         f"{metadata}/licenses/LICENSE",
     } <= set(names)
+    assets = (REPOSITORY / "lightning_bucketddp" / "report" / "assets").iterdir()
+    assert {f"lightning_bucketddp/report/assets/{path.name}" for path in assets} <= set(names)
 
 
 def test_the_metadata_says_what_it_needs_and_where_torch_finds_it(installed: Path) -> None:
     (distribution,) = distributions(path=[str(installed)])
-    (entry_point,) = distribution.entry_points
-    assert (entry_point.group, entry_point.name) == ("torch.backends", "bucketddp")
-    assert entry_point.value == "lightning_bucketddp_autoload:autoload"
+    assert {(entry.group, entry.name, entry.value) for entry in distribution.entry_points} == {
+        ("torch.backends", "bucketddp", "lightning_bucketddp_autoload:autoload"),
+        ("console_scripts", "bucketddp", "lightning_bucketddp.cli:main"),
+    }
     required = [line for line in distribution.requires or [] if "extra" not in line]
-    assert sorted(required) == ["lightning>=2.5", "torch>=2.5"]
+    assert sorted(required) == ["lightning>=2.5", "rich", "torch>=2.5"]
     version = run_code("import lightning_bucketddp; print(lightning_bucketddp.__version__)", PYTHONPATH=str(installed))
     assert distribution.version == version
 
