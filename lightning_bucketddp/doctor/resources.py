@@ -65,10 +65,8 @@ def _judge_open_files(limit: int | None, where: str, *, num_ranks: int) -> Findi
     wanted = 65536
     remedy = f"Raise it before the start: `ulimit -n {wanted}`, or `LimitNOFILE={wanted}` of the service."
     if limit < needed:
-        return _THEME.error(
-            f"A process may open only {limit:,} files{where}; with {counted(num_ranks, 'rank')} each needs about {needed:,}.",
-            remedy,
-        )
+        needs = f"with {counted(num_ranks, 'rank')} each needs about {needed:,}"
+        return _THEME.error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
     return _THEME.warning(
         f"A process may open only {limit:,} files{where}: with many data workers that may not be enough.", remedy
     )
