@@ -50,13 +50,14 @@ def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Pa
     } <= set(names)
 
 
-def test_the_metadata_says_what_it_needs_and_where_torch_finds_it(installed: Path) -> None:
+def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) -> None:
     (distribution,) = distributions(path=[str(installed)])
-    (entry_point,) = distribution.entry_points
-    assert (entry_point.group, entry_point.name) == ("torch.backends", "bucketddp")
-    assert entry_point.value == "lightning_bucketddp_autoload:autoload"
+    assert {(entry_point.group, entry_point.name): entry_point.value for entry_point in distribution.entry_points} == {
+        ("torch.backends", "bucketddp"): "lightning_bucketddp_autoload:autoload",
+        ("console_scripts", "bucketddp"): "lightning_bucketddp.cli:main",
+    }
     required = [line for line in distribution.requires or [] if "extra" not in line]
-    assert sorted(required) == ["lightning>=2.5", "torch>=2.5"]
+    assert sorted(required) == ["lightning>=2.5", "rich", "torch>=2.5"]
     version = run_code("import lightning_bucketddp; print(lightning_bucketddp.__version__)", PYTHONPATH=str(installed))
     assert distribution.version == version
 

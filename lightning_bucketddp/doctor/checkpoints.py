@@ -14,7 +14,7 @@ from lightning_bucketddp.checkpoint.atomic_file import atomic_file
 from lightning_bucketddp.checkpoint.leftovers import find_leftovers
 from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.invitation import name_ranks
-from lightning_bucketddp.doctor.finding import Finding, Observation, Theme, ranks_by
+from lightning_bucketddp.doctor.finding import Finding, Observation, Theme, counted, ranks_by
 from lightning_bucketddp.doctor.resources import GIB
 
 _THEME = Theme("Checkpoints")
@@ -68,7 +68,7 @@ def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
     without = ranks_by(ranks, _finds_directory).get(False)
     if without:
         yield _THEME.warning(
-            f"There is no directory {seen['directory']} on {name_ranks(without)}: they cannot resume from it.",
+            f"There is no directory {seen['directory']} on {name_ranks(without)}, and who resumes reads it on every rank.",
             "Put checkpoints on a file system that all hosts share.",
         )
 
@@ -100,7 +100,7 @@ def _judge_writing(seen: Observation) -> Iterator[Finding]:
 def _judge_place(seen: Observation) -> Iterator[Finding]:
     kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
     if kind in _IN_MEMORY or kind in _OF_THE_CONTAINER:
-        end = "the machine does" if kind in _IN_MEMORY else "the container does"
+        end = "the machine stops" if kind in _IN_MEMORY else "the container is removed"
         yield _THEME.warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
     if seen["free"] < _LITTLE_SPACE:
         yield _THEME.warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
@@ -108,7 +108,7 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
         yield _THEME.ok(f"{free} ({kind or 'unknown file system'}).")
     if seen["num_leftovers"]:
         yield _THEME.note(
-            f"{seen['num_leftovers']} temporary files of saves lie there, {seen['leftover_bytes'] / MIB:,.1f} MiB:"
+            f"{counted(seen['num_leftovers'], 'temporary file')} of saves, {seen['leftover_bytes'] / MIB:,.1f} MiB: of"
             " saves that are under way, or that were killed.",
             "Nothing to do: the next save removes those whose writers are gone.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -124,7 +125,7 @@ def _observe(crew: Crew) -> dict[str, Any]:
     return {
         "rank": point.rank,
         "hostname": socket.gethostname(),
-        "host": host_of(nccl_settings({})),
+        "host": host_of(nccl_settings(os.environ)),
         "software": software.observe(),
         "gpus": gpus.observe(),
         "network": interfaces.observe(main_address=point.address),

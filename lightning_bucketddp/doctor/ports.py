@@ -51,7 +51,7 @@ def _try(port: str) -> str | None:
     try:
         socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)
     except (ValueError, OverflowError):
         return "that is no port"
     return None
