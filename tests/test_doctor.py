@@ -413,7 +413,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     assert "1 MB/s. A checkpoint of 1 GB holds training up for 954 s. Pass `async_checkpoints=True`" in slow
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
-    assert shared.startswith("There is no directory /ckpt on rank 1, and who resumes reads it on every rank.")
+    assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")
 
 
 def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:

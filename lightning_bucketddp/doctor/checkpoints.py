@@ -68,7 +68,7 @@ def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
     without = ranks_by(ranks, _finds_directory).get(False)
     if without:
         yield _THEME.warning(
-            f"There is no directory {seen['directory']} on {name_ranks(without)}, and who resumes reads it on every rank.",
+            f"There is no directory {seen['directory']} on {name_ranks(without)}: resuming reads it on all.",
             "Put checkpoints on a file system that all hosts share.",
         )
 

@@ -73,7 +73,7 @@ def _find_class(name: str) -> type[nn.Module]:
         raise UsageError(f"Importing {module_name} failed: {_first_line(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:
-        classes = [name for name, value in vars(module).items() if _is_module_class(value)]
+        classes = [n for n, v in vars(module).items() if _is_module_class(v) and v.__module__ == module_name]
         raise UsageError(f"{module_name} has no {class_name!r}. It has {', '.join(classes) or 'no modules'}.")
     if not _is_module_class(found):
         raise UsageError(f"{name} is no LightningModule and no torch.nn.Module, but {found!r:.80}.")
