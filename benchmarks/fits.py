@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ class Fits:
         self._device = device
         self._variants = {variant.name: variant for variant in settings.variants}
         self._modules: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory()
 
     def turn(self, name: str) -> float:
         """Seconds per step."""
@@ -48,7 +50,7 @@ class Fits:
             strategy=_strategy(variant, self._device),
             accumulate_grad_batches=settings.accumulate,
             max_epochs=1,
-            callbacks=[stopwatch],
+            callbacks=[stopwatch, *self._monitors(variant)],
             use_distributed_sampler=False,
             logger=False,
             enable_checkpointing=False,
@@ -59,6 +61,12 @@ class Fits:
         trainer.fit(self._modules[name], DataLoader(range(num_batches + 1)))
         start, end = stopwatch.times
         return (end - start) / settings.steps
+
+    def _monitors(self, variant: Variant) -> list[Any]:
+        if variant.records_every is None:
+            return []
+        monitor = lightning_bucketddp.BucketDDPMonitor
+        return [monitor(every_n_steps=variant.records_every, dirpath=self._folder.name, summary=False)]
 
 
 def _strategy(variant: Variant, device: torch.device) -> Any:

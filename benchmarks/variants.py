@@ -36,6 +36,7 @@ class Variant:
         unused: whether every tenth layer is left out, the same ones in each step or others.
         reduces_alone: whether one rank alone does what it does among others, instead of nothing.
         steps_to_settle: after how many steps every further one is like the last.
+        records_every: after how many steps a `BucketDDPMonitor` records one, through the Trainer; None: there is none.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Variant:
     unused: Unused = "none"
     reduces_alone: bool = False
     steps_to_settle: int = 5
+    records_every: int | None = None
 
 
 @dataclass(frozen=True)

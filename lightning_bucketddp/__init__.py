@@ -11,11 +11,11 @@ from lightning_bucketddp.strategies.registration import strategy_class
 from lightning_bucketddp_autoload import register_when_imported
 
 if TYPE_CHECKING:
-    from lightning_bucketddp.callbacks.lightning_callbacks import ScaleLearningRate, ScalingMonitor
+    from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor, ScaleLearningRate, ScalingMonitor
     from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "__version__"]
+__all__ = ["BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "__version__"]
 
 register_when_imported()
 
@@ -23,7 +23,7 @@ register_when_imported()
 def __getattr__(name: str) -> Any:
     if name == "BucketDDPStrategy":
         return strategy_class(_trainer_root())
-    if name in ("ScaleLearningRate", "ScalingMonitor"):
+    if name in ("BucketDDPMonitor", "ScaleLearningRate", "ScalingMonitor"):
         root = _trainer_root().removesuffix(".pytorch")
         return getattr(import_module(f"lightning_bucketddp.callbacks.{root}_callbacks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_suite, host_overhead, memory, overlap, step_time
+from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, step_time
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
@@ -59,6 +59,11 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
     ),
     "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
     "memory": (memory.main, [*SMALL, "--ranks=1"], [[OURS, *THEIRS]]),
+    "monitor_overhead": (
+        monitor_overhead.main,
+        [*SMALL, *BRIEF, "--steps=2"],
+        [[variant.name for variant in monitor_overhead.VARIANTS]],
+    ),
 }
 
 
@@ -87,7 +92,10 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
     assert all(number > 10 for number in num_buckets.values())
 
 
-@pytest.mark.parametrize("main", [host_overhead.main, step_time.main, overlap.main, memory.main, gpu_suite.main])
+@pytest.mark.parametrize(
+    "main",
+    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main],
+)
 def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -182,6 +190,11 @@ def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
     }
     table = overlap.table_of_limits("", samples)
     assert [row[3] for row in table.rows.values()] == [1.0, 0.5]
+
+
+def test_overhead_is_the_ratio_of_medians() -> None:
+    table = monitor_overhead.table_of_ratios("", {"no monitor": [0.1, 0.2, 0.9], "monitor": [0.1, 0.202, 0.9]})
+    assert table.rows == {"no monitor": [200, 0], "monitor": [202, pytest.approx(1)]}
 
 
 def test_shapes_are_those_of_the_models() -> None:

@@ -64,6 +64,8 @@ LIGHTNING_ATTRIBUTES = {
     # replaced by us on the loop of a fit
     "output_result_cls": "loops.optimization.automatic",
     "automatic_optimization": "loops.training_epoch_loop",
+    # replaced by us on the loop of a fit that is recorded
+    "_on_before_fetch": "loops.training_epoch_loop",
     # asked by us when to log, as Lightning's own monitors do
     "_logger_connector": "trainer.trainer",
     # read and reset by us

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.tuning import PlanTuner
 
@@ -35,6 +36,7 @@ class BackwardPass:
     placement: Placement | None
     factor: float | None = None
     tuner: PlanTuner | None = None
+    recorder: StepRecorder | None = None
     alive: weakref.ref[Alive] | None = None
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)

@@ -17,6 +17,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, stop: Any) -> float:
         """The time from one mark to another. May wait until the device has come to both."""
 
+    def is_past(self, mark: Any) -> bool:
+        """Whether `mark` can be read without waiting."""
+
 
 class HostClock:
     """The time of this process."""
@@ -26,6 +29,9 @@ class HostClock:
 
     def seconds(self, start: float, stop: float) -> float:
         return stop - start
+
+    def is_past(self, mark: float) -> bool:
+        return True
 
 
 class DeviceClock:
@@ -41,7 +47,28 @@ class DeviceClock:
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for what happens on `device`."""
     return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class Axis:
+    """Marks of a clock as seconds of `time.perf_counter`. Waits for the device once, when it is made."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._origin = clock.mark()
+        clock.seconds(self._origin, self._origin)
+        self._origin_s = time.perf_counter()
+
+    def move_to(self, mark: Any) -> None:
+        """Count from `mark` from now on: between distant marks a GPU tells the time with few digits."""
+        self._origin_s = self.seconds(mark)
+        self._origin = mark
+
+    def seconds(self, mark: Any) -> float:
+        return self._origin_s + self._clock.seconds(self._origin, mark)

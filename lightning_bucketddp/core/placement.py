@@ -45,6 +45,7 @@ class Placement:
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
+        self.version = 0
         for index, bucket_plan in enumerate(plan):
             members = [params[i] for i in bucket_plan.members]
             arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in bucket_plan.members))

@@ -160,6 +160,7 @@ class Plans:
         placement.streams = streams
         placement.last_used = self._stats.num_backwards
         self._stats.num_plans += 1
+        placement.version = self._stats.num_plans
         self.description = f"{placement}{origin}"
         if self._collectives.rank == 0:
             log.info("bucketddp: plan %d: %s", self._stats.num_plans, self.description)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from lightning_bucketddp.core.arrivals import late_gradient
 from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.clock import Clock
@@ -27,18 +28,16 @@ from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.core.hooks import GradientHooks
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
+from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.plans import Plans
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.profiling import phase
+from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.weighting import Weighting
 from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Reduction
-
-
-class LateGradientError(RuntimeError):
-    """A gradient arrived after its bucket had left."""
 
 
 class Reducer:
@@ -65,6 +64,8 @@ class Reducer:
         self.stats = ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
         self.placement: Placement | None = None
+        # Set while a step is recorded.
+        self.recorder: StepRecorder | None = None
         self.replicas = replicas
         self._config = config
         self._weighting = weighting
@@ -107,6 +108,11 @@ class Reducer:
         """Which bucket a backward has come to, in words."""
         reductions = None if self._backward is None else self._backward.reductions
         return "" if reductions is None else reductions.describe(self._plans.specs)
+
+    @property
+    def specs(self) -> list[ParameterSpec]:
+        """What plans know of each parameter; a plan's members are indices into this."""
+        return self._plans.specs
 
     @property
     def profile(self) -> Profile | None:
@@ -165,11 +171,14 @@ class Reducer:
         bucket_index = placement.index_of_bucket[index]
         bucket = placement.buckets[bucket_index]
         if bucket.arrivals.launched:
-            raise self._late_gradient(index, bucket_index)
+            raise late_gradient(self._plans.specs[index].name, bucket=bucket_index, rank=self._collectives.rank)
         if backward.reductions is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
             bucket.collect()
-        elif self._config.overlap and backward.reductions.next_to_launch == bucket_index:
+            return
+        if backward.recorder is not None:
+            backward.recorder.see_ready(bucket_index)
+        if self._config.overlap and backward.reductions.next_to_launch == bucket_index:
             backward.reductions.launch_complete()
 
     def _begin(self) -> BackwardPass:
@@ -187,9 +196,10 @@ class Reducer:
             self._hooks.begin(None)
         placement = self._plans.placement(trainable)
         self._hooks.begin(placement)
-        reductions = self._reductions(placement) if syncs and placement is not None else None
+        recorder = self.recorder if syncs and not is_being_captured(self._collectives.device) else None
+        reductions = self._reductions(placement, recorder) if syncs and placement is not None else None
         tuner = self._plans.tuner(trainable) if syncs else None
-        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor, tuner)
+        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor, tuner, recorder)
         if tuner is not None:
             tuner.begin()
         return self._backward
@@ -222,9 +232,11 @@ class Reducer:
         self._hooks.rest()
         if not backward.syncs:
             return
-        tuner = backward.tuner
+        tuner, recorder = backward.tuner, backward.recorder
         if tuner is not None:
             tuner.backward_ended()
+        if recorder is not None:
+            recorder.begin_waiting()
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
@@ -235,6 +247,8 @@ class Reducer:
             reductions.wait(factor=factor)
             if tuner is not None:
                 tuner.reduced()
+            if recorder is not None:
+                recorder.end_waiting()
             if self._weighting is not None:
                 self._weighting.end()
             if self._config.broadcast_buffers:
@@ -272,21 +286,14 @@ class Reducer:
 
     def _first_reductions(self, backward: BackwardPass) -> Reductions:
         backward.placement = self._plans.make(backward)
-        return self._reductions(backward.placement)
+        return self._reductions(backward.placement, backward.recorder)
 
-    def _reductions(self, placement: Placement) -> Reductions:
+    def _reductions(self, placement: Placement, recorder: StepRecorder | None) -> Reductions:
         return Reductions(
             placement,
             reduction=self._reduction,
             collectives=self._collectives,
             finiteness=self.finiteness,
             stats=self.stats,
-        )
-
-    def _late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
-        name = self._plans.specs[param_index].name
-        return LateGradientError(
-            f"Gradient of `{name}` arrived after its bucket {bucket_index} had left (rank"
-            f" {self._collectives.rank}). The parameter is used more often in this backward than in the first one. Pass"
-            " `overlap=False` to the strategy if that is intended."
+            recorder=recorder,
         )

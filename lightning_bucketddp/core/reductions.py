@@ -23,6 +23,7 @@ from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.profiling import NOTHING, phase
+from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.single_buckets import SparseBucket
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.wire import Reduction, SparseMean
@@ -48,6 +49,7 @@ class Reductions:
         collectives: for what `reduction` does not cover.
         finiteness: looks at what leaves.
         stats: counts what happens here.
+        recorder: takes the times; None: nobody does.
     """
 
     __slots__ = (
@@ -56,6 +58,7 @@ class Reductions:
         "_in_flight",
         "_missing",
         "_placement",
+        "_recorder",
         "_reduction",
         "_stats",
         "next_to_launch",
@@ -69,6 +72,7 @@ class Reductions:
         collectives: Collectives,
         finiteness: Finiteness,
         stats: ReducerStats,
+        recorder: StepRecorder | None,
     ) -> None:
         self.next_to_launch = 0
         self._placement = placement
@@ -76,6 +80,7 @@ class Reductions:
         self._collectives = collectives
         self._finiteness = finiteness
         self._stats = stats
+        self._recorder = recorder
         self._in_flight: list[Pending] = []
         self._missing: list[_Missing] = []
 
@@ -120,8 +125,10 @@ class Reductions:
         self._release()
 
     def _wait_for_all(self) -> None:
-        for pending in self._in_flight:
+        for index, pending in enumerate(self._in_flight):
             pending.wait()
+            if self._recorder is not None:
+                self._recorder.see_waited_for(index)
 
     def _launch_next(self) -> None:
         bucket = self._placement.buckets[self.next_to_launch]
@@ -147,11 +154,15 @@ class Reductions:
         if is_last:
             self._write_flags()
             self._finiteness.write(self._placement)
+        if self._recorder is not None:
+            self._recorder.see_launch(index)
         self._in_flight.append(
             self._reduction.start(bucket, index=index, is_last=is_last)
             if not isinstance(bucket, SparseBucket)
             else SparseMean(self._collectives, bucket)
         )
+        if self._recorder is not None:
+            self._recorder.see_start(index, self._in_flight[-1], bucket)
         self._stats.num_reductions += 1
         self._stats.bytes_reduced += bucket.num_bytes
 

@@ -16,6 +16,8 @@ from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.plan import BucketPlan
 from lightning_bucketddp.core.profile import Profile
 
+_LARGEST_SCALE = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBucket:
@@ -83,6 +85,18 @@ def simulate(profile: Profile, plan: Sequence[BucketPlan], cost: AllReduceCost) 
         end = start + cost.seconds(num_bytes)
         buckets.append(SimulatedBucket(num_bytes, ready, start, end))
     return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s)
+
+
+def cost_until(profile: Profile, plan: Sequence[BucketPlan], *, end_s: float) -> AllReduceCost:
+    """The profile's cost times the largest factor, within bounds, with which `plan` ends at `end_s`."""
+    low, high = 1 / _LARGEST_SCALE, _LARGEST_SCALE
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        if simulate(profile, plan, profile.cost.slower(middle)).end_s <= end_s:
+            low = middle
+        else:
+            high = middle
+    return profile.cost.slower(low)
 
 
 def _ready(profile: Profile, bucket: BucketPlan) -> float:

@@ -33,7 +33,7 @@ from lightning_bucketddp.core.hooks import hook
 from lightning_bucketddp.core.optimum import optimal_plan
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, has_choice
 from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import simulate
+from lightning_bucketddp.core.timeline import cost_until, simulate
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ NUM_OBSERVED = 5
 
 # Less than this share of a backward is not worth changing plans for, nor could it be measured.
 _WORTHWHILE = 0.01
-_LARGEST_SCALE = 4.0
 
 
 def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[BucketPlan]) -> bool:
@@ -173,7 +172,7 @@ class PlanTuner:
         order, profile = self._profile(cost)
         position = {index: n for n, index in enumerate(order)}
         first = [replace(b, members=tuple(position[i] for i in b.members)) for b in self._first_plan]
-        cost = _scaled(profile, first, until_s=statistics.median(self._first_s))
+        cost = cost_until(profile, first, end_s=statistics.median(self._first_s))
         plan = optimal_plan(profile, cost=cost)
         first_s, best_s = (simulate(profile, p, cost).end_s for p in (first, plan))
         self.profile = profile
@@ -228,15 +227,3 @@ class PlanTuner:
         self.close()
         if self._collectives.rank == 0:
             log.info("bucketddp: %s.", story)
-
-
-def _scaled(profile: Profile, plan: Sequence[BucketPlan], *, until_s: float) -> AllReduceCost:
-    """The profile's cost times the largest factor with which `plan` ends at `until_s`."""
-    low, high = 1 / _LARGEST_SCALE, _LARGEST_SCALE
-    for _ in range(20):
-        middle = (low * high) ** 0.5
-        if simulate(profile, plan, profile.cost.slower(middle)).end_s <= until_s:
-            low = middle
-        else:
-            high = middle
-    return profile.cost.slower(low)

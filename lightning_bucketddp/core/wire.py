@@ -147,3 +147,17 @@ class SparseMean:
             total.indices(), total.values() / self.collectives.world_size, gradient.shape, is_coalesced=True
         )
         self.bucket.gradient = mean
+
+
+def transfer_of(pending: Pending) -> Pending | None:
+    """What ends when the network has done its part of a reduction; None: not before `wait` returns."""
+    if isinstance(pending, _PendingCast):
+        return pending.mean
+    if isinstance(pending, _PendingHook):
+        return pending.future
+    return None if isinstance(pending, SparseMean) else pending
+
+
+def bytes_sent(pending: Pending, bucket: Bucket | LoneBucket | SparseBucket) -> int:
+    """What a reduction gives to the network, or to a communication hook."""
+    return pending.wire.nbytes if isinstance(pending, _PendingCast) else bucket.num_bytes

@@ -30,12 +30,12 @@ from lightning_bucketddp.strategies.options import (
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+from lightning_bucketddp.strategies.recording import RecordsSteps
 from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
-from lightning_bucketddp.strategies.training import TrainingHooks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,7 +44,7 @@ else:
     _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, StartsTogether, _ParallelStrategy):
+class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -78,6 +78,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
         check_gradients: Look at the gradients, too, and not at the losses only.
+        monitor: Add a `BucketDDPMonitor`, which logs and records what steps spend their time on.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -120,6 +121,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
         async_checkpoints: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
         check_gradients: bool = True,
+        monitor: bool = False,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -170,6 +172,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
         self._ending: Ending | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
+        self._has_monitor = monitor
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -253,16 +256,6 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, TrainingHooks, Sta
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         self._checks = self._make_checks()
         return model
-
-    def _make_checks(self) -> ReplicaChecks | None:
-        """None where nothing is trained, where there is one replica, and where they differ by design."""
-        assert self._collectives is not None
-        is_local = isinstance(self._ddp_comm_state, PostLocalSGDState)
-        if not self._is_fitting or self._participation is None or self._collectives.world_size == 1 or is_local:
-            return None
-        return ReplicaChecks(
-            self._collectives, self._check_config, lockstep=self._participation.lockstep, has_notes=True
-        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:

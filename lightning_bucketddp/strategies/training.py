@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.optim import Optimizer
 
 from lightning_bucketddp.core.compiled import graphs_split
@@ -19,7 +20,7 @@ from lightning_bucketddp.core.training_state import TrainingState
 from lightning_bucketddp.core.whereabouts import OPTIMIZER
 from lightning_bucketddp.strategies.ending import EndsTogether
 from lightning_bucketddp.strategies.participation import Participation
-from lightning_bucketddp.strategies.replica_checks import ReplicaChecks, training_state
+from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig, ReplicaChecks, training_state
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.signals import StopSignals
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
@@ -44,6 +45,9 @@ class TrainingHooks(EndsTogether, _ParallelStrategy):
     _synced_layers: SyncedLayers | None
     _model_averager: Any
     _checks: ReplicaChecks | None
+    _check_config: ReplicaCheckConfig
+    _is_fitting: bool
+    _ddp_comm_state: object
 
     # Lightning's base class of callbacks.
     _callback: ClassVar[type]
@@ -66,6 +70,16 @@ class TrainingHooks(EndsTogether, _ParallelStrategy):
             return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
 
         return Finiteness(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
+
+    def _make_checks(self) -> ReplicaChecks | None:
+        """None where nothing is trained, where there is one replica, and where they differ by design."""
+        assert self._collectives is not None
+        is_local = isinstance(self._ddp_comm_state, PostLocalSGDState)
+        if not self._is_fitting or self._participation is None or self._collectives.world_size == 1 or is_local:
+            return None
+        return ReplicaChecks(
+            self._collectives, self._check_config, lockstep=self._participation.lockstep, has_notes=True
+        )
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._participation is None or not self._module.trainer.training:
