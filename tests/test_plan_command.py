@@ -199,6 +199,26 @@ def test_the_profile_is_found_in_a_record(tmp_path: Path, capsys: pytest.Capture
     assert [network["name"] for network in planned["networks"]] == ["measured"]
 
 
+def test_steps_of_a_record_are_as_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two buckets: complete after 4 and 10 ms of a backward that was recorded without measuring each gradient."""
+    path = record.path_of(tmp_path, 0)
+    names_and_sizes = [(["layers.1.bias", "layers.1.weight"], [8, 32]), (["layers.0.bias", "layers.0.weight"], [8, 32])]
+    spans = [("forward", 0.0, 0.005), ("backward", 0.005, 0.015), ("exposed", 0.015, 0.018), ("optimizer", 0.018, 0.02)]
+    times = [record.BucketTimes(0.009, 0.009, 0.012), record.BucketTimes(0.015, 0.015, 0.018)]
+    with path.open("w") as file:
+        record.write(record.Run(0, 4, "host", "cpu", "gloo", 4, 80), file)
+        record.write(record.RecordedPlan(1, [record.RecordedBucket(*bucket) for bucket in names_and_sizes]), file)
+        record.write(record.Step(3, 1, [record.Span(*span) for span in spans], times), file)
+    arguments = ["--args", "width=4", "name=ab", "depth=2", "--profile", path, "--bucket-cap-mb", 40 / MIB]
+    planned = plan(capsys, "NeedsArguments", *arguments, "--ranks", 4, "--reduce-dtype", "bf16")
+    assert names(planned) == [names for names, _ in names_and_sizes]
+    assert planned["device"] == "cpu"
+    expected = {"forward_s": 0.005, "backward_s": 0.01, "optimizer_s": 0.002}
+    assert {name: planned["times"][name] for name in expected} == pytest.approx(expected)
+    [row] = [row for row in planned["networks"][0]["by_ranks"] if row["ranks"] == 4]
+    assert row["exposed_s"] == pytest.approx(0.003)  # latency, as far as one can see
+
+
 # --- Pictures
 
 
@@ -280,4 +300,4 @@ def test_a_profile_of_another_module_is_refused(
     empty = record.path_of(tmp_path, 0)
     empty.write_text("")
     assert main(["plan", f"{MODULES}:Layers", "--profile", str(empty)]) == 2
-    assert 'holds no profile: rank 0 writes one when `bucket_cap_mb="auto"` is settled' in capsys.readouterr().err
+    assert "holds no step of several ranks that says when its buckets were complete." in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.plans import spec_of
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.replicas import check_parameters, parameters_of, sparse_names_of
-from lightning_bucketddp.report.record import read
+from lightning_bucketddp.report.profiles import profile_of
+from lightning_bucketddp.report.record import RecordedPlan, Run, Step, read
 from lightning_bucketddp.usage import UsageError
 
 # Where nothing was measured between ranks.
@@ -47,30 +48,39 @@ def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
     return specs
 
 
-def recorded(path: Path, module: nn.Module) -> BackwardTimes:
-    """What a run has recorded: a profile as JSON, or a rank's record that holds one."""
+def recorded(path: Path, module: nn.Module, *, device: torch.device) -> BackwardTimes:
+    """What a run has recorded: a profile as JSON, or a rank's record."""
+    specs = {spec.name: spec for spec in specs_of(module, device=device)}
     try:
-        profiles = (
-            [line for line in read(path) if isinstance(line, Profile)]
-            if path.suffix == ".jsonl"
-            else [Profile.from_json(path.read_text())]
-        )
+        profile = _read_record(path) if path.suffix == ".jsonl" else Profile.from_json(path.read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} holds no profile of bucketddp: {error}") from error
-    if not profiles:
-        raise UsageError(
-            f'{path} holds no profile: rank 0 writes one when `bucket_cap_mb="auto"` is settled, after 20 steps or so.'
-        )
-    profile = profiles[-1]
-    sizes = {spec.name: spec.num_bytes for spec in specs_of(module, device=torch.device("cpu"))}
-    recorded_sizes = {spec.name: spec.num_bytes for spec in profile.specs}
-    for name in [*sizes, *recorded_sizes]:
-        if sizes.get(name) != recorded_sizes.get(name):
+    if profile is None:
+        raise UsageError(f"{path} holds no step of several ranks that says when its buckets were complete.")
+    there = {spec.name: spec.num_bytes for spec in profile.specs}
+    here = {name: spec.num_bytes for name, spec in specs.items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
             raise UsageError(
-                f"{path} is of another module: `{name}` has {recorded_sizes.get(name, 0):,} bytes there, and"
-                f" {sizes.get(name, 0):,} in {type(module).__name__}."
+                f"{path} is of another module: `{name}` has {there.get(name, 0):,} bytes there, and"
+                f" {here.get(name, 0):,} in {type(module).__name__}."
             )
+    # What is made of recorded steps does not know kinds.
+    profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
     return BackwardTimes(profile, f"recorded in {path}, by a run of {profile.num_ranks} ranks")
+
+
+def _read_record(path: Path) -> Profile | None:
+    """The last profile that was written, or else what the steps with the last plan show."""
+    lines = list(read(path))
+    profiles = [line for line in lines if isinstance(line, Profile)]
+    if profiles:
+        return profiles[-1]
+    runs = [line for line in lines if isinstance(line, Run)]
+    plans = [line for line in lines if isinstance(line, RecordedPlan)]
+    if not (runs and plans):
+        return None
+    return profile_of(plans[-1], [line for line in lines if isinstance(line, Step)], num_ranks=runs[-1].world_size)
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:

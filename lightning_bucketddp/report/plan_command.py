@@ -88,7 +88,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         buckets = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     return ModulePlan(
         module=named.kind.__name__,
-        device=str(device),
+        device=profile.specs[0].kind.split()[-1],
         times=times,
         buckets=buckets,
         origin=_origin(config, scalings, num_ranks=arguments.ranks),
@@ -110,7 +110,7 @@ def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: in
 def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespace) -> BackwardTimes:
     module = named.without_memory()
     if arguments.profile is not None:
-        return recorded(arguments.profile, module)
+        return recorded(arguments.profile, module, device=device)
     if arguments.backward_ms is not None:
         if not (math.isfinite(arguments.backward_ms) and arguments.backward_ms > 0):
             raise UsageError(f"--backward-ms must be a positive number, got {arguments.backward_ms:g}.")
