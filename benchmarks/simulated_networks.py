@@ -19,21 +19,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.core.config import AUTO, ReducerConfig
 from lightning_bucketddp.core.cost import Network
-from lightning_bucketddp.core.optimum import optimal_plan
-from lightning_bucketddp.core.plan import plan_buckets
+from lightning_bucketddp.core.prediction import NETWORKS, predict
 from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import Timeline, simulate
+from lightning_bucketddp.core.timeline import Timeline
 
-# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us.
-NETWORKS = [
-    Network("1 Gbit", 125e6, 30e-6),
-    Network("10 Gbit", 1.25e9, 30e-6),
-    Network("100 Gbit", 12.5e9, 5e-6),
-    Network("400 Gbit", 50e9, 5e-6),
-    Network("NVLink", 400e9, 2e-6),
-]
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
@@ -57,12 +48,8 @@ class Row:
 def compare(model: str, profile: Profile, network: Network, num_ranks: int) -> Row:
     """The plan of 25 MiB beside the one computed for this network."""
     cost = network.all_reduce(num_ranks)
-    caps = ReducerConfig(bucket_cap_mb=25).caps
-    plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
-    fixed = simulate(profile, plan, cost)
-    auto = simulate(profile, optimal_plan(profile, cost=cost), cost)
-    if fixed.end_s < auto.end_s:  # several kinds of parameters; the reducer keeps the better plan, too
-        auto = fixed
+    fixed = predict(profile, ReducerConfig(bucket_cap_mb=25), cost).timeline
+    auto = predict(profile, ReducerConfig(bucket_cap_mb=AUTO), cost).timeline
     return Row(
         model,
         network.name,
@@ -74,7 +61,7 @@ def compare(model: str, profile: Profile, network: Network, num_ranks: int) -> R
         step_25_mb_ms=fixed.step_s * 1e3,
         step_auto_ms=auto.step_s * 1e3,
         overlap_efficiency=_overlap_efficiency(auto, cost.seconds(profile.dense_bytes)),
-        scaling_efficiency=auto.compute_s / auto.step_s,
+        scaling_efficiency=auto.scaling_efficiency,
     )
 
 
@@ -128,7 +115,7 @@ def main() -> None:
     for path in args.profiles:
         profile = Profile.from_json(path.read_text())
         here = Network.measured(profile.cost, num_ranks=profile.num_ranks)
-        for network in (here, *NETWORKS):
+        for network in (here, *NETWORKS.values()):
             rows += [compare(path.stem, profile, network, num_ranks) for num_ranks in args.ranks]
     print_table(rows)
     if args.json is not None:

@@ -3,26 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
-# By name: the module that has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. Imported when asked
-# for, because torch takes seconds to import.
-_COMMANDS: dict[str, str] = {"report": "lightning_bucketddp.report.report_command"}
+from lightning_bucketddp import __version__
+from lightning_bucketddp.usage import UsageError
+
+_USAGE_STATUS = 2
+_INTERRUPTED_STATUS = 130
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Answers a question.
+
+    Attributes:
+        question: what one wants to know.
+        example: what one types then.
+        module: has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. It is imported when asked for,
+            because torch takes seconds to import.
+    """
+
+    question: str
+    example: str
+    module: str
+
+
+_COMMANDS = {
+    "doctor": _Command(
+        "Is this machine, or this cluster, ready for a long run?",
+        "bucketddp doctor --checkpoints DIR",
+        "lightning_bucketddp.doctor.command",
+    ),
+    "plan": _Command(
+        "How will my model be reduced, and how will it scale?",
+        "bucketddp plan my_project.models:LitNet --ranks 8",
+        "lightning_bucketddp.report.plan_command",
+    ),
+    "report": _Command(
+        "Where has a run spent its time?",
+        "bucketddp report lightning_logs/version_0",
+        "lightning_bucketddp.report.report_command",
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="bucketddp", description="Look at data-parallel training, before and after.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        command = import_module(module)
-        subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    parsed = parser.parse_args(arguments)
-    status: int = parsed.run(parsed)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name: str = _parser().parse_args(given[:1] or ["--help"]).command
+    try:
+        return _run(name, given[1:])
+    except UsageError as error:
+        print(f"bucketddp {name}: {error}", file=sys.stderr)
+        return _USAGE_STATUS
+    except KeyboardInterrupt:
+        return _INTERRUPTED_STATUS
+    except BrokenPipeError:
+        # Whoever reads the output, such as `head`, has enough of it. Python would complain when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Shows what there is, and refuses the rest."""
+    questions = "\n\n".join(f"  {command.question}\n      {command.example}" for command in _COMMANDS.values())
+    parser = argparse.ArgumentParser(
+        prog="bucketddp",
+        usage="bucketddp COMMAND [options]",
+        description=f"What do you want to know?\n\n{questions}",
+        epilog="`bucketddp COMMAND --help` explains the options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-bucketddp {__version__}")
+    parser.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    command = import_module(_COMMANDS[name].module)
+    parser = argparse.ArgumentParser(
+        prog=f"bucketddp {name}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    status: int = command.run(parser.parse_args(arguments))
     return status
 
 

@@ -19,6 +19,7 @@ CORE_ORDER = [
     "profile",
     "timeline",
     "optimum",
+    "prediction",
     "arrivals",
     "bucket",
     "single_buckets",

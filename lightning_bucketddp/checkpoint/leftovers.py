@@ -32,6 +32,13 @@ def temporary_name() -> str:
     return f".bucketddp-{_numbering()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}.tmp"
 
 
+def find_leftovers(directory: str) -> list[Path]:
+    """The temporary files in `directory`, whether their writers are gone or not."""
+    with suppress(OSError):
+        return [path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name)]
+    return []
+
+
 def remove_leftovers(directory: str, *, now: float) -> None:
     """Remove the temporary files in `directory` whose writers are gone; `now` is the time by its file system's clock.
 

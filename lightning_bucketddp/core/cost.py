@@ -66,18 +66,19 @@ class Network:
         """What an all-reduce between `num_ranks` costs on it."""
         if num_ranks == 1:
             return AllReduceCost(0.0, 0.0)
-        return AllReduceCost(_num_hops(num_ranks) * self.hop_s, _share_of_a_link(num_ranks) / self.bytes_per_s)
+        return AllReduceCost(_num_hops(num_ranks) * self.hop_s, share_of_a_link(num_ranks) / self.bytes_per_s)
 
     @classmethod
     def measured(cls, cost: AllReduceCost, *, num_ranks: int) -> Network:
         """The network on which `num_ranks` ranks have measured `cost`."""
         per_byte = max(cost.s_per_byte, 1e-18)
-        return cls("measured", _share_of_a_link(num_ranks) / per_byte, cost.latency_s / _num_hops(num_ranks))
+        return cls("measured", share_of_a_link(num_ranks) / per_byte, cost.latency_s / _num_hops(num_ranks))
 
 
 def _num_hops(num_ranks: int) -> int:
     return 2 * min(num_ranks - 1, math.ceil(math.log2(num_ranks)))
 
 
-def _share_of_a_link(num_ranks: int) -> float:
+def share_of_a_link(num_ranks: int) -> float:
+    """How often each link carries the bytes that are reduced (Note: cost of an all-reduce)."""
     return 2 * (num_ranks - 1) / num_ranks

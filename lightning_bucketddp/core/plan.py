@@ -83,6 +83,11 @@ def complete_plan(
     return _with_room_for_flags(plan, specs)
 
 
+def has_choice(plan: Sequence[BucketPlan]) -> bool:
+    """Whether other sizes of buckets would make another plan."""
+    return sum(_has_buffer(bucket) for bucket in plan) > 1
+
+
 def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
     """Fill buckets of one kind each, in order; a bucket is closed by the parameter that no longer fits."""
     full: list[list[int]] = []

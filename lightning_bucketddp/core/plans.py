@@ -55,7 +55,13 @@ class Plans:
         clock: Clock | None,
     ) -> None:
         self.specs = [
-            _spec(name, param, sparse=name in replicas.sparse_names, may_be_alone=config.comm_hook is None)
+            spec_of(
+                name,
+                param,
+                device=param.device,
+                sparse=name in replicas.sparse_names,
+                may_be_alone=config.comm_hook is None,
+            )
             for name, param in replicas.parameters.items()
         ]
         self.description = "no plan yet"
@@ -170,9 +176,10 @@ class Plans:
                 self._tuners.pop(trainable).close()
 
 
-def _spec(name: str, param: Tensor, *, sparse: bool, may_be_alone: bool) -> ParameterSpec:
-    kind = f"{param.dtype} {param.device}"
-    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if param.device.type == "cpu" else "accelerator"]
+def spec_of(name: str, param: Tensor, *, device: torch.device, sparse: bool, may_be_alone: bool) -> ParameterSpec:
+    """What the plan needs to know of a parameter that trains on `device`."""
+    kind = f"{param.dtype} {device}"
+    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if device.type == "cpu" else "accelerator"]
     return ParameterSpec(
         name, num_bytes=param.nbytes, kind=kind, sparse=sparse, alone=may_be_alone and is_large and not sparse
     )

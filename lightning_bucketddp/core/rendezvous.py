@@ -29,10 +29,12 @@ class Rendezvous:
     Args:
         point: where the store is.
         timeout_s: how long the ranks wait for each other.
+        option: what a user has to change for a longer time.
     """
 
-    def __init__(self, point: MeetingPoint, *, timeout_s: float) -> None:
+    def __init__(self, point: MeetingPoint, *, timeout_s: float, option: str = "start_timeout_s") -> None:
         self._point = point
+        self._option = option
         self._card = Card(rank=point.rank, world_size=point.world_size)
         self._patience = Patience(timeout_s)
         self._poll_s = max(POLL_S, _POLL_PER_RANK_S * point.world_size)
@@ -139,5 +141,5 @@ class Rendezvous:
         return (
             f"{what} Look at the output of what is missing; check that every node was started, with the same `devices`"
             " and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes longer, pass a"
-            " larger `start_timeout_s`."
+            f" larger `{self._option}`."
         )

@@ -55,10 +55,9 @@ class Replicas:
         ignored = _ignored_names(module)
         self.collectives = collectives
         self._module_type = type(module).__name__
-        self.parameters = _parameters(module)
-        _check(module, self.parameters)
-        sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
-        self.sparse_names = {name for name, param in self.parameters.items() if id(param) in sparse_weights}
+        self.parameters = parameters_of(module)
+        check_parameters(module, self.parameters)
+        self.sparse_names = sparse_names_of(module, self.parameters)
         self._norm_statistics: list[_BufferSlot] = []
         self._other_buffers: list[_BufferSlot] = []
         for prefix, owner in module.named_modules():
@@ -72,7 +71,7 @@ class Replicas:
 
     def are_outdated(self, module: nn.Module) -> bool:
         """Whether parameters were added to `module`, taken from it or replaced since this was made."""
-        now = _parameters(module)
+        now = parameters_of(module)
         return list(now) != list(self.parameters) or any(now[name] is not self.parameters[name] for name in now)
 
     def check_trainable(self) -> None:
@@ -139,7 +138,8 @@ def _ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that ranks share, by name."""
     ignored = _ignored_names(module)
     return {name: param for name, param in module.named_parameters() if name not in ignored}
 
@@ -172,7 +172,14 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _check(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+def sparse_names_of(module: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Those of `parameters` whose gradients are sparse."""
+    sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
+    return {name for name, param in parameters.items() if id(param) in sparse_weights}
+
+
+def check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise if ranks cannot share `parameters` of `module`."""
     kind = type(module).__name__
     if lazy := [name for name, param in parameters.items() if is_lazy(param)]:
         raise ValueError(

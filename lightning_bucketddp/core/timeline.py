@@ -57,6 +57,21 @@ class Timeline:
     def step_s(self) -> float:
         return self.compute_s + self.exposed_s
 
+    @property
+    def communication_s(self) -> float:
+        """How long reductions run."""
+        return sum(bucket.end_s - bucket.start_s for bucket in self.buckets)
+
+    @property
+    def overlap(self) -> float:
+        """The share of communication that is hidden behind backward; 1 if there is none."""
+        return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """The share of a step that is not spent waiting for others."""
+        return self.compute_s / self.step_s if self.step_s > 0 else 1.0
+
 
 def simulate(profile: Profile, plan: Sequence[BucketPlan], cost: AllReduceCost) -> Timeline:
     """What `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`."""

@@ -31,7 +31,7 @@ from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.cost_meter import CostMeter
 from lightning_bucketddp.core.hooks import hook
 from lightning_bucketddp.core.optimum import optimal_plan
-from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
+from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, has_choice
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.timeline import cost_until, simulate
 
@@ -51,8 +51,8 @@ def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[Buc
     A communication hook keeps state by bucket, and who wants runs to repeat wants no plan that depends on time.
     """
     wanted = config.bucket_cap_mb == AUTO and config.overlap and config.comm_hook is None
-    has_choice = collectives.world_size > 1 and sum(not (bucket.sparse or bucket.alone) for bucket in plan) > 1
-    return wanted and has_choice and not torch.are_deterministic_algorithms_enabled()
+    could_change = collectives.world_size > 1 and has_choice(plan)
+    return wanted and could_change and not torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(slots=True)
