@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import REPOSITORY, SCRIPTS, TIMEOUT_S, no_process_left
+from tests.commands import run_commands
+from tests.programs import REPOSITORY
 from tests.test_clusters import unused_job_id
 from tests.test_startup import free_port
-
-# Where a user who has activated a virtual environment finds `python` and `torchrun`; and srun, which stands in.
-PATH = os.pathsep.join([str(SCRIPTS / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @dataclass(frozen=True)
@@ -94,19 +89,8 @@ EXAMPLES = {
 
 
 def run(example: Example, directory: Path) -> str:
-    """What the commands print, when all have ended well and no process of them is left."""
     copy = Path(shutil.copytree(REPOSITORY / "examples", directory / "examples"))
-    output = directory / "output.txt"
-    with no_process_left() as variables, output.open("w") as file:
-        environment = {**os.environ, **variables, **example.variables(), "PATH": PATH, "IPYTHONDIR": str(directory)}
-        environment["OMP_NUM_THREADS"] = "1"  # two ranks share two cores
-        processes = [
-            subprocess.Popen(["bash", "-ec", command], cwd=copy, env=environment, stdout=file, stderr=subprocess.STDOUT)
-            for command in example.commands
-        ]
-        statuses = [process.wait(timeout=TIMEOUT_S) for process in processes]
-    assert set(statuses) == {0}, output.read_text()
-    return output.read_text()
+    return run_commands(*example.commands, cwd=copy, variables=example.variables())
 
 
 @pytest.fixture(scope="module")
