@@ -16,8 +16,9 @@ from tests.ranks import run_on_ranks
 from tests.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
 
 PAGES = {path.name: blocks_of(path) for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]}
-# What a kind of block is, and the test below that looks at it.
-KINDS = {"python", "yaml", "console", "text"}
+SHELL = ("console", "bash")
+# Each has a test below.
+KINDS = {"python", "yaml", "text", *SHELL}
 # By how they begin: the commands that are not run here, and why.
 NOT_RUN = {
     "pip install lightning-bucketddp": "needs the network; tests/test_install.py installs what was built",
@@ -47,7 +48,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", with_blocks("python", "console"))
+@pytest.mark.parametrize("page", with_blocks("python", *SHELL))
 def test_code_and_commands_run(page: str, directory: Path) -> None:
     code = [block for block in PAGES[page] if block.kind == "python" and runs_here(block)]
     scripts = [block for block in code if block.file_name]
@@ -55,7 +56,7 @@ def test_code_and_commands_run(page: str, directory: Path) -> None:
         (directory / str(script.file_name)).write_text(script.text)
     if blocks := [(block.line, block.text) for block in code if block not in scripts]:
         run_on_ranks(run_page, page=page, blocks=blocks, directory=directory)
-    commands = [command for block in PAGES[page] if block.kind == "console" for command in block.commands]
+    commands = [command for block in PAGES[page] if block.kind in SHELL for command in block.commands]
     run = [command for command in commands if not command.startswith(tuple(NOT_RUN))]
     if run:
         paths = [str(READER), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -87,7 +88,7 @@ def test_every_block_is_of_a_kind_that_is_tested(page: str) -> None:
 
 
 def test_every_command_that_is_not_run_is_in_some_document() -> None:
-    commands = [c for blocks in PAGES.values() for block in blocks if block.kind == "console" for c in block.commands]
+    commands = [c for blocks in PAGES.values() for block in blocks if block.kind in SHELL for c in block.commands]
     assert [beginning for beginning in NOT_RUN if not any(command.startswith(beginning) for command in commands)] == []
 
 
