@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.programs import SCRIPTS, TIMEOUT_S, no_process_left
+from tests.programs import SCRIPTS, no_process_left, wait_for
 
 # Where a user who has activated a virtual environment finds `python` and `torchrun`; and srun, which stands in.
 _PATH = os.pathsep.join([str(SCRIPTS / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -24,6 +24,7 @@ def run_commands(*commands: str, cwd: Path, variables: Mapping[str, str] | None 
             subprocess.Popen(["bash", "-ec", command], cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT)
             for command in commands
         ]
-        statuses = [process.wait(timeout=TIMEOUT_S) for process in processes]
-    assert set(statuses) == {0}, output.read_text()
+        wait_for(processes)
+        # Here, because at the end of the block what is left of them is killed.
+        assert {process.returncode for process in processes} == {0}, output.read_text()
     return output.read_text()
