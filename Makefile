@@ -1,7 +1,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak lint browser docs-screenshots
+.PHONY: help demo test test-oldest soak docs docs-screenshots lint browser
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ test-oldest: .venv-oldest/.installed browser ## Run the test suite with the olde
 soak: .venv/.installed ## Train under random faults: ROUNDS=20 MINUTES=10 SEED=... FAULT=... LAUNCHER=...
 	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) \
 		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER))
+
+docs: .venv/.installed ## Build the documents as a site; open site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 lint: .venv/.installed ## Check style and types
 	.venv/bin/ruff check

@@ -1,4 +1,4 @@
-"""Learns handwritten digits on two CPU processes.
+"""Learns handwritten digits: images, SyncBatchNorm, accumulation, and a validation that all ranks share.
 
 python examples/digits.py
 """
@@ -54,12 +54,15 @@ def loaders() -> tuple[DataLoader, DataLoader]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-epochs", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=2, help="processes on each node")
+    parser.add_argument("--num-nodes", type=int, default=1)
     arguments = parser.parse_args()
 
     seed_everything(0)
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=arguments.devices,
+        num_nodes=arguments.num_nodes,
         strategy="bucketddp",
         sync_batchnorm=True,
         accumulate_grad_batches=2,

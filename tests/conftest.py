@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-# Its assertions are those of the tests that call it.
-pytest.register_assert_rewrite("tests.programs")
+# Their assertions are those of the tests that call them.
+pytest.register_assert_rewrite("tests.programs", "tests.commands")
 
 from tests.ranks import close_pools  # noqa: E402
 

@@ -67,7 +67,7 @@ def run_together(*programs: Program, root: str, directory: Path, cwd: Path | Non
         with output.open("w") as file:
             options = {"cwd": cwd or directory, "stdout": file, "stderr": subprocess.STDOUT, "variables": variables}
             processes = [program.start(**options) for program in programs]
-        _wait_for(processes)
+        wait_for(processes)
         returncode = next((process.returncode for process in processes if process.returncode != 0), 0)
         assert returncode is not None, f"still running; killed\n{output.read_text()}"
     results = {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
@@ -108,7 +108,7 @@ def _wait_for_end(run_id: str) -> list[int]:
     return processes
 
 
-def _wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
     """Wait until all have ended; when one fails, not for long, because the others may wait for it for ever."""
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

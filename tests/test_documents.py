@@ -1,0 +1,115 @@
+"""Every block of code in README.md and docs/ runs, and every message that they quote is one of ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import __version__ as lightning_version
+
+from tests.commands import run_commands
+from tests.fences import Block, blocks_of
+from tests.messages import unknown_words
+from tests.programs import REPOSITORY
+from tests.ranks import run_on_ranks
+from tests.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
+
+PAGES = {path.name: blocks_of(path) for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]}
+SHELL = ("console", "bash")
+# Each has a test below.
+KINDS = {"python", "yaml", "text", *SHELL}
+# By how they begin: the commands that are not run here, and why.
+NOT_RUN = {
+    "pip install lightning-bucketddp": "needs the network; tests/test_install.py installs what was built",
+    "make demo": "makes a virtual environment; tests/test_install.py runs the same example",
+    "make test": "runs this test",
+    "make docs": "makes a virtual environment; CI runs it",
+    "make soak": "takes minutes; tests/test_soak.py runs rounds of it",
+}
+# By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.
+NEEDS_LIGHTNING = {"weights_only=False": (2, 6)}
+
+
+def with_blocks(*kinds: str) -> list[str]:
+    return [page for page, blocks in PAGES.items() if any(block.kind in kinds for block in blocks)]
+
+
+def runs_here(block: Block) -> bool:
+    version = tuple(int(number) for number in lightning_version.split(".")[:2])
+    return all(version >= needed for part, needed in NEEDS_LIGHTNING.items() if part in block.text)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where a reader is: in a checkout."""
+    for name in ("benchmarks", "examples", "tests"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", with_blocks("python", *SHELL))
+def test_code_and_commands_run(page: str, directory: Path) -> None:
+    code = [block for block in PAGES[page] if block.kind == "python" and runs_here(block)]
+    scripts = [block for block in code if block.file_name]
+    for script in scripts:
+        (directory / str(script.file_name)).write_text(script.text)
+    if blocks := [(block.line, block.text) for block in code if block not in scripts]:
+        run_on_ranks(run_page, page=page, blocks=blocks, directory=directory)
+    commands = [command for block in PAGES[page] if block.kind in SHELL for command in block.commands]
+    run = [command for command in commands if not command.startswith(tuple(NOT_RUN))]
+    if run:
+        paths = [str(READER), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {**SHORT_RUNS, "PYTHONPATH": os.pathsep.join(paths)}
+        run_commands("\n".join(run), cwd=directory, variables=variables)
+    not_started = [script.file_name for script in scripts if not any(str(script.file_name) in line for line in run)]
+    assert not_started == []
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_configurations_train(page: str, directory: Path) -> None:
+    for block in PAGES[page]:
+        if block.kind == "yaml":
+            config = directory / "config.yaml"
+            config.write_text(block.text)
+            strategies = run_on_ranks(train_by_config, config=config, directory=directory)
+            assert strategies == ["BucketDDPStrategy"] * 2
+
+
+@pytest.mark.parametrize("page", with_blocks("text"))
+def test_quoted_messages_are_in_the_source(page: str) -> None:
+    unknown = {block.line: unknown_words(block.text) for block in PAGES[page] if block.kind == "text"}
+    assert {line: words for line, words in unknown.items() if words} == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_is_tested(page: str) -> None:
+    assert [f"{page}:{block.line}: {block.kind}" for block in PAGES[page] if block.kind not in KINDS] == []
+
+
+def test_every_command_that_is_not_run_is_in_some_document() -> None:
+    commands = [c for blocks in PAGES.values() for block in blocks if block.kind in SHELL for c in block.commands]
+    assert [beginning for beginning in NOT_RUN if not any(command.startswith(beginning) for command in commands)] == []
+
+
+def test_a_message_that_is_not_ours_is_noticed() -> None:
+    ours = "StartError: Two processes want to be rank 3: process 1 on host a1, and process 2 on host b2. ..."
+    assert unknown_words(ours) == []
+    assert unknown_words(ours.replace("want", "wish")) != []
+
+
+def test_blocks_are_found_and_told_apart(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```python\n# train.py\nx = 1\n```\n\n* a list\n\n  ```console\n  $ make it  # now\n  made\n  ```\n"
+        "\n```\nplain\n```\n\n    indented\n"
+    )
+    blocks = blocks_of(page)
+    assert [(block.line, block.kind) for block in blocks] == [
+        (3, "python"),
+        (10, "console"),
+        (15, "no kind"),
+        (18, "indented"),
+    ]
+    assert blocks[0].file_name == "train.py"
+    assert blocks[1].commands == ["make it"]

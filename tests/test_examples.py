@@ -1,0 +1,119 @@
+"""What people copy from examples/ runs, and trains."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_commands
+from tests.programs import REPOSITORY
+from tests.test_clusters import unused_job_id
+from tests.test_startup import free_port
+
+
+@dataclass(frozen=True)
+class Example:
+    """Command lines that run at once in a copy of examples/, the numbers in their output, and what they must be."""
+
+    commands: list[str]
+    numbers: str
+    have_trained: Callable[..., bool]
+    variables: Callable[[], dict[str, str]] = dict
+
+
+def slurm_job() -> dict[str, str]:
+    """Two nodes with one task each, both this machine."""
+    return {
+        "SLURM_JOB_ID": str(unused_job_id()),
+        "SLURM_JOB_NAME": "digits",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_NODELIST": "127.0.0.[1-2]",
+        "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+    }
+
+
+ACCURACY = r"validation accuracy: ([\d.]+)%"
+# `digits.py` by itself is what tests/test_install.py runs.
+EXAMPLES = {
+    "language_model": Example(
+        ["python language_model.py --max-steps 60 --context 32"],
+        numbers=r"loss: ([\d.]+) -> ([\d.]+)",
+        have_trained=lambda before, after: before > 4 and after < 3,
+    ),
+    "gan": Example(
+        ["python gan.py --max-epochs 6"],
+        numbers=r"distance to the circle: ([\d.]+) -> ([\d.]+)",
+        have_trained=lambda before, after: after < before / 2,
+    ),
+    "fine_tuning": Example(
+        ["python fine_tuning.py --pretrain-epochs 1 --max-epochs 4 --unfreeze-at-epoch 2"],
+        numbers=r"([\d.]+)% with the backbone frozen, ([\d.]+)% at the end",
+        have_trained=lambda frozen, unfrozen: 20 < frozen < unfrozen,
+    ),
+    "cli": Example(
+        ["cd cli && python train.py fit -c config.yaml --trainer.max_epochs 2 && cat lightning_logs/*/metrics.csv"],
+        numbers=r"^(0\.\d+),1,,\d+$",  # after the second epoch
+        have_trained=lambda accuracy: accuracy > 0.8,
+    ),
+    "fabric_loop": Example(
+        ["for n in 1 2; do python fabric_loop.py --checkpoint digits.ckpt --max-epochs $n; done"],
+        numbers=rf"epoch (\d+): {ACCURACY}",
+        have_trained=lambda one, before, two, after: (one, two) == (1, 2) and 60 < before < after,
+    ),
+    "notebook": Example(
+        ["jupyter-execute --inplace notebook.ipynb && cat notebook.ipynb"],
+        numbers=r"it has not seen: ([\d.]+)%",
+        have_trained=lambda accuracy: accuracy > 80,
+    ),
+    "two_nodes": Example(
+        [f"./two_nodes.sh {node} 127.0.0.1 --max-epochs 1" for node in range(2)],
+        numbers=ACCURACY,
+        have_trained=lambda accuracy: accuracy > 80,
+        variables=lambda: {"PORT": str(free_port())},
+    ),
+    "slurm": Example(
+        ["bash slurm.sbatch --max-epochs 1"],
+        numbers=ACCURACY,
+        have_trained=lambda accuracy: accuracy > 80,
+        variables=slurm_job,
+    ),
+}
+
+
+def run(example: Example, directory: Path) -> str:
+    copy = Path(shutil.copytree(REPOSITORY / "examples", directory / "examples"))
+    return run_commands(*example.commands, cwd=copy, variables=example.variables())
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
+    """The examples that are asked for, two at a time: most of the time one process imports and others wait."""
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = [f.callspec.params["name"] for f in functions if f.function is test_an_example_trains]
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        yield {name: executor.submit(run, EXAMPLES[name], tmp_path_factory.mktemp(name)) for name in names}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains(name: str, runs: dict[str, Future[str]]) -> None:
+    output = runs[name].result()
+    found = re.finditer(EXAMPLES[name].numbers, output, flags=re.MULTILINE)
+    numbers = [float(number) for match in found for number in match.groups()]
+    assert numbers, output
+    assert EXAMPLES[name].have_trained(*numbers), numbers
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    text = (REPOSITORY / "examples" / "README.md").read_text()
+    listed = set(re.findall(r"\]\(([^)#.][^)#]*)\)", text))
+    there = {path for path in (REPOSITORY / "examples").iterdir() if path.name not in ("README.md", "__pycache__")}
+    assert {name.partition("/")[0] for name in listed} == {path.name for path in there}
+    assert {path.stem for path in there} == {*EXAMPLES, "digits"}
