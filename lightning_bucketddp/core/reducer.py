@@ -196,7 +196,9 @@ class Reducer:
             self._hooks.begin(None)
         placement = self._plans.placement(trainable)
         self._hooks.begin(placement)
-        recorder = self.recorder if syncs and self.recorder and not is_being_captured(self._collectives.device) else None
+        recorder = (
+            self.recorder if syncs and self.recorder and not is_being_captured(self._collectives.device) else None
+        )
         reductions = self._reductions(placement, recorder) if syncs and placement is not None else None
         tuner = self._plans.tuner(trainable) if syncs else None
         self._backward = BackwardPass(trainable, syncs, reductions, placement, factor, tuner, recorder)
