@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from importlib import import_module
 from itertools import pairwise
@@ -134,6 +135,9 @@ def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> No
     assert "Late bucket: " in rank_zero.printed
     assert "Memory: " in rank_zero.printed
     assert rank_one.printed == ""
+    # Rank 0 waits from the end of its own backward on, before rank 1 has begun its own.
+    by_rank = [statistics.median(step.exposed_s for step in steps_of(tmp_path, rank)) for rank in range(2)]
+    assert by_rank[0] > 0.015 > by_rank[1]
 
 
 def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ class StepMonitoring(_Callback):
             return  # still accumulating
         self._global_step = trainer.global_step
         self._fit.end_round()
-        if self._shows_overlap and self._fit.steps:
+        if self._shows_overlap and self._fit.has_news:
+            # The bar goes on showing it until there is another.
             pl_module.log("overlap_pct", 100 * self._fit.steps[-1].overlap, prog_bar=True, logger=False)
         if trainer._logger_connector.should_update_logs:
             self._log(trainer, self._fit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections import deque
 from contextlib import suppress
@@ -35,7 +34,9 @@ class RecordedFit:
     def __init__(self, strategy: RecordsSteps, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
         self.steps: deque[Step] = deque(maxlen=_NUM_KEPT)
+        # The plan of the last step, and whether the last round has added steps to those above.
         self.plan: RecordedPlan | None = None
+        self.has_news = False
         self._strategy = strategy
         self._every_n_rounds = every_n_rounds
         self._recorder = StepRecorder(strategy.root_device)
@@ -45,7 +46,7 @@ class RecordedFit:
         self._num_batches = 0
         self._thinning = Thinning()
         self._is_written = False
-        self._known_plans: set[int] = set()
+        self._plans: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
         self._file = None if folder is None else RecordFile(folder, rank=self.run.rank)
         if self._file is not None:
@@ -84,6 +85,7 @@ class RecordedFit:
     def end_round(self) -> None:
         """An optimizer has stepped, or several."""
         self._num_rounds += 1
+        self.has_news = False
         if self.is_recording:
             self._strategy.end_recording()
             if self._is_written:
@@ -97,6 +99,7 @@ class RecordedFit:
             step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
             if step is not None:
                 self.steps.append(step)
+                self.has_news = True
                 self._not_taken.append(step)
                 if is_written and self._file is not None:
                     self._file.write(step)
@@ -119,11 +122,11 @@ class RecordedFit:
         reducer = self._strategy.reducer
         assert reducer is not None
         self._unread.append((marked, self._is_written))
-        if reducer.placement is not None and (self.plan is None or self.plan.version != marked.plan):
-            self.plan = plan_of(marked.plan, reducer.placement.plan, reducer.specs)
-            if marked.plan not in self._known_plans and self._file is not None:
-                self._file.write(self.plan)
-            self._known_plans.add(marked.plan)
+        if reducer.placement is not None and marked.plan not in self._plans:
+            plan = self._plans[marked.plan] = plan_of(marked.plan, reducer.placement.plan, reducer.specs)
+            if self._file is not None:
+                self._file.write(plan)
+        self.plan = self._plans.get(marked.plan)
         if reducer.profile is not None and reducer.profile is not self._known_profile:
             self._known_profile = reducer.profile
             if self._file is not None:
@@ -134,5 +137,9 @@ def _peak_memory(device: torch.device) -> int:
     """The most memory that was in use so far: what torch took of a GPU, or the process of a host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0  # not known
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
