@@ -69,30 +69,26 @@ def train(folder: Path) -> Trainer:
 
 
 def take_pictures(page: Path) -> None:
-    """What one sees first; the wait of one step, in the dark; and what is below."""
+    """What one sees first, what is below, and the wait of one step, in the dark."""
     with browser(width=WIDTH, height=1300) as driver:
         driver.get(page.as_uri())
         driver.implicitly_wait(5)
-        _point_at_a_bucket(driver)
+        driver.find_element(By.CSS_SELECTOR, ".reduction")  # the lanes are there
         _save(driver, "report.png", "header", '[aria-labelledby="one-step"]')
+        _save(driver, "history-and-plan.png", '[aria-labelledby="history"]', "#sizes")
         prefer_colour_scheme(driver, "dark")
         driver.find_element(By.ID, "zoom-wait").click()
-        _point_at_a_bucket(driver)
-        _save(driver, "wait.png", '[aria-labelledby="one-step"]')
-        prefer_colour_scheme(driver, "light")
-        _save(driver, "history-and-plan.png", '[aria-labelledby="history"]', "#sizes")
+        # In the last lane: the tip is below it.
+        reductions = driver.find_elements(By.CSS_SELECTOR, ".rank:last-child .reduction")
+        ActionChains(driver).move_to_element(reductions[-1]).perform()
+        _save(driver, "wait.png", '[aria-labelledby="one-step"]', "#tip")
 
 
-def _point_at_a_bucket(driver: Chrome) -> None:
-    reductions = driver.find_elements(By.CSS_SELECTOR, ".rank:last-child .reduction")
-    ActionChains(driver).move_to_element(reductions[-2]).perform()
-
-
-def _save(driver: Chrome, name: str, *selectors: str) -> None:
-    """Save what lies between the first and the last of `selectors`."""
-    boxes = [driver.find_element(By.CSS_SELECTOR, selector).rect for selector in selectors]
+def _save(driver: Chrome, name: str, first: str, last: str) -> None:
+    """Save what lies between two elements."""
+    boxes = [driver.find_element(By.CSS_SELECTOR, selector).rect for selector in (first, last)]
     top = max(boxes[0]["y"] - MARGIN, 0)
-    height = boxes[-1]["y"] + boxes[-1]["height"] + MARGIN - top
+    height = max(box["y"] + box["height"] for box in boxes) + MARGIN - top
     clip = {"x": 0, "y": top, "width": WIDTH, "height": height, "scale": 1}
     picture = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     (IMAGES / name).write_bytes(base64.b64decode(picture["data"]))

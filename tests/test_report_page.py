@@ -182,6 +182,8 @@ def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chro
     optimum = page.find_element(By.CSS_SELECTOR, "#sizes-plot .optimum").rect["y"]
     assert all(optimum >= dot.rect["y"] - 1 for dot in all_of(page, "#sizes-plot .dot"))
     assert "computed optimum" in text(page, "#sizes-legend")
+    waited = 1e3 * TRUE[2].exposed_s
+    assert f"compare it with rank 2, which waits for no other: {waited:.2f} ms" in text(page, "#sizes-text")
 
 
 def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(

@@ -43,7 +43,7 @@ addLegend(byId("history-legend"), [
 ]);
 byId("sizes").hidden = !content.sizes;
 if (content.sizes) {
-  setText(byId("sizes-text"), sizesInWords());
+  setText(byId("sizes-text"), sizesInWords(late));
   addLegend(byId("sizes-legend"), [
     ["line sizes", "one size for all buckets"],
     ["line optimum", 'computed optimum (bucket_cap_mb="auto")'],

@@ -135,7 +135,7 @@ function drawSizes(svg) {
   if (current) marked("current", 7, "the plan in use", current);
 }
 
-function sizesInWords() {
+function sizesInWords(late) {
   const { current, optimum, byCap } = content.sizes;
   const best = byCap.reduce((a, b) => (b.exposed <= a.exposed ? b : a));
   const words = [
@@ -145,6 +145,9 @@ function sizesInWords() {
   if (current) {
     words.push(`The plan in use is predicted to wait *${inMs(current.exposed)}*, and was measured to wait ${inMs(content.medians.phases.exposed)}.`);
   }
-  words.push("The simulator knows no slow ranks: waiting for one comes on top.");
+  if (late >= 0) {
+    const waits = content.history.step[late].map((ms, i) => (ms === null ? null : ms - content.history.own[late][i]));
+    words.push(`The simulator knows no slow ranks, so compare it with rank ${content.ranks[late].rank}, which waits for no other: ${inMs(median(waits))}.`);
+  }
   return words.join(" ");
 }
