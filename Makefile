@@ -1,10 +1,10 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak lint browser
+.PHONY: help demo test test-oldest soak lint browser docs-screenshots
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.installed ## Train on real data in two processes
 	.venv/bin/python examples/digits.py
@@ -23,6 +23,9 @@ lint: .venv/.installed ## Check style and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+
+docs-screenshots: .venv/.installed browser ## Train, make the page of the run, and take the pictures of it in docs/
+	.venv/bin/python -m docs.make_screenshots
 
 # The pages that we make are tested in a real browser.
 browser:

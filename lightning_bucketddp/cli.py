@@ -43,6 +43,11 @@ _COMMANDS = {
         "bucketddp plan my_project.models:LitNet --ranks 8",
         "lightning_bucketddp.report.plan_command",
     ),
+    "report": _Command(
+        "Where did the time of a run go, and which rank was late?",
+        "bucketddp report RUN_DIR",
+        "lightning_bucketddp.report.report_command",
+    ),
 }
 
 

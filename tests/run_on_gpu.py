@@ -24,6 +24,7 @@ from tests.jobs import cuda, nonfinite, reducing, replicas, sync_batchnorm, weig
 from tests.jobs.models import CASES
 from tests.jobs.nonfinite import WAYS, Bad
 from tests.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
+from tests.jobs.recording import CONFIGS
 from tests.jobs.sync_batchnorm import Batches
 from tests.ranks import close_pools, run_on_ranks
 
@@ -85,6 +86,11 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
+    for config in CONFIGS:
+        yield (
+            f"recorded steps without waiting {config}",
+            partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config=config),
+        )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
 

@@ -48,13 +48,15 @@ def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Pa
         "lightning_bucketddp/core/reducer.py",
         f"{metadata}/licenses/LICENSE",
     } <= set(names)
+    assets = (REPOSITORY / "lightning_bucketddp" / "report" / "assets").iterdir()
+    assert {f"lightning_bucketddp/report/assets/{path.name}" for path in assets} <= set(names)
 
 
-def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) -> None:
+def test_the_metadata_says_what_it_needs_and_where_torch_finds_it(installed: Path) -> None:
     (distribution,) = distributions(path=[str(installed)])
-    assert {(entry_point.group, entry_point.name): entry_point.value for entry_point in distribution.entry_points} == {
-        ("torch.backends", "bucketddp"): "lightning_bucketddp_autoload:autoload",
-        ("console_scripts", "bucketddp"): "lightning_bucketddp.cli:main",
+    assert {(entry.group, entry.name, entry.value) for entry in distribution.entry_points} == {
+        ("torch.backends", "bucketddp", "lightning_bucketddp_autoload:autoload"),
+        ("console_scripts", "bucketddp", "lightning_bucketddp.cli:main"),
     }
     required = [line for line in distribution.requires or [] if "extra" not in line]
     assert sorted(required) == ["lightning>=2.5", "rich", "torch>=2.5"]

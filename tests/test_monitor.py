@@ -15,9 +15,10 @@ import lightning_bucketddp
 from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
 from lightning_bucketddp.report.marked_steps import metrics_of
 from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, path_of, read
+from tests.jobs.recording import assert_in_order
 from tests.ranks import run_on_ranks
 from tests.scripts.monitored import fit, logged_in_csv, refusal
-from tests.test_recorder import assert_ends_agree, assert_in_order
+from tests.test_recorder import assert_ends_agree
 
 EVERY = {"every_n_steps": 1}
 NAMES = ["data", "forward", "backward", "exposed", "optimizer"]
@@ -144,6 +145,12 @@ def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
     ]
     assert steps_of(tmp_path) == []
     assert fitted[0].printed == ""
+    # Two recorded steps of ten have twice the marks of one.
+    one, two = (
+        run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": n}, max_epochs=1)[0].num_marks - 1
+        for n in (10, 5)
+    )
+    assert two == 2 * one > 0
 
 
 def test_a_long_run_is_thinned_and_logged_all_the_same(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -12,21 +10,8 @@ from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.report.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
 from lightning_bucketddp.report.record import BucketTimes, Span, Step
-from tests.jobs.recording import CONFIGS, record, record_a_long_backward
+from tests.jobs.recording import CONFIGS, assert_in_order, record, record_a_long_backward
 from tests.ranks import run_on_ranks
-
-
-def assert_in_order(step: Step) -> None:
-    """Spans do not overlap, a bucket is ready before it leaves, and the step waits until the last has ended."""
-    assert all(span.start_s <= span.end_s for span in step.spans)
-    assert all(one.end_s <= next_one.start_s for one, next_one in pairwise(step.spans))
-    for bucket in step.buckets:
-        assert bucket.ready_s <= bucket.launched_s <= bucket.ended_s
-    assert all(one.launched_s <= next_one.launched_s for one, next_one in pairwise(step.buckets))
-    if step.buckets:
-        assert (
-            max(bucket.ended_s for bucket in step.buckets) <= [s for s in step.spans if s.name == "exposed"][-1].end_s
-        )
 
 
 def assert_ends_agree(steps: list[Step]) -> None:

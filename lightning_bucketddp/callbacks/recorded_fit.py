@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -108,7 +109,8 @@ class RecordedFit:
     def close(self) -> None:
         """Record no more. What cannot be read without waiting is lost."""
         self._strategy.end_recording()
-        self.read()
+        with suppress(RuntimeError):  # a device that has failed
+            self.read()
         self._recorder.close()
         if self._file is not None:
             self._file.close()

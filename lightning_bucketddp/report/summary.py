@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from lightning_bucketddp.core.config import MIB
@@ -125,10 +126,9 @@ class Summary:
         largest = max(ranks, key=lambda rank: rank.memory_bytes)
         lines.append(f"Memory: {largest.memory_bytes / MIB:,.0f} MiB at most, on rank {largest.rank}.")
         lines += [f"Suggestion {n}: {text}" for n, text in enumerate(suggestions, start=1)]
-        noun = "step" if num_steps == 1 else "steps"
-        return cls(
-            f"bucketddp: {num_steps} recorded {noun} on {num_ranks} rank{'' if num_ranks == 1 else 's'}", seconds, lines
-        )
+        steps_in_words = "1 recorded step" if num_steps == 1 else f"{num_steps} recorded steps"
+        ranks_in_words = "on 1 rank" if num_ranks == 1 else f"on {num_ranks} ranks"
+        return cls(f"bucketddp: {steps_in_words} {ranks_in_words}", seconds, lines)
 
 
 def print_summary(summary: Summary) -> None:
@@ -143,7 +143,7 @@ def print_summary(summary: Summary) -> None:
         table.add_row(PHASES[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
     table.add_section()
     table.add_row("all", f"{1e3 * total:.2f}", "100.0")
-    console.print(table)
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
     for line in summary.lines:
         console.print(line, markup=False, soft_wrap=True)
 

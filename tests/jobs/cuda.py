@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.config import ReducerConfig
 from lightning_bucketddp.core.lockstep import Lockstep
+from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.weighting import Weighting
+from lightning_bucketddp.report.marked_steps import step_of
 from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig
 from tests.jobs.models import batch
 from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.jobs.recording import CONFIGS, assert_in_order
 from tests.jobs.replicas import Training
 from tests.ranks import device
 
@@ -92,6 +96,49 @@ def a_step_never_makes_the_host_wait() -> None:
             if step == 3:
                 torch.cuda.set_sync_debug_mode("default")
     assert_equal_on_all_ranks(model)
+
+
+def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
+    """The same for steps that are recorded; the times, read afterwards, are in order. Returns the exposed ones."""
+    model = _wide_model()
+    reducer = build_reducer(model, bucket_cap_mb=4.5, **CONFIGS[config])
+    recorder = StepRecorder(device())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+    marked = []
+    for step in range(8):
+        if step == 4:
+            reducer.recorder = recorder
+            recorder.begin(reducer.stats)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with recorder.during("forward"):
+                loss = model(x).square().mean()
+            with recorder.during("backward"):
+                loss.backward()
+            with recorder.during("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            if step >= 4:
+                assert reducer.placement is not None
+                marked.append(recorder.complete(reducer.stats, step=step, plan=reducer.placement.version))
+                recorder.is_past(marked[0])
+        finally:
+            if step == 7:
+                torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(recorder.is_past(one) for one in marked)
+    before_s, steps = time.perf_counter(), [step_of(one, recorder.axis, memory_bytes=0) for one in marked]
+    for recorded in steps:
+        assert recorded is not None
+        assert len(recorded.buckets) > 1
+        # Events have a resolution of half a microsecond, and clocks differ.
+        assert_in_order(recorded, tolerance_s=1e-5)
+        assert 0 < recorded.end_s - recorded.start_s < 5
+        assert recorded.end_s < before_s + 0.01
+    recorder.close()
+    reducer.close()
+    return [recorded.exposed_s for recorded in steps if recorded is not None]
 
 
 def a_check_of_the_replicas_never_makes_the_host_wait() -> None:

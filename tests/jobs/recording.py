@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,26 @@ class Recorded:
     step: Step
     bucket_bytes: list[int]
     num_unused: int
+
+
+def assert_in_order(step: Step, *, tolerance_s: float = 0.0) -> None:
+    """Spans do not overlap, a bucket is ready before it leaves, and the step waits until the last has ended."""
+
+    def assert_not_later(one: float, other: float) -> None:
+        assert one <= other + tolerance_s
+
+    for span in step.spans:
+        assert_not_later(span.start_s, span.end_s)
+    for one, next_one in pairwise(step.spans):
+        assert_not_later(one.end_s, next_one.start_s)
+    for bucket in step.buckets:
+        assert_not_later(bucket.ready_s, bucket.launched_s)
+        assert_not_later(bucket.launched_s, bucket.ended_s)
+    for one_bucket, next_bucket in pairwise(step.buckets):
+        assert_not_later(one_bucket.launched_s, next_bucket.launched_s)
+    exposed = [span for span in step.spans if span.name == "exposed"]
+    if step.buckets:
+        assert_not_later(max(bucket.ended_s for bucket in step.buckets), exposed[-1].end_s)
 
 
 def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:

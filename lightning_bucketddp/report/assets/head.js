@@ -1,0 +1,66 @@
+// What run this is, and its usual step.
+
+const PHASES = {
+  data: "waiting for data",
+  forward: "forward",
+  backward: "backward",
+  exposed: "waiting for communication",
+  optimizer: "optimizer",
+};
+
+function drawHead() {
+  const { run, medians, history, ranks } = content;
+  const hosts = new Set(ranks.map(({ host }) => host)).size;
+  const first = history.steps[0];
+  const last = history.steps[history.steps.length - 1];
+  const options = Object.entries(run.options).filter(([, value]) => value !== null);
+  setText(byId("about"), [
+    `*${count(run.worldSize, "rank")}* on ${count(hosts, "host")}`,
+    `*${run.device}*`,
+    `${run.backend}`,
+    `*${inBytes(run.gradientBytes)}* of gradients in ${count(run.numParameters, "parameter")}`,
+    `*${count(history.steps.length, "step")}* recorded, ${number(first)} to ${number(last)}`,
+  ].join(" · "));
+  setText(byId("options"), options.map(([name, value]) => `${name}=${value}`).join(" · "));
+  document.title = `bucketddp: ${count(run.worldSize, "rank")}, ${inMs(medians.step)} per step`;
+  byId("problems").hidden = !content.problems.length;
+  byId("problems").append(...content.problems.map((problem) => element("li", "", problem)));
+  setText(byId("footer"), `Made by bucketddp ${content.version} from ${content.folder}`);
+  drawNumbers();
+  drawSplit();
+}
+
+function drawNumbers() {
+  const { medians, history, ranks, run } = content;
+  const own = history.own.map(median);
+  const late = latest(own);
+  const hidden = Math.min(Math.max(1 - medians.phases.exposed / medians.communication, 0), 1);
+  const numbers = [
+    ["Step", inMs(medians.step), ""],
+    ["Waiting for communication", inMs(medians.phases.exposed), percent(medians.phases.exposed / total(Object.values(medians.phases)))],
+    ["Communication", inMs(medians.communication), medians.communication ? `${percent(hidden)} hidden` : ""],
+    ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(behind(own, late))}`],
+  ];
+  if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);
+  for (const [term, value, note] of numbers) {
+    const pair = element("div");
+    const fact = element("dd", "", `${value} `);
+    fact.append(element("small", "", note));
+    pair.append(element("dt", "", term), fact);
+    byId("numbers").append(pair);
+  }
+}
+
+function drawSplit() {
+  const phases = Object.entries(content.medians.phases).filter(([, ms]) => ms > 0);
+  const all = total(phases.map(([, ms]) => ms));
+  for (const [name, ms] of phases) {
+    const share = ms / all;
+    const bar = element("div", name, share > 0.08 ? percent(share) : "");
+    bar.style.flex = `${ms} 1 0`;
+    bar.title = `${PHASES[name]}: ${inMs(ms)}`;
+    byId("split").append(bar);
+  }
+  byId("split").setAttribute("aria-label", phases.map(([name, ms]) => `${PHASES[name]} ${inMs(ms)}`).join(", "));
+  addLegend(byId("split-legend"), phases.map(([name, ms]) => [name, `${PHASES[name]} *${inMs(ms)}*`]));
+}
