@@ -44,8 +44,8 @@ _COMMANDS = {
         "lightning_bucketddp.report.plan_command",
     ),
     "report": _Command(
-        "Where has a run spent its time?",
-        "bucketddp report lightning_logs/version_0",
+        "Where did the time of a run go, and which rank was late?",
+        "bucketddp report RUN_DIR",
         "lightning_bucketddp.report.report_command",
     ),
 }

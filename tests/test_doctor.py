@@ -28,7 +28,7 @@ from tests.programs import Program, no_process_left
 
 COMMAND = ["-m", "lightning_bucketddp.cli", "doctor"]
 # Where a hang would take minutes.
-AT_ONCE_S = 30
+AT_ONCE_S = 60
 
 
 def free_port() -> int:
@@ -75,7 +75,7 @@ def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
     variables = {"OMP_NUM_THREADS": "1000"}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
     [(status, printed, errors)] = start(Program(arguments, variables), directory=tmp_path)
-    assert (status, errors) == (0, "")
+    assert status == 0, errors
     seen = json.loads(printed)
     assert seen["verdict"] == "warning"
     assert "Set `OMP_NUM_THREADS=" in " ".join(said(seen["findings"], "warning"))
@@ -277,6 +277,35 @@ def test_a_directory_that_never_answers_does_not_hold_it_up(tmp_path: Path) -> N
     assert status == 1
     [error] = said(json.loads(printed)["findings"], "error")
     assert error.startswith(f"A checkpoint cannot be written to {tmp_path}: it did not answer within 1 s.")
+
+
+def test_a_directory_that_is_hidden_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with forbidden_directory() as directory:
+        (directory / "inner").mkdir()
+        directory.chmod(0)
+        with not_as_root():
+            error = examine_directory(capsys, directory / "inner")
+        directory.chmod(0o755)
+        (directory / "inner").rmdir()
+    assert error.startswith(f"There is no directory {directory}/inner.")
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [("Link 0: 26.562 GB/s\\nLink 1: 26.562 GB/s", 53.124e9), ("", 16 * 3.938e9)],
+    ids=["nvlink", "pcie"],
+)
+def test_the_driver_is_asked_for_the_speed_of_links(
+    links: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in nvlink) printf "{links}";; *) echo "5, 16";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = gpus._link_speed()
+    assert found is not None
+    assert found["value"] == pytest.approx(expected)
+    assert "nvidia-smi" in found["origin"]
 
 
 def test_waiting_has_an_end() -> None:

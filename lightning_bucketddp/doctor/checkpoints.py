@@ -31,22 +31,22 @@ def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
     """On rank 0, which writes checkpoints, try it; the others, which read them, see whether it is there."""
     if directory is None:
         return None
-    seen: dict[str, Any] = {"directory": str(directory.absolute()), "exists": directory.is_dir()}
+    seen: dict[str, Any] = {"directory": str(directory.absolute()), "exists": os.path.isdir(directory)}
     if rank > 0 or not seen["exists"]:
         return seen
-    leftovers = find_leftovers(str(directory))
-    seen |= {"free": shutil.disk_usage(directory).free, "file_system": _file_system(directory)}
-    seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
-    return seen | _write_trial(directory)
+    try:
+        leftovers = find_leftovers(str(directory))
+        seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
+        seen |= {"file_system": _file_system(directory), "free": shutil.disk_usage(directory).free}
+        return seen | _write_trial(directory)
+    except OSError as error:
+        return seen | {"error": error.strerror or str(error)}
 
 
-def never_ended(directory: Path, timeout_s: float) -> dict[str, Any]:
+def never_ended(directory: Path, *, rank: int, timeout_s: float) -> dict[str, Any]:
     """What there is to say of a directory that does not answer."""
-    return {
-        "directory": str(directory.absolute()),
-        "exists": True,
-        "error": f"it did not answer within {timeout_s:g} s",
-    }
+    silence = f"it did not answer within {timeout_s:g} s"
+    return {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
 
 
 def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
@@ -124,8 +124,6 @@ def _write_trial(directory: Path) -> dict[str, Any]:
             for _ in range(_TRIAL_BYTES // _BLOCK_BYTES):
                 file.write(block)
         seconds = time.perf_counter() - start
-    except OSError as error:
-        return {"error": error.strerror or str(error)}
     finally:
         with suppress(OSError):
             path.unlink()

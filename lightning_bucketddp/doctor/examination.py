@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class Examination:
         is_stuck: a thread hangs, and the process must end without waiting for it.
     """
 
-    ranks: list[Observation]
+    ranks: list[dict[str, Any]]
     trouble: list[Finding] = field(default_factory=list)
     clocks_s: list[float] = field(default_factory=list)
     speed: Observation | None = None
@@ -52,6 +51,8 @@ class Examination:
             yield from clocks.judge(self.ranks, self.clocks_s)
         if self.speed is not None:
             yield from speed.judge(self.ranks, self.speed, backend=self.backend)
+        elif not self.trouble:
+            yield speed.judge_absence()
         yield from checkpoints.judge(self.ranks)
 
     @property
@@ -84,18 +85,18 @@ def examine(crew: Crew, *, directory: Path | None, timeout_s: float, progress: C
     progress("looking at this host ...")
     mine = _observe(crew)
     seen = Examination([mine])
+    if rank > 0:  # and soon, because the others wait
+        _look_at_directory(seen, directory, rank=rank, timeout_s=timeout_s / 2)
     try:
         progress(f"waiting for {crew.point.world_size} ranks ...")
         with crew.meet(timeout_s=timeout_s) as colleagues:
-            if rank > 0:
-                mine["checkpoints"] = checkpoints.observe(directory, rank=rank)
             limit_s = timeout_s + speed.LONGEST_S
             within(limit_s, lambda: _talk(seen, mine, colleagues, progress), what="talking to the others")
     except StartError as error:
         what, _, remedy = str(error).partition(". ")
         seen.trouble.append(_THEME.error(f"{what}.", remedy))
     except (RuntimeError, NeverEnded) as error:
-        seen.is_stuck = isinstance(error, NeverEnded)
+        seen.is_stuck |= isinstance(error, NeverEnded)
         seen.trouble.append(
             _THEME.error(
                 f"Ranks met, but cannot talk to each other: {' '.join(str(error).split())[:300]}.",
@@ -105,7 +106,8 @@ def examine(crew: Crew, *, directory: Path | None, timeout_s: float, progress: C
         )
     if rank == 0:
         progress("writing a trial checkpoint ...")
-        _try_checkpoint(seen, directory, timeout_s)
+        # Alone, when nobody waits for rank 0 any more.
+        _look_at_directory(seen, directory, rank=rank, timeout_s=timeout_s)
     progress("")
     return seen
 
@@ -135,14 +137,13 @@ def _observe(crew: Crew) -> dict[str, Any]:
     }
 
 
-def _try_checkpoint(seen: Examination, directory: Path | None, timeout_s: float) -> None:
-    """Alone, when nobody waits for rank 0 any more."""
-    own = dict(seen.ranks[0])
-    with suppress(NeverEnded):
-        own["checkpoints"] = within(
-            timeout_s, lambda: checkpoints.observe(directory, rank=0), what="a trial checkpoint"
-        )
-    if own["checkpoints"] is None and directory is not None:
+def _look_at_directory(seen: Examination, directory: Path | None, *, rank: int, timeout_s: float) -> None:
+    """Of this rank, which is the first in `seen`."""
+    if directory is None:
+        return
+    try:
+        found = within(timeout_s, lambda: checkpoints.observe(directory, rank=rank), what="a look at a directory")
+    except NeverEnded:
         seen.is_stuck = True
-        own["checkpoints"] = checkpoints.never_ended(directory, timeout_s)
-    seen.ranks[0] = own
+        found = checkpoints.never_ended(directory, rank=rank, timeout_s=timeout_s)
+    seen.ranks[0]["checkpoints"] = found

@@ -77,6 +77,11 @@ def judge(ranks: Sequence[Observation], measured: Observation, *, backend: str) 
         yield _THEME.ok(text)
 
 
+def judge_absence() -> Finding:
+    """What there is to say if there is one rank."""
+    return _THEME.note("One rank alone exchanges nothing.", "Pass `--processes 2` to measure it all the same.")
+
+
 def expectation(ranks: Sequence[Observation], measured: Observation, *, backend: str) -> dict[str, Any]:
     """What a rank could send at most in each direction, and from where that is known."""
     hosts = one_per_host(ranks)
