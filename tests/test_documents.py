@@ -25,6 +25,8 @@ NOT_RUN = {
     "make demo": "makes a virtual environment; tests/test_install.py runs the same example",
     "make test": "runs this test",
     "make docs": "makes a virtual environment; CI runs it",
+    "bucketddp doctor": "its exit status is about this machine; its own tests run it",
+    "torchrun --nnodes 2": "needs two nodes",
     "make soak": "takes minutes; tests/test_soak.py runs rounds of it",
 }
 # By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.

@@ -56,7 +56,7 @@ EXAMPLES = {
     "fine_tuning": Example(
         ["python fine_tuning.py --pretrain-epochs 1 --max-epochs 4 --unfreeze-at-epoch 2"],
         numbers=r"([\d.]+)% with the backbone frozen, ([\d.]+)% at the end",
-        have_trained=lambda frozen, unfrozen: 20 < frozen < unfrozen,
+        have_trained=lambda frozen, unfrozen: 20 < frozen < unfrozen - 15,  # without unfreezing the head gains 2
     ),
     "cli": Example(
         ["cd cli && python train.py fit -c config.yaml --trainer.max_epochs 2 && cat lightning_logs/*/metrics.csv"],

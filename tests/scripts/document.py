@@ -17,10 +17,11 @@ from lightning.pytorch.cli import LightningCLI
 from tests.scripts.trainers import like_torchrun
 
 READER = Path(__file__).parent / "reader"
-# What a Trainer takes where a block says nothing: Lightning reads these by itself.
+# What a Trainer takes where a block says nothing: Lightning reads these by itself. Long enough for a plan to be settled
+# and for the monitor to record steps.
 SHORT_RUNS = {
     "PL_TRAINER_MAX_EPOCHS": "1",
-    "PL_TRAINER_LIMIT_TRAIN_BATCHES": "4",
+    "PL_TRAINER_LIMIT_TRAIN_BATCHES": "24",
     "PL_TRAINER_LIMIT_VAL_BATCHES": "1",
     "PL_TRAINER_LOG_EVERY_N_STEPS": "1",
     "PL_TRAINER_ENABLE_PROGRESS_BAR": "False",

@@ -34,7 +34,7 @@ class MyModule(LightningModule):
 
 class MyData(LightningDataModule):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        inputs = torch.linspace(-1, 1, 256).view(64, 4)
+        inputs = torch.linspace(-1, 1, 1024).view(256, 4)
         samples = [{"inputs": x, "labels": (x.sum() > 0).long()} for x in inputs]
         return DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
 
