@@ -46,11 +46,16 @@ def test_bytes_are_those_that_travel() -> None:
     assert halved.step.bytes_on_wire == sum(plain.bucket_bytes) / 2
 
 
-def test_a_rank_that_is_late_exposes_the_others() -> None:
-    for config in ("plain", "hook"):
-        early, late = (rank.step for rank in run_on_ranks(record, case="mlp", config=config))
-        assert early.seconds("exposed") > late.seconds("exposed")
-        assert late.seconds("forward") > early.seconds("forward")
+def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
+    for rank in run_on_ranks(record, case="mlp", config="hook"):
+        exposed = [(span.start_s, span.end_s) for span in rank.step.spans if span.name == "exposed"]
+        assert exposed[:-1] == [(bucket.launched_s, bucket.ended_s) for bucket in rank.step.buckets]
+
+
+def test_buckets_are_ready_before_they_leave() -> None:
+    for rank in run_on_ranks(record, case="mlp", config="no overlap"):
+        ready, launched = zip(*((bucket.ready_s, bucket.launched_s) for bucket in rank.step.buckets), strict=True)
+        assert max(ready) < min(launched)
 
 
 def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:

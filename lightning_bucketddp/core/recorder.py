@@ -14,7 +14,7 @@ from lightning_bucketddp.core.collectives import Pending
 from lightning_bucketddp.core.observer import Sighting, observer_of
 from lightning_bucketddp.core.placement import AnyBucket
 from lightning_bucketddp.core.stats import ReducerStats
-from lightning_bucketddp.core.wire import bytes_sent, transfer_of
+from lightning_bucketddp.core.wire import bytes_sent, transfer_of, was_waited_for
 
 
 @dataclass(slots=True)
@@ -73,7 +73,6 @@ class StepRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
-        self._is_host = device.type == "cpu"
         self._observer = observer_of(device, self._clock)
         self.axis = Axis(self._clock)
         self._phase: str | None = None
@@ -143,13 +142,12 @@ class StepRecorder:
     def see_start(self, index: int, pending: Pending, bucket: AnyBucket) -> None:
         """Its reduction is under way."""
         self._step.bytes_on_wire += bytes_sent(pending, bucket)
-        transfer = transfer_of(pending)
-        if self._is_host and isinstance(transfer, torch.futures.Future):
-            # Communication hooks are waited for where they are started.
-            self._see_waiting_since(self._step.buckets[index].launched)
-            self._step.buckets[index].seen = Sighting(self._since)
-        elif transfer is not None:
-            self._step.buckets[index].seen = self._observer.watch(transfer)
+        marks = self._step.buckets[index]
+        if was_waited_for(pending):
+            self._see_waiting_since(marks.launched)
+            marks.seen = Sighting(self._since)
+        elif (transfer := transfer_of(pending)) is not None:
+            marks.seen = self._observer.watch(transfer)
 
     def _see_waiting_since(self, mark: Any) -> None:
         if self._phase is not None and self._since is not None:

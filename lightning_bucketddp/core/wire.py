@@ -158,6 +158,11 @@ def transfer_of(pending: Pending) -> Pending | None:
     return None if isinstance(pending, SparseMean) else pending
 
 
+def was_waited_for(pending: Pending) -> bool:
+    """Whether the reduction had ended when it was started: see `CommHookReduction`."""
+    return isinstance(pending, _PendingHook) and pending.bucket.buffer.device.type == "cpu"
+
+
 def bytes_sent(pending: Pending, bucket: Bucket | LoneBucket | SparseBucket) -> int:
     """What a reduction gives to the network, or to a communication hook."""
     return pending.wire.nbytes if isinstance(pending, _PendingCast) else bucket.num_bytes

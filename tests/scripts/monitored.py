@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.callbacks import recorded_fit
@@ -53,6 +54,13 @@ class Busy(Callback):
 
     def on_train_epoch_end(self, *_: Any) -> None:
         self._work()
+
+
+class PromisesMore(DataLoader[Any]):
+    """Has one batch less than it says, so that the trainer asks for one that does not come."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
 
 
 class SlowRank(models.Regression):
@@ -119,6 +127,7 @@ def fit(
     resume_from: Path | None = None,
     thin_after: int = 1000,
     loggers: bool = False,
+    promises_more: bool = False,
     **trainer_options: Any,
 ) -> Fitted:
     """Train `model`, with a monitor that has these options; True: the strategy's own."""
@@ -160,7 +169,8 @@ def fit(
         suppress(Accident),
     ):
         for _ in range(num_fits):
-            trainer.fit(module, models.loader(), models.loader(), ckpt_path=resume_from)
+            train_data = PromisesMore(models.loader().dataset, batch_size=4) if promises_more else models.loader()
+            trainer.fit(module, train_data, models.loader(), ckpt_path=resume_from)
             trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
     metrics = trainer.progress_bar_metrics
     return Fitted(
