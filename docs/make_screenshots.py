@@ -56,7 +56,7 @@ def train(folder: Path) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
-        strategy=BucketDDPStrategy(bucket_cap_mb=1.5),
+        strategy=BucketDDPStrategy(bucket_cap_mb=[0.25, 0.75, 2]),
         max_steps=80,
         logger=CSVLogger(folder),
         callbacks=[BucketDDPMonitor(every_n_steps=2)],

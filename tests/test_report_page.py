@@ -189,9 +189,14 @@ def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chro
 def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
     driver: Chrome, record: RunRecord, tmp_path: Path
 ) -> None:
-    ranks = {**record.ranks, 0: replace(record.first, profile=None)}
-    show(driver, replace(record, ranks=ranks), tmp_path)
-    assert len(all_of(driver, "#sizes-plot .current")) == 1
+    different = [replace(RECORDING.plan.buckets[0], sizes=[2**18, 1, 1]), *RECORDING.plan.buckets[1:]]
+    for buckets, is_known in ((different, True), (RECORDING.plan.buckets, False)):
+        first = replace(record.first, profile=None, plans={1: RecordedPlan(1, buckets)})
+        show(driver, replace(record, ranks={**record.ranks, 0: first}), tmp_path)
+        assert driver.get_log("browser") == []
+        assert len(all_of(driver, "#sizes-plot .current")) == is_known
+        assert driver.find_element(By.ID, "sizes-plot").is_displayed() == is_known
+        assert ("too much alike" in text(driver, "#sizes-text")) != is_known
 
 
 # --- What it does
@@ -375,6 +380,6 @@ def test_what_the_monitor_records_can_be_seen(driver: Chrome, model: str, tmp_pa
     for rank in (0, 1):
         assert len(bars(driver, rank, ".reduction")) == len(record.last_plan.buckets if record.last_plan else [])
         assert all(0 <= start <= end <= 1.001 for start, end in bars(driver, rank, ".track.compute > div"))
-    assert len(all_of(driver, "#sizes-plot .current")) == 1
+    assert driver.find_element(By.ID, "sizes").is_displayed()
     if model == "slow_rank":
         assert "Rank 1 usually takes" in text(driver, "#history-text")

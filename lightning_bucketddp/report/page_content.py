@@ -11,10 +11,13 @@ from lightning_bucketddp.report.aligned import AlignedStep, align, shown_steps
 from lightning_bucketddp.report.bucket_sizes import Prediction, predict_sizes
 from lightning_bucketddp.report.marked_steps import seconds_of
 from lightning_bucketddp.report.profiles import profile_of
-from lightning_bucketddp.report.record import RecordedBucket, Step
+from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan, Step
 from lightning_bucketddp.report.run_files import RankRecord, RunRecord
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer")
+
+# By which factor sizes must differ for their times to show a line, and not only noise.
+_DIFFERENT = 4
 
 Json = dict[str, Any]
 
@@ -98,7 +101,7 @@ def _history(record: RunRecord) -> Json:
 
 def _sizes(record: RunRecord) -> Json | None:
     plan, profile = record.last_plan, record.first.profile
-    if profile is None and plan is not None:
+    if profile is None and plan is not None and _tells_cost(plan):
         slowest = max(record.ranks.values(), key=_own_s)
         profile = profile_of(plan, list(slowest.steps.values()), num_ranks=slowest.run.world_size)
     if profile is None or not profile.dense_bytes:
@@ -109,6 +112,12 @@ def _sizes(record: RunRecord) -> Json | None:
         "current": sizes.current and _prediction(sizes.current),
         "optimum": _prediction(sizes.optimum),
     }
+
+
+def _tells_cost(plan: RecordedPlan) -> bool:
+    """Whether the buckets are different enough to tell latency and bandwidth apart."""
+    sizes = [bucket.num_bytes for bucket in plan.buckets if bucket.num_bytes and not bucket.sparse]
+    return bool(sizes) and max(sizes) >= _DIFFERENT * min(sizes)
 
 
 def _prediction(prediction: Prediction) -> Json:

@@ -21,7 +21,7 @@ function drawHead() {
     `*${inBytes(run.gradientBytes)}* of gradients in ${count(run.numParameters, "parameter")}`,
     `*${count(history.steps.length, "step")}* recorded, ${number(first)} to ${number(last)}`,
   ].join(" · "));
-  setText(byId("options"), options.map(([name, value]) => `${name}=${value}`).join(" · "));
+  setText(byId("options"), options.map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`).join(" · "));
   document.title = `bucketddp: ${count(run.worldSize, "rank")}, ${inMs(medians.step)} per step`;
   byId("problems").hidden = !content.problems.length;
   byId("problems").append(...content.problems.map((problem) => element("li", "", problem)));

@@ -41,9 +41,10 @@ addLegend(byId("history-legend"), [
   ...(late < 0 ? [] : [["line late", `rank ${content.ranks[late].rank}`]]),
   ["line calm", late < 0 ? "each rank" : "the other ranks"],
 ]);
-byId("sizes").hidden = !content.sizes;
+byId("sizes").hidden = !Object.values(content.plans).some((buckets) => buckets.length);
+byId("sizes").querySelector("figure").hidden = !content.sizes;
+setText(byId("sizes-text"), content.sizes ? sizesInWords(late) : NO_SIZES);
 if (content.sizes) {
-  setText(byId("sizes-text"), sizesInWords(late));
   addLegend(byId("sizes-legend"), [
     ["line sizes", "one size for all buckets"],
     ["line optimum", 'computed optimum (bucket_cap_mb="auto")'],

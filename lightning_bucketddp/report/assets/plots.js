@@ -135,6 +135,10 @@ function drawSizes(svg) {
   if (current) marked("current", 7, "the plan in use", current);
 }
 
+const NO_SIZES =
+  "The buckets of this run are too much alike to tell what an all-reduce costs at other sizes. " +
+  'Train with bucket_cap_mb="auto", which measures it, to see the wait that is predicted for them here.';
+
 function sizesInWords(late) {
   const { current, optimum, byCap } = content.sizes;
   const best = byCap.reduce((a, b) => (b.exposed <= a.exposed ? b : a));
