@@ -43,6 +43,9 @@ class Busy(Callback):
         time.sleep(0.002)
         self.times.append((start, time.perf_counter()))
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._work()
+
     def on_train_batch_end(self, *_: Any) -> None:
         self._work()
 
