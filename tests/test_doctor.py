@@ -21,8 +21,9 @@ from lightning_bucketddp.core.meeting_point import MeetingPoint
 from lightning_bucketddp.doctor import checkpoints, clocks, gpus, interfaces, resources, software, speed
 from lightning_bucketddp.doctor.crew import Crew
 from lightning_bucketddp.doctor.deadline import NeverEnded, within
-from lightning_bucketddp.doctor.examination import _observe
+from lightning_bucketddp.doctor.examination import Examination, _observe
 from lightning_bucketddp.doctor.finding import Finding, Verdict
+from lightning_bucketddp.doctor.printing import print_findings
 from tests.disks import forbidden_directory, not_as_root, small_disk
 from tests.programs import Program, no_process_left
 
@@ -449,6 +450,16 @@ def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
     observed = copy.deepcopy(this_rank)
     observed["software"] |= {"versions": {"torch": "2.5"}, "backends": []}
     assert len(texts(software.judge([observed]), Verdict.ERROR)) == 2
+
+
+def test_what_is_well_on_many_hosts_is_said_once(this_rank: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [two_hosts(this_rank)[n % 2] | {"rank": n, "host": f"{n}", "hostname": f"node-{n}"} for n in range(64)]
+    ranks[7]["resources"] |= {"memory_available": 1000}
+    print_findings(Examination(ranks, clocks_s=[0.0] * 64))
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "Open files on node-0: " in line and "(63 more hosts alike.)" in line]) == 1
+    assert any("Memory on node-7: 0.0 GiB are free" in line and "warning" in line for line in lines)
+    assert len(lines) < 60
 
 
 # --- Wrong use

@@ -15,6 +15,8 @@ from lightning_bucketddp.doctor.finding import Finding, Observation, Theme, on, 
 
 _THEME = Theme("Network")
 _ROOT = Path("/sys/class")
+# Settings that may well differ between hosts.
+_OF_A_HOST = ("_IFNAME", "_HOSTID")
 _PREFIXES = ("GLOO_", "TORCH_NCCL_")
 # By name: the value that costs speed, and what it does.
 _SLOW_SETTINGS = {
@@ -96,8 +98,7 @@ def _judge_equality(ranks: Sequence[Observation]) -> Iterator[Finding]:
     names = sorted({name for observed in ranks for name in observed["network"]["settings"]})
     for name in names:
         by_value = ranks_by(ranks, lambda observed: observed["network"]["settings"].get(name))  # noqa: B023
-        # Names of interfaces may well differ between hosts.
-        if len(by_value) > 1 and not name.endswith("_IFNAME"):
+        if len(by_value) > 1 and not name.endswith(_OF_A_HOST):
             what = "; ".join(f"{value or 'unset'} on {name_ranks(of)}" for value, of in by_value.items())
             yield _THEME.warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
     if names:

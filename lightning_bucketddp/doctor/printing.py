@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console
@@ -29,10 +32,11 @@ def print_findings(seen: Examination) -> None:
 
 def _print(seen: Examination, console: Console) -> None:
     findings = list(seen.findings())
+    hosts = {observed["hostname"] for observed in seen.ranks} if seen.num_hosts > 1 else set()
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for theme, of_theme in groupby(findings, key=lambda finding: finding.theme):
+    for theme, of_theme in groupby(_shortened(findings, hosts), key=lambda finding: finding.theme):
         table.add_row(Text(theme, style="bold"), "")
         for finding in of_theme:
             table.add_row(
@@ -44,6 +48,20 @@ def _print(seen: Examination, console: Console) -> None:
         console.print(_speeds(seen.speed))
     console.print()
     console.print(_conclusion(findings))
+
+
+def _shortened(findings: Sequence[Finding], hosts: set[str]) -> list[Finding]:
+    """What is well, and the same on several hosts but for numbers, is said once."""
+    alike: dict[tuple[str, Verdict, str], list[Finding]] = {}
+    for index, finding in enumerate(findings):
+        pattern = str(index)
+        if hosts and finding.verdict <= Verdict.NOTE:
+            pattern = re.sub("|".join(map(re.escape, hosts)) + r"|[\d.,]+", "", finding.text)
+        alike.setdefault((finding.theme, finding.verdict, pattern), []).append(finding)
+    return [
+        first if not others else replace(first, text=f"{first.text} ({counted(len(others), 'more host')} alike.)")
+        for first, *others in alike.values()
+    ]
 
 
 def _text(finding: Finding) -> Text:

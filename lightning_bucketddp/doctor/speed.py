@@ -59,7 +59,9 @@ def measure(collectives: Collectives, *, progress: Callable[[str], None]) -> dic
 def judge(ranks: Sequence[Observation], measured: Observation, *, backend: str) -> Iterator[Finding]:
     """What was measured, beside what is known of the hardware."""
     smallest, largest = measured["by_size"][0], measured["by_size"][-1]
-    best = max(size["link_bytes_per_s"] for size in measured["by_size"])
+    # Small ones may fit into what a network takes at once.
+    large = [size for size in measured["by_size"] if size["bytes"] >= MIB] or [largest]
+    best = max(size["link_bytes_per_s"] for size in large)
     yield _THEME.ok(
         f"{len(ranks)} ranks, {backend}: {_size(smallest['bytes'])} takes {smallest['seconds'] * 1e6:,.0f} us,"
         f" {_size(largest['bytes'])} takes {largest['seconds'] * 1e3:,.1f} ms; a rank sends up to"

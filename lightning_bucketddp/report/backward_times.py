@@ -24,9 +24,10 @@ NO_COST = AllReduceCost(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class BackwardTimes:
-    """A profile, and in words where its times and its order come from."""
+    """A profile, and where its times and its order come from: in a word, and in words."""
 
     profile: Profile
+    kind: str
     origin: str
 
 
@@ -67,7 +68,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
             )
     # What is made of recorded steps does not know kinds.
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
-    return BackwardTimes(profile, f"recorded in {path}, by a run of {profile.num_ranks} ranks")
+    return BackwardTimes(profile, "recorded", f"recorded in {path}, by a run of {profile.num_ranks} ranks")
 
 
 def _read_record(path: Path) -> Profile | None:
@@ -92,10 +93,10 @@ def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> 
         "an estimate from --backward-ms: gradients in reverse order of registration, each after a time in proportion to"
         " its size"
     )
-    return BackwardTimes(Profile(specs, ready_s, backward_s, NO_COST, num_ranks=1), origin)
+    return BackwardTimes(Profile(specs, ready_s, backward_s, NO_COST, num_ranks=1), "estimated", origin)
 
 
 def without_times(module: nn.Module, *, device: torch.device) -> BackwardTimes:
     """Their order only."""
     times = estimated(module, backward_s=0.0, device=device)
-    return BackwardTimes(times.profile, "not known; gradients are expected in reverse order of registration")
+    return BackwardTimes(times.profile, "unknown", "not known; gradients are expected in reverse order of registration")

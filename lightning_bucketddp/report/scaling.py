@@ -104,7 +104,7 @@ class ModulePlan:
         ]
         return draw(
             series,
-            title=f"{self.module}: predicted scaling efficiency (backward times {self.times.origin.partition(',')[0]})",
+            title=f"{self.module}: predicted scaling efficiency, from {self.times.kind} times",
             x=Axis(label="ranks", log_base=2),
             y=Axis(label="efficiency, %", low=0, high=100),
         )
