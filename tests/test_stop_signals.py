@@ -42,8 +42,9 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals
     assert f"rank {rank} received {number.name}" in ended.output[rank]
 
 
-def test_ctrl_c_that_a_rank_notices_late_is_not_a_second_one(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("Ctrl-C, noticed late by rank 1", rank=None)) as ranks:
+@pytest.mark.parametrize("how", ["Ctrl-C, noticed late by rank 1", "Ctrl-C, passed on by the parent"])
+def test_one_ctrl_c_that_comes_in_two_ways_stops_after_a_step(how: str, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(how, rank=None)) as ranks:
         ended = ranks.wait()
     assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [4, 4], ended.output
     assert checkpoint_of(tmp_path)["global_step"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 else:
     # Each root of Lightning has launchers of its own: they come after these classes in the bases.
     _MultiProcessingLauncher = _SubprocessScriptLauncher = object
+
+log = logging.getLogger(__name__)
 
 _CHILDREN_END_WITHIN_S = 3.0
 # As a shell reports a process that SIGINT has ended.
@@ -90,9 +93,18 @@ class ProcessLauncher(_MultiProcessingLauncher):
         for process in running:
             assert process.pid is not None  # it runs
             os.kill(process.pid, number)
-        for process in running:
-            process.join(_CHILDREN_END_WITHIN_S)
-            process.kill()
+        # They end by themselves, or each other, but not before they have saved. Another Ctrl-C ends the waiting.
+        try:
+            deadline = time.monotonic() + _CHILDREN_END_WITHIN_S
+            for process in running:
+                process.join(max(deadline - time.monotonic(), 0))
+            if any(process.is_alive() for process in running):
+                log.warning("bucketddp: waiting until all ranks have ended; another Ctrl-C kills them.")
+            for process in running:
+                process.join()
+        finally:
+            for process in running:
+                process.kill()
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
+
+# A terminal sends it to all processes, and one that waits for the ranks sends it to them again.
+_SAME_CTRL_C_WITHIN_S = 1.0
 
 
 class StopSignals:
@@ -43,7 +47,7 @@ class StopSignals:
         self._lockstep: Lockstep | None = None
         self._requeue: Callable[..., Any] | None = None
         self._callback: Any = None
-        self._was_interrupted = False
+        self._interrupted_at: float | None = None
 
     def replace_handlers(self, callback: type) -> None:
         """Have Lightning register ours where it would register its own.
@@ -110,10 +114,13 @@ class StopSignals:
             if self._whereabouts.may_be_interrupted:
                 raise self._whereabouts.end_with()
             return
-        if number == signal.SIGINT and self._was_interrupted:
-            raise KeyboardInterrupt  # asked twice: at once
         # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
-        self._was_interrupted = number == signal.SIGINT
+        if number == signal.SIGINT:
+            if self._interrupted_at is not None:
+                if time.monotonic() - self._interrupted_at > _SAME_CTRL_C_WITHIN_S:
+                    raise KeyboardInterrupt  # asked twice: at once
+                return
+            self._interrupted_at = time.monotonic()
         log.warning("bucketddp: rank %d received %s; all ranks stop.", self._rank, signal.Signals(number).name)
         self._watch.request_stop(number)
         if self._lockstep is not None:

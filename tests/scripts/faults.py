@@ -24,6 +24,8 @@ from lightning_bucketddp import BucketDDPStrategy
 
 NUM_BATCHES = 400
 LINGERING_S = 6
+# From one SIGINT to the next.
+GAP_S = {"Ctrl-C, passed on by the parent": 0.1, "Ctrl-C twice": 1.2}
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ class Fault:
             if _rank() == 1:
                 raise ValueError("boom")
             time.sleep(5)
-        if self.what == "Ctrl-C twice":
+        if self.what in GAP_S:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(GAP_S[self.what])
             os.kill(os.getpid(), signal.SIGINT)
         if hasattr(signal, self.what):
             os.kill(os.getpid(), getattr(signal, self.what))
