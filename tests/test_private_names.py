@@ -38,6 +38,7 @@ TORCH_ATTRIBUTES = {
     "_cdata": torch.UntypedStorage,
     "_execution_engine": Variable,
     "_indices": torch.Tensor,
+    "_use_count": torch.Tensor,
     "_values": torch.Tensor,
     # made as we make it
     "_untyped_storage": torch.storage.TypedStorage(

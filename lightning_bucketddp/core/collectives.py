@@ -1,8 +1,17 @@
-"""Talking to the other ranks in a process group; backend differences live here."""
+"""Talking to the other ranks in a process group; backend differences live here.
+
+Note: lent tensors
+    A thread of gloo's lets go of an operation a moment after it has ended. Should it be the last that holds a tensor of
+    Python's, it needs the interpreter for that; but the end of a group waits for its threads, and does not let go of
+    the interpreter: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
+    gloo has let go of them.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +26,8 @@ from lightning_bucketddp.core.network import gloo_between_hosts
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20
+# Longer than a thread waits for its turn on a busy machine.
+_LETS_GO_WITHIN_S = 1.0
 
 
 class Pending(Protocol):
@@ -56,6 +67,8 @@ class Collectives:
     def __init__(
         self, device: torch.device, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
     ) -> None:
+        # Of a further group between hosts: what its operations may still hold (Note: lent tensors).
+        self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
         self.device = device
         self._timeout = timeout
         self._world = dist.group.WORLD
@@ -85,9 +98,27 @@ class Collectives:
         """
         for name in ("_side_group", "_host_group"):
             further: Collectives | None = getattr(self, name)
-            if further is not None and self.is_open and dist.get_backend(further.group) == "gloo":
+            if further is not None and self.is_open and further.has_all_back():
                 setattr(self, name, None)
                 dist.destroy_process_group(further.group)
+
+    def has_all_back(self) -> bool:
+        """Whether nothing is lent any more; waits a little for it. Not for groups that are not to be closed."""
+        if self._lent is None:
+            return False
+        deadline = time.monotonic() + _LETS_GO_WITHIN_S
+        while not (is_back := all(map(_is_only_ours, self._lent))) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return is_back
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """`tensor` for an operation of this group (Note: lent tensors)."""
+        if self._lent is None:
+            return tensor
+        while self._lent and _is_only_ours(self._lent[0]):
+            self._lent.popleft()
+        self._lent.append(tensor.detach())
+        return self._lent[-1]
 
     def side_group(self) -> Collectives:
         """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
@@ -117,19 +148,20 @@ class Collectives:
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+        dist.all_reduce(self._lend(tensor), op=dist.ReduceOp.SUM, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """This tensor of every rank, by rank; shape and dtype must be equal everywhere."""
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor, group=self.group)
+        dist.all_gather([self._lend(part) for part in gathered], self._lend(tensor), group=self.group)
         return gathered
 
     def start_gather(self, tensor: Tensor) -> PendingGather:
         """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        return PendingGather(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered)
+        lent = [self._lend(part) for part in gathered]
+        return PendingGather(dist.all_gather(lent, self._lend(tensor), group=self.group, async_op=True), gathered)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """This tensor of every rank, by rank; the number of rows may differ between ranks."""
@@ -176,7 +208,7 @@ class Collectives:
                             tensor.copy_(piece.view_as(tensor))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+        dist.broadcast(self._lend(tensor), src=dist.get_global_rank(self.group, source), group=self.group)
 
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, peer: int) -> None:
         if tensor.numel() == 0:
@@ -237,6 +269,10 @@ class _AllGather(torch.autograd.Function):
         gradient = grad_output.contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[dist.get_rank(ctx.group)], None
+
+
+def _is_only_ours(tensor: Tensor) -> bool:
+    return int(tensor._use_count()) == 1  # type: ignore[attr-defined]
 
 
 def _chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
