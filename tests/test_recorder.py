@@ -10,7 +10,13 @@ from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.report.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
 from lightning_bucketddp.report.record import BucketTimes, Span, Step
-from tests.jobs.recording import CONFIGS, assert_in_order, record, record_a_long_backward
+from tests.jobs.recording import (
+    CONFIGS,
+    assert_in_order,
+    phase_after_a_backward_of_nothing,
+    record,
+    record_a_long_backward,
+)
 from tests.ranks import run_on_ranks
 
 
@@ -62,6 +68,10 @@ def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:
     for rank in run_on_ranks(record_a_long_backward):
         first, *_, last = rank.step.buckets
         assert first.ended_s < last.ready_s
+
+
+def test_a_backward_without_reductions_waits_for_none() -> None:
+    assert run_on_ranks(phase_after_a_backward_of_nothing) == ["backward"] * 2
 
 
 def test_a_step_that_was_given_up_is_forgotten() -> None:

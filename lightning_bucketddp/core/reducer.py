@@ -242,6 +242,8 @@ class Reducer:
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
         if not any(backward.trainable):
+            if recorder is not None:
+                recorder.end_waiting()
             return
         with torch.no_grad(), phase("bucketddp::finish"):
             reductions = backward.reductions or self._first_reductions(backward)
