@@ -40,6 +40,7 @@ CORE_ORDER = [
     "side_channel",
     "neighbours",
     "stalls",
+    "signal_wakeup",
     "termination",
     "watch",
     "wire",

@@ -68,9 +68,11 @@ def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: st
 
 
 def test_exception_of_rank_zero_ends_all(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("raise", rank=0))
+    ended = end_of(tmp_path, fault=Fault("raise in a library", rank=0))
     assert ended.results["seen0"]["type"] == "ValueError"
-    assert "Rank 0 (process" in ended.results["seen1"]["message"]
+    said = ended.results["seen1"]["message"]
+    assert "Rank 0 (process" in said
+    assert re.search(r"in training_step\n.*in happen\n.* more \.\.\.\n.*in forward\n", said, re.DOTALL), said
     assert_saved_as_seen(ended, tmp_path)
 
 
@@ -130,21 +132,21 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
         assert_saved_as_seen(ended, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["loop", "sleep", "SIGSTOP"])
+@pytest.mark.parametrize("what", ["loop", "sleep in a library", "SIGSTOP"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, stall_warning_s=1)
     waiting = 1 - rank
     said = ended.output[waiting]
-    assert len(re.findall(rf"rank {waiting} has waited \d+ s for other ranks in backward of batch 4", said)) == 1
+    assert len(re.findall(rf"rank {waiting} has waited \d+ s for other ranks in backward of batch 3", said)) == 1
     assert f"Rank {rank} " in said
     assert "RankFailedError" in said
     if what == "SIGSTOP":
         assert "its process is stopped" in said
         assert ended.exit_codes[rank] == -signal.SIGKILL
     else:
-        assert "forward of batch 4 in epoch 0" in said
-        assert "in happen" in said  # its stack
+        assert "forward of batch 3 in epoch 0" in said
+        assert "in happen" in said  # the user's part of its stack
         assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
 
 
@@ -158,12 +160,12 @@ def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> N
 def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("sleep", "backward"), timeout_s=8, stall_warning_s=1)
     where = (
-        r"backward of batch 4 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
+        r"backward of batch 3 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )
     assert re.search(where, ended.output[0]), ended.output[0]
 
 
 def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeout_s=8, stall_warning_s=1)
-    told = re.findall(r"has waited \d+ s for other ranks in backward of batch 4", "".join(ended.output))
+    told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
     assert len(told) == 1

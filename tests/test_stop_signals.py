@@ -64,6 +64,54 @@ def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
     assert checkpoint_of(tmp_path)["global_step"] == 3
 
 
+@pytest.mark.parametrize("number", SEEN_AS)
+@pytest.mark.parametrize("where", ["training_step", "data worker", "validation_step"])
+def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
+    number: signal.Signals, where: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1} if where == "data worker" else {"val_check_interval": 4}
+    with crew(fit, directory=tmp_path, fault=Fault("sleep", where), **options) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)  # by now rank 0 waits for rank 1, where no handler can run
+        ranks.send(0, number)
+        ended = ranks.wait()
+    assert ended.exit_codes == [EXIT_CODE_OF[number]] * 2, ended.output
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[number]}
+    assert f"rank 0 received {number.name}; all ranks stop." in ended.output[0]
+    assert checkpoint_of(tmp_path)["global_step"] == ended.results["seen0"]["step"]
+
+
+@pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)])
+def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple[int, ...], tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)
+        for rank in targets:
+            ranks.send(rank, signal.SIGINT)
+        ended = ranks.wait()
+    assert ended.exit_codes == [1, 1], ended.output
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {"KeyboardInterrupt"}
+    assert checkpoint_of(tmp_path)["global_step"] == 3
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)
+        ranks.send(target, signal.SIGINT)
+        ended = ranks.wait()
+    assert 0 not in ended.exit_codes
+    assert not any("finished" in name for name in ended.results)
+
+
+def test_sigint_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGINT", rank=0), ignores_sigint=True) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [0, 0], ended.output
+    assert {"finished0", "finished1"} <= ended.results.keys()
+
+
 def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
     with crew(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
         ended = ranks.wait()

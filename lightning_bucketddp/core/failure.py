@@ -6,13 +6,18 @@ import json
 import os
 import signal
 import socket
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 
 # A record travels through the store and is read by every rank: enough to find the line, not the whole story.
-_NUM_FRAMES = 6
+_NUM_FRAMES = 8
+_NUM_FRAMES_OF_USER = 3
 _NUM_CHARACTERS = 2000
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(Path(__file__).parents[1]))
 
 
 class RankFailedError(RuntimeError):
@@ -53,14 +58,13 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
         """This process has raised `error`."""
-        frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
         return cls(
             rank=rank,
             kind=Kind.RAISED,
             what=f"{type(error).__name__}: {error}"[:_NUM_CHARACTERS],
             where=where,
             process=this_process(),
-            stack="".join(traceback.format_list(frames)),
+            stack=format_stack(traceback.extract_tb(error.__traceback__)),
         )
 
     def to_json(self) -> str:
@@ -87,6 +91,25 @@ class Failure:
         """What `rank` raises, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         return RankFailedError(f"Rank {rank} ends, because {why}. {self.describe()}")
+
+
+def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Format the innermost frames, and the innermost ones of the user's program, outermost first."""
+    own = [index for index, frame in enumerate(frames) if not _is_library(frame.filename)][-_NUM_FRAMES_OF_USER:]
+    shown = sorted({*own, *range(max(len(frames) - _NUM_FRAMES, 0), len(frames))})
+    lines: list[str] = []
+    for position, index in enumerate(shown):
+        num_left_out = index - shown[position - 1] - 1 if position > 0 else 0
+        if num_left_out:
+            lines.append(f"  ... {num_left_out} more ...\n")
+        lines += traceback.format_list([frames[index]])
+    return "".join(lines)
+
+
+def _is_library(file: str) -> bool:
+    """Whether `file` belongs to Python, to a package that is installed, or to this one."""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return is_installed or file.startswith(("<frozen", *_LIBRARIES))
 
 
 def this_process() -> str:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 BEAT_EVERY_S = 1.0
 # Longer than a beat, so that a rank that lives has given another one.
 _SILENCE_S = 2.5
+# Before the time-out, so that it is longer ago then. That a rank waits is noticed a moment after it has begun to.
+_LISTEN_BEFORE_S = _SILENCE_S + 1.5
 _NUM_NAMED = 4
 
 
@@ -54,17 +56,23 @@ class Stalls:
         channel: to the other ranks.
         whereabouts: of this one.
         warn_after_s: how long a rank may wait for others without a word.
+        timeout_s: how long a collective may take.
     """
 
-    def __init__(self, channel: SideChannel, whereabouts: Whereabouts, *, warn_after_s: float) -> None:
+    def __init__(
+        self, channel: SideChannel, whereabouts: Whereabouts, *, warn_after_s: float, timeout_s: float
+    ) -> None:
         self._channel = channel
         self._whereabouts = whereabouts
         self._warn_after_s = warn_after_s
+        self._timeout_s = timeout_s
         self._num_beats = 0
         self._last_beat_at = 0.0
         self._waits_in_phase = -1
         self._waits_since = 0.0
         self._has_warned = False
+        # What the others had last said shortly before the time-out; None: it is far.
+        self._beats_before: dict[int, dict[str, Any] | None] | None = None
 
     def beat(self) -> None:
         """Say where this rank is, if it is time to."""
@@ -94,8 +102,19 @@ class Stalls:
             self._waits_in_phase = here.num_phases if here.is_waiting else -1
             self._waits_since = now
             self._has_warned = False
+            self._beats_before = None
             return False
         return not self._has_warned and now - self._waits_since > self._warn_after_s
+
+    def anticipate_timeout(self) -> None:
+        """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
+        is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
+        if self._waits_in_phase != -1 and is_near and self._beats_before is None:
+            self._beats_before = self._last_beats()
+
+    def _last_beats(self) -> dict[int, dict[str, Any] | None]:
+        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
+        return {rank: self._channel.last_beat_of(rank) for rank in others}
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
         """Say whom this rank waits for, unless another one that waits has said so already."""
@@ -114,12 +133,13 @@ class Stalls:
     def find_behind(self, frozen: Sequence[int], *, can_ask: bool) -> list[Behind]:
         """The ranks that do not wait: who cannot answer, or else who does something else."""
         stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
-        others = [rank for rank in range(self._channel.world_size) if rank != self._channel.rank]
         if not can_ask:
             return [Behind(rank, stopped) for rank in frozen]
-        before = {rank: self._channel.last_beat_of(rank) for rank in others}
-        time.sleep(_SILENCE_S)
-        beats = {rank: beat for rank in others if (beat := self._channel.last_beat_of(rank)) is not None}
+        before = self._beats_before
+        if before is None:
+            before = self._last_beats()
+            time.sleep(_SILENCE_S)
+        beats = {rank: beat for rank, beat in self._last_beats().items() if beat is not None}
         silent = [rank for rank, beat in beats.items() if (before[rank] or beat)["count"] == beat["count"]]
         behind = [_silent(r, beats[r], stopped if r in frozen else "it no longer answers") for r in silent]
         behind += [

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_bucketddp.core.failure import Failure, Kind, RankFailedError
@@ -39,6 +39,8 @@ _TOGETHER_WITHIN_S = 0.7
 _CAUSE_WITHIN_S = 1.5
 # Ranks that a signal stops agree on a step to end after, if they come to one within this.
 _STOP_WITHIN_S = 1.5
+# A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
+SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
 
 
@@ -49,6 +51,8 @@ class Means:
     Attributes:
         cut: ends every collective of this process, now and from now on.
         interrupt: makes the training thread raise wherever it is.
+        signals_received: the signals that shall stop the run and have come since the last call, whether or not Python
+            has run their handlers (Note: signals in a collective).
         exit_status_of: how the process of a rank ended, if this process has started it.
         store_rank: the rank whose process holds the store; None if no rank's does.
         launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
@@ -56,6 +60,7 @@ class Means:
 
     cut: Callable[[], None]
     interrupt: Callable[[], None]
+    signals_received: Callable[[], Sequence[int]]
     exit_status_of: Callable[[int], int | None]
     store_rank: int | None
     launcher_pid: int | None
@@ -80,7 +85,7 @@ class Watch:
         self._whereabouts = whereabouts
         self._means = means
         self._timeout_s = timeout_s
-        self._stalls = Stalls(channel, whereabouts, warn_after_s=stall_warning_s)
+        self._stalls = Stalls(channel, whereabouts, warn_after_s=stall_warning_s, timeout_s=timeout_s)
         self._neighbours = Neighbours(channel, exit_status_of=means.exit_status_of)
         self._termination = Termination(
             whereabouts, cut=means.cut, interrupt=means.interrupt, rank=channel.rank, timeout_s=timeout_s
@@ -93,6 +98,10 @@ class Watch:
         # When things happened; None: they have not.
         self._failed_at: float | None = None
         self._stop_at: float | None = None
+        self._signalled_at: float | None = None
+        # A signal has come again: nobody shall be waited for any more.
+        self._shall_not_wait = False
+        self._announcement = threading.Lock()
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._is_over = False
@@ -113,8 +122,14 @@ class Watch:
             # It may be waiting for a store that no longer answers; then it ends with the process.
             self._thread.join(timeout=_SETTLED_WITHIN_S)
 
+    def receive_signal(self, number: int) -> None:
+        """Stop all ranks, because this process has received a signal. Does nothing that a handler may not."""
+        if self._announcement.acquire(blocking=False):  # by the handler or by the watch, whoever knows first
+            log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, _name_of(number))
+        self.request_stop(number)
+
     def request_stop(self, number: int) -> None:
-        """This process has received a signal: all ranks shall stop. Does nothing that a signal handler may not."""
+        """Stop all ranks as by signal `number`."""
         self.stop_signal = self.stop_signal or number
 
     @property
@@ -184,6 +199,8 @@ class Watch:
             log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
 
     def _look(self) -> None:
+        for number in self._means.signals_received():
+            self._notice_signal(number)
         if self._means.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
@@ -193,6 +210,16 @@ class Watch:
             self._tell(failure)
         if self._failure is None and (death := self._neighbours.death(has_left=self._has_left)) is not None:
             self._tell(death)
+
+    def _notice_signal(self, number: int) -> None:
+        now = time.monotonic()
+        self._signalled_at = self._signalled_at or now
+        has_come_again = now - self._signalled_at > SAME_CTRL_C_WITHIN_S
+        if self.is_ending:
+            self._shall_not_wait |= has_come_again
+        elif self._failure is None:  # or else it is ours (`interrupt`)
+            self._shall_not_wait |= has_come_again and number == signal.SIGINT
+            self.receive_signal(number)
 
     def _exchange(self) -> None:
         self._stalls.beat()
@@ -242,6 +269,7 @@ class Watch:
             self._stop_if_asked(now)
             if self._stalls.waits_too_long():
                 self._stalls.warn(self._neighbours.frozen(), can_ask=self._can_ask)
+            self._asking(self._stalls.anticipate_timeout)
             return
         assert self._failed_at is not None
         if self._verdict is None and (
@@ -249,6 +277,8 @@ class Watch:
         ):
             self._verdict = _APART
             self._asking(self._decide_to_part)
+        if self._shall_not_wait and self.is_ending and self._whereabouts.is_waiting:
+            self._verdict = _APART  # callbacks wait for a rank that does not come
         if self._verdict == _APART:
             self._part()
         if self._verdict is not None:
@@ -262,7 +292,8 @@ class Watch:
         if not self.stop_signal:
             return
         self._stop_at = self._stop_at or now
-        if now - self._stop_at > _STOP_WITHIN_S and not self.is_ending and self._whereabouts.may_be_interrupted:
+        is_time = now - self._stop_at > _STOP_WITHIN_S and self._whereabouts.may_be_interrupted
+        if (is_time or self._shall_not_wait) and not self.is_ending:
             stop = Failure(
                 rank=self._channel.rank,
                 kind=Kind.STOPPED,
@@ -279,6 +310,10 @@ class Watch:
         assert self._failure is not None
         self._termination.part(self._failure)
         self._neighbours.kill_frozen()  # they cannot end by themselves
+
+
+def _name_of(number: int) -> str:
+    return signal.Signals(number).name
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_NUM_FRAMES = 8
+from lightning_bucketddp.core.failure import format_stack
+
 # What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
 _BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
 OPTIMIZER = "optimizer"
@@ -54,7 +55,7 @@ class Whereabouts:
         self.phase = _SET_UP
         self.since = time.monotonic()
         self.epoch = 0
-        self.batch = 0
+        self.batch: int | None = None  # before the first
         self.num_phases = 0
         self.end_with: Callable[[], BaseException] | None = None
         self.describe_backward: Callable[[], str] | None = None
@@ -104,8 +105,10 @@ class Whereabouts:
             detail = self.describe_backward()
         elif phase in _MAY_LOAD_DATA and self._is_inside(lambda file: bool(_DATA_LOADING.search(file))):
             phase = "data loading"
-        batch = f" {'after' if self.phase == BETWEEN_STEPS else 'of'} batch {self.batch}" if self.batch else ""
-        return f"{phase}{batch} in epoch {self.epoch}{detail}" if batch else phase
+        if self.batch is None:
+            return phase
+        relation = "after" if self.phase == BETWEEN_STEPS else "of"
+        return f"{phase} {relation} batch {self.batch} in epoch {self.epoch}{detail}"
 
     @property
     def is_waiting(self) -> bool:
@@ -126,8 +129,8 @@ class Whereabouts:
 
     def stack(self) -> str:
         """Where the training thread is in the program."""
-        frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)[:_NUM_FRAMES]]
-        return "".join(traceback.StackSummary.extract(iter(frames[::-1])).format())
+        frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)]
+        return format_stack(traceback.StackSummary.extract(iter(frames[::-1])))
 
     def _is_inside(self, is_meant: Callable[[str], bool]) -> bool:
         """Whether the training thread has been in a file that is meant, for more than a moment."""

@@ -29,10 +29,11 @@ from lightning_bucketddp.core.failure import Kind
 from lightning_bucketddp.core.process_group import StoreAccess, access_store, leave_process_group
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.side_channel import SideChannel
+from lightning_bucketddp.core.signal_wakeup import SignalWakeup
 from lightning_bucketddp.core.watch import Means, Watch
 from lightning_bucketddp.core.whereabouts import Whereabouts
 from lightning_bucketddp.strategies.options import StartMethod
-from lightning_bucketddp.strategies.signals import StopSignals
+from lightning_bucketddp.strategies.signals import Interrupts, StopSignals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -74,6 +75,8 @@ class Ending:
 
     def __init__(self, whereabouts: Whereabouts, surroundings: Surroundings, *, stall_warning_s: float) -> None:
         self.signals: StopSignals | None = None
+        self._interrupts: Interrupts | None = None
+        self._wakeup = SignalWakeup()
         self._rank = surroundings.rank
         self._is_over = False
         self._access = access_store()
@@ -89,6 +92,7 @@ class Ending:
             Means(
                 cut=cut,
                 interrupt=self._interrupt,
+                signals_received=self._signals_received,
                 exit_status_of=surroundings.exit_status_of,
                 store_rank=0 if self._access.is_held_by_rank_zero else None,
                 launcher_pid=surroundings.launcher_pid,
@@ -99,6 +103,7 @@ class Ending:
 
     def begin(self) -> None:
         """Start to watch."""
+        self._wakeup.install()
         self._watch.start()
         # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
         # thing to be done then, because nearly the first to be registered.
@@ -106,8 +111,10 @@ class Ending:
 
     def end(self) -> None:
         """The run is over on this rank, well or not."""
-        if self.signals is not None:
-            self.signals.restore_handlers()
+        for handlers in (self.signals, self._interrupts):
+            if handlers is not None:
+                handlers.restore_handlers()
+        self._wakeup.uninstall()
         self._is_over = True
         self._watch.stop()
         if not self._watch.have_parted:
@@ -126,8 +133,13 @@ class Ending:
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
-        self.signals = StopSignals(trainer, self._watch, self._whereabouts, rank=self._rank)
+        self.signals = StopSignals(trainer, self._watch, self._whereabouts, self._wakeup)
         self.signals.replace_handlers(callback)
+
+    def handle_interrupts(self) -> None:
+        """Have Ctrl-C stop a program that has the loop itself, also where it waits for other ranks."""
+        self._interrupts = Interrupts(self._wakeup)
+        self._interrupts.replace_handlers()
 
     def report_uncaught(self) -> None:
         """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
@@ -171,8 +183,13 @@ class Ending:
         return None if is_own else failure.error_for(self._rank)
 
     def _interrupt(self) -> None:
-        if self.signals is not None:
-            self.signals.interrupt()
+        handlers = self.signals or self._interrupts
+        if handlers is not None:
+            handlers.interrupt()
+
+    def _signals_received(self) -> list[int]:
+        handlers = self.signals or self._interrupts
+        return [] if handlers is None else handlers.received()
 
 
 class EndsTogether:

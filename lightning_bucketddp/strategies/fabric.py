@@ -169,6 +169,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
             self._whereabouts.enter("the training loop")
             ending = self._begin_watching()
             ending.report_uncaught()
+            ending.handle_interrupts()
             # Fabric does not say when a run is over.
             weakref.finalize(self, ending.end)
         self._collectives = Collectives(self.root_device, timeout=self._timeout)

@@ -9,7 +9,6 @@ Note: agreeing on a step
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -17,16 +16,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.watch import Watch
+from lightning_bucketddp.core.signal_wakeup import SignalWakeup
+from lightning_bucketddp.core.watch import SAME_CTRL_C_WITHIN_S, Watch
 from lightning_bucketddp.core.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-log = logging.getLogger(__name__)
-
-# A terminal sends it to all processes, and one that waits for the ranks sends it to them again.
-_SAME_CTRL_C_WITHIN_S = 1.0
+# A main thread that has not run a handler within this is not in Python.
+_HANDLED_WITHIN_S = 1.0
 
 
 class StopSignals:
@@ -36,14 +34,16 @@ class StopSignals:
         trainer: whose run it is.
         watch: ends it on all ranks, if nothing else does.
         whereabouts: of the thread that trains.
-        rank: of this process.
+        wakeup: tells which signals have come, also where no handler can run.
     """
 
-    def __init__(self, trainer: Trainer, watch: Watch, whereabouts: Whereabouts, *, rank: int) -> None:
+    def __init__(self, trainer: Trainer, watch: Watch, whereabouts: Whereabouts, wakeup: SignalWakeup) -> None:
         self._trainer = trainer
         self._watch = watch
         self._whereabouts = whereabouts
-        self._rank = rank
+        self._wakeup = wakeup
+        # By signal: what handles it while it means that the run shall stop. The user may put another in its place.
+        self._handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
         self._lockstep: Lockstep | None = None
         self._requeue: Callable[..., Any] | None = None
         self._callback: Any = None
@@ -65,9 +65,14 @@ class StopSignals:
 
         def register_with_ours() -> None:
             register(connector)
-            if threading.current_thread() is threading.main_thread():
+            if threading.current_thread() is not threading.main_thread():
+                return
+            self._handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+            # A shell has jobs in the background ignore it, and so shall we.
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
                 # Last, so that Lightning puts back what was there before.
                 signal.signal(signal.SIGINT, self._on_stop)
+                self._handlers[signal.SIGINT] = self._on_stop
 
         connector._sigterm_notifier_fn = self._on_stop
         connector._slurm_sigusr_handler_fn = self._on_requeue
@@ -83,6 +88,10 @@ class StopSignals:
             delattr(connector, name)
         delattr(loop, "_broadcast_sigterm_tensor")
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+
+    def received(self) -> list[int]:
+        """Return the signals that have come since the last call and shall stop the run; called by the watch."""
+        return [n for n in self._wakeup.received() if n in self._handlers and signal.getsignal(n) == self._handlers[n]]
 
     def travel_with(self, lockstep: Lockstep) -> None:
         """From now on there are notes to go with."""
@@ -117,12 +126,11 @@ class StopSignals:
         # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
         if number == signal.SIGINT:
             if self._interrupted_at is not None:
-                if time.monotonic() - self._interrupted_at > _SAME_CTRL_C_WITHIN_S:
+                if time.monotonic() - self._interrupted_at > SAME_CTRL_C_WITHIN_S:
                     raise KeyboardInterrupt  # asked twice: at once
                 return
             self._interrupted_at = time.monotonic()
-        log.warning("bucketddp: rank %d received %s; all ranks stop.", self._rank, signal.Signals(number).name)
-        self._watch.request_stop(number)
+        self._watch.receive_signal(number)
         if self._lockstep is not None:
             self._lockstep.stop_signal = number
 
@@ -131,6 +139,57 @@ class StopSignals:
             self._lockstep.wants_requeue = True  # after the next step, also in a validation
         elif self._requeue is not None:
             self._requeue(number, frame)  # nothing is being trained
+
+
+class Interrupts:
+    """SIGINT in a program that has the loop itself: Python raises `KeyboardInterrupt`, which is for the user to handle.
+
+    Unless the main thread is in C++, where it does not come. Then the run is stopped on all ranks.
+
+    Args:
+        wakeup: tells which signals have come, also where no handler can run.
+    """
+
+    def __init__(self, wakeup: SignalWakeup) -> None:
+        self._wakeup = wakeup
+        # When it was seen, by the watch; None: the handler has run since.
+        self._came_at: float | None = None
+        self._looked_at = self._handled_at = 0.0
+
+    def replace_handlers(self) -> None:
+        """See when Python has raised; a handler that the user has installed stays as it is."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def restore_handlers(self) -> None:
+        """Give Python its own back."""
+        if threading.current_thread() is threading.main_thread() and self._is_installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def received(self) -> list[int]:
+        """Return SIGINT if it has come and Python has not raised; called by the watch."""
+        looked_at, self._looked_at = self._looked_at, time.monotonic()
+        has_come = signal.SIGINT in self._wakeup.received() and self._is_installed
+        if has_come and self._handled_at < looked_at:
+            self._came_at = self._looked_at
+        if self._came_at is None or self._looked_at - self._came_at < _HANDLED_WITHIN_S:
+            return []
+        self._came_at = None
+        return [signal.SIGINT]
+
+    def interrupt(self) -> None:
+        """Make the training thread raise; called by the watch."""
+        if self._is_installed:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    @property
+    def _is_installed(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self._on_interrupt
+
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        self._handled_at, self._came_at = time.monotonic(), None
+        signal.default_int_handler(number, frame)
 
 
 def _callback_after_batches(after_batch: Callable[[], None], base: type) -> Any:

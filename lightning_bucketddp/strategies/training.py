@@ -92,7 +92,7 @@ class TrainingHooks(EndsTogether, _ParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._whereabouts.epoch, self._whereabouts.batch = self._module.current_epoch, batch_idx + 1
+        self._whereabouts.epoch, self._whereabouts.batch = self._module.current_epoch, batch_idx
         self._whereabouts.enter("start")
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and self._replicas is not None and self._replicas.are_outdated(self._module):

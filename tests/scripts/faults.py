@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class Fault:
     where: str = "training_step"
     rank: int | None = 1
     batch: int = 3
+    # Of the user, where one is needed.
+    own_group: list[Any] = field(default_factory=list)
 
     def is_due(self, where: str, rank: int, batch: int) -> bool:
         return (where, batch) == (self.where, self.batch) and self.rank in (rank, None)
@@ -49,8 +52,15 @@ class Fault:
         if self.what == "loop":
             while True:
                 pass
+        if self.what == "raise in a library":
+            _deep_in_torch(int)("boom")
         if self.what == "sleep":
             time.sleep(1000)
+        if self.what == "sleep in a library":
+            _deep_in_torch(time.sleep)(1000)
+        if self.what == "collective":
+            # That no other rank calls, in a group of its own: gloo aborts where different collectives meet.
+            dist.all_reduce(torch.ones(1), group=self.own_group[0])
         if self.what == "SIGTERM and sleep":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(6)
@@ -105,6 +115,8 @@ class Model(LightningModule):
             self._fault.happen(self._directory)
 
     def setup(self, stage: str) -> None:
+        if self._fault is not None and self._fault.what == "collective":
+            self._fault.own_group.append(dist.new_group())
         self._may_fail("setup", self._fault.batch if self._fault else 0)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -180,10 +192,13 @@ def fit(
     lingers_on: int | None = None,
     timeout_s: float = 1800,
     num_workers: int = 0,
+    ignores_sigint: bool = False,
     val_check_interval: int | None = None,
     **options: Any,
 ) -> None:
     """Train until something goes wrong."""
+    if ignores_sigint:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     strategy = BucketDDPStrategy(timeout=timedelta(seconds=timeout_s), bucket_cap_mb=1e-4, **options)
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
     on_exception = {"save_on_exception": True} if can_save_on_exception else {}
@@ -222,6 +237,15 @@ def write(path: Path, content: dict[str, Any]) -> None:
     ours = path.with_suffix(f".{os.getpid()}.tmp")
     ours.write_text(json.dumps(content))
     os.replace(ours, path)
+
+
+def _deep_in_torch(function: Callable[[Any], Any]) -> nn.Module:
+    """A module that calls `function` below more of torch's frames than a stack is shown with."""
+    module: nn.Module = nn.Identity()
+    module.forward = function  # type: ignore[method-assign]
+    for _ in range(5):
+        module = nn.Sequential(module)
+    return module
 
 
 def _rank() -> int:
