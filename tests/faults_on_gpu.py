@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 TIMEOUT_S = 15
+SIGNAL_AFTER_S = 3
 SOON_S = 20
 
 
@@ -73,6 +74,10 @@ FAULTS = [
     Fault("loop", (1, 1), "Rank 1", after_s=TIMEOUT_S),
     Fault("SIGSTOP", (1, -signal.SIGKILL), "its process is stopped", after_s=TIMEOUT_S),
     Fault("SIGTERM", (143, 143), ""),
+    Fault("signal while rank 0 waits in backward", (143, 143), "rank 0 received SIGTERM", after_s=SIGNAL_AFTER_S),
+    Fault(
+        "signal while rank 0 waits in a group of its own", (143, 143), "rank 0 received SIGTERM", after_s=SIGNAL_AFTER_S
+    ),
 ]
 
 
@@ -90,13 +95,25 @@ def train(what: str, directory: str) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 1))
 
+        def setup(self, stage: str) -> None:
+            self.own_group = torch.distributed.new_group()
+            Path(directory, f"pid{self.global_rank}").write_text(str(os.getpid()))
+
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 3 and self.global_rank == 0 and "group of its own" in what:
+                ones = torch.ones(1, device=self.device)
+                torch.distributed.all_reduce(ones, group=self.own_group)
+                ones.item()
             if batch_idx == 3 and self.global_rank == 1:
                 Path(directory, "fault").write_text(str(time.time()))
                 if what == "raise":
                     raise ValueError("boom")
                 while what == "loop":
                     pass
+                if what.startswith("signal while rank 0 waits"):
+                    time.sleep(SIGNAL_AFTER_S)
+                    os.kill(int(Path(directory, "pid0").read_text()), signal.SIGTERM)
+                    time.sleep(1000)
                 os.kill(os.getpid(), getattr(signal, what))
             loss: Tensor = self.layers(batch[0]).pow(2).mean()
             return loss

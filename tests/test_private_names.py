@@ -27,6 +27,7 @@ TORCH = {
     "_profiler_enabled": "torch.autograd",
     "_get_default_store": "torch.distributed.distributed_c10d",
     "_update_default_pg": "torch.distributed.distributed_c10d",
+    "_world": "torch.distributed.distributed_c10d",
     "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
     # not private by name, but not documented either
     "batch_norm_update_stats": "torch",

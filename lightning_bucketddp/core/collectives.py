@@ -85,12 +85,6 @@ class Collectives:
         """Whether the process group is still there: nobody has destroyed it, or destroyed it and made another."""
         return dist.is_initialized() and dist.group.WORLD is self._world
 
-    def abort(self) -> None:
-        """End the collectives of these ranks on a device, whatever they wait for. Those of hosts end otherwise."""
-        for collectives in (self, self._side_group, self._host_group):
-            if collectives is not None and "nccl" in dist.get_backend(collectives.group):
-                collectives.group.abort()
-
     def close_host_groups(self) -> None:
         """Give back what the further groups between hosts hold: each has threads and a connection to every rank.
 

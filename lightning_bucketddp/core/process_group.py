@@ -45,6 +45,13 @@ def access_store() -> StoreAccess:
     )
 
 
+def abort_device_groups() -> None:
+    """End the collectives on a device, in every group of this process. Those between hosts end otherwise."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "nccl" in dist.get_backend(group):
+            group.abort()
+
+
 def leave_process_group() -> None:
     """From now on this process is on its own."""
     if dist.is_initialized() and "nccl" in dist.get_backend():

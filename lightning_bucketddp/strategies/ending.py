@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.connections import cut_connections
 from lightning_bucketddp.core.failure import Kind
-from lightning_bucketddp.core.process_group import StoreAccess, access_store, leave_process_group
+from lightning_bucketddp.core.process_group import StoreAccess, abort_device_groups, access_store, leave_process_group
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.side_channel import SideChannel
 from lightning_bucketddp.core.signal_wakeup import SignalWakeup
@@ -223,9 +223,9 @@ class EndsTogether:
         this = weakref.ref(self)  # the watch must not keep alive what it watches
 
         def abort_device() -> None:
-            if (strategy := this()) is not None and strategy._collectives is not None:
+            if (strategy := this()) is not None:
                 strategy.note_torn_step()
-                strategy._collectives.abort()
+            abort_device_groups()
 
         launcher: Any = self._launcher
         first_rank = self.global_rank - self.local_rank
