@@ -56,6 +56,10 @@ class Neighbours:
                 return Failure(rank=rank, kind=Kind.DIED, what=describe_exit(status), process=process)
         return None
 
+    def gone(self) -> list[int]:
+        """Return the ranks whose processes have ended or are stopped: they learn nothing any more."""
+        return [rank for rank, peer in self._peers.items() if peer.has_ended or peer.is_frozen]
+
     def frozen(self) -> list[int]:
         """The ranks whose processes are stopped."""
         return [rank for rank, peer in self._peers.items() if peer.is_frozen]

@@ -52,6 +52,13 @@ class SideChannel:
         text = self._get("failure")
         return None if text is None else Failure.from_json(text)
 
+    def acknowledge_failure(self) -> None:
+        """Say that this rank knows the first failure."""
+        self._set(f"knows/{self.rank}", "1")
+
+    def knows_failure(self, rank: int) -> bool:
+        return self._get(f"knows/{rank}") is not None
+
     def count_raised(self) -> int:
         """This rank has raised by itself; how many have by now."""
         return int(self._store.add(self._key("num_raised"), 1))

@@ -42,6 +42,8 @@ _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
 SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
+# All ranks that are well have learned of a failure by then, also on a busy machine.
+_LEARNED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,20 @@ class Watch:
                 log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
             self._wake.wait(_TICK_S if self._neighbours.are_met else _MEETING_TICK_S)
             self._wake.clear()
+        if self._failure is not None and self._means.store_rank == self._channel.rank:
+            self._asking(self._let_others_learn)
         self._asking(self._channel.leave)
         self._neighbours.close()
+
+    def _let_others_learn(self) -> None:
+        """Wait a little until every rank knows why the run ends: with this process the store is gone."""
+        deadline = time.monotonic() + _LEARNED_WITHIN_S
+        unaware = set(range(self._channel.world_size)) - {self._channel.rank}
+        while unaware and time.monotonic() < deadline:
+            unaware = {
+                rank for rank in unaware.difference(self._neighbours.gone()) if not self._channel.knows_failure(rank)
+            }
+            time.sleep(_MEETING_TICK_S)
 
     @property
     def _can_ask(self) -> bool:
@@ -226,6 +240,7 @@ class Watch:
         self._neighbours.meet()
         if self._failure is None and (failure_of_another := self._channel.failure()) is not None:
             self._learn(failure_of_another)
+            self._channel.acknowledge_failure()
         if self._failure is not None and self._verdict is None:
             self._verdict = self._channel.verdict()
         if not self._stop_is_told:
@@ -248,10 +263,14 @@ class Watch:
             is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
             if is_own and self._channel.count_raised() == self._channel.world_size:
                 self._verdict = self._channel.decide(_TOGETHER)
-            self._learn(self._channel.report(failure))
+            self._report(failure)
 
         self._asking(exchange)
         self._learn(failure)  # if nobody can be told
+
+    def _report(self, failure: Failure) -> None:
+        self._learn(self._channel.report(failure))
+        self._channel.acknowledge_failure()
 
     def _blame(self, failure: Failure) -> Failure:
         """The time-out has struck this rank, but the cause is another."""
@@ -301,7 +320,7 @@ class Watch:
                 where=self._whereabouts.describe(),
                 signal=self.stop_signal,
             )
-            self._asking(lambda: self._learn(self._channel.report(stop)))
+            self._asking(lambda: self._report(stop))
             self._learn(stop)
             self._verdict = _APART
             self._asking(self._decide_to_part)
