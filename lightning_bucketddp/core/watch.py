@@ -327,8 +327,8 @@ class Watch:
 
     def _part(self) -> None:
         assert self._failure is not None
+        self._neighbours.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._termination.part(self._failure)
-        self._neighbours.kill_frozen()  # they cannot end by themselves
 
 
 def _name_of(number: int) -> str:
