@@ -202,6 +202,18 @@ def failure_to_save(*, path: Path) -> str:
 
 
 @like_torchrun()
+def refusal_of_wrapped(*, root: str, whole: bool) -> str:
+    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
+    try:
+        make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@like_torchrun()
 def talk(*, strategy: str) -> dict[str, Any]:
     """What the collectives of Fabric return."""
     fabric = make_fabric(strategy)
