@@ -25,7 +25,7 @@ from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.core.hooks import GradientHooks
+from lightning_bucketddp.core.hooks import GradientHooks, take_over
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec
@@ -88,7 +88,8 @@ class Reducer:
             and config.on_nonfinite == "warn"
             and weighting is None
         )
-        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient)
+        take_over(replicas.parameters)
+        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
