@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.scripts.fabrics import LOOPS, ROOTS, count_reductions, failure_to_save, load, save, talk, train
+from tests.scripts.fabrics import (
+    LOOPS,
+    ROOTS,
+    count_reductions,
+    failure_to_save,
+    load,
+    refusal_of_wrapped,
+    save,
+    talk,
+    train,
+    train_after_another_set_up,
+)
 
 # What torch DDP needs for the same result.
 LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
@@ -70,3 +81,25 @@ def test_collectives_return_what_those_of_ddp_do() -> None:
         "sum": [3.0, 20.0],
         "broadcast": {"from": 1},
     }
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_module_that_is_parallel_already_is_refused_on_every_rank(root: str) -> None:
+    part, whole = (run_on_ranks(refusal_of_wrapped, root=root, whole=whole) for whole in (False, True))
+    wrapped = "is wrapped in `DistributedDataParallel`, but this strategy averages the gradients of all submodules"
+    assert all(error.startswith(f"ValueError: `1` {wrapped} by itself. Leave the wrapper out") for error in part)
+    assert all(error.startswith(f"ValueError: `DistributedDataParallel` {wrapped} by itself.") for error in whole)
+
+
+@pytest.mark.parametrize("by", ["the_same_fabric", "another_fabric"])
+def test_a_module_that_is_set_up_again_is_averaged_once(by: str) -> None:
+    expected = run_on_ranks(train, strategy="bucketddp", loop="backward")
+    assert run_on_ranks(train_after_another_set_up, by=by) == [("", weights) for weights in expected]
+
+
+def test_modules_that_share_parameters_cannot_both_be_set_up() -> None:
+    error = (
+        "`0.weight` belongs to another module, too, that was set up before: its gradient would be averaged twice."
+        " Set up one module that holds all parameters."
+    )
+    assert run_on_ranks(train_after_another_set_up, by="part") == [(error, [])] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lightning_bucketddp.strategies.registration import strategy_class
 from tests.ranks import run_on_ranks
 from tests.scripts import nonfinite_fabric
-from tests.scripts.nonfinite import Outcome, Setting, fit, fit_and_save_each_step, save
+from tests.scripts.nonfinite import Outcome, Setting, fit, fit_and_keep_one, fit_and_save_each_step, save
 
 # In `Setting` rank 1's fourth batch is bad.
 WHERE = "step 3 (epoch 0, batch 3)"
@@ -161,21 +162,73 @@ def test_gradients_are_not_looked_at_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "named"), [("linear", "`linear.weight`, `linear.bias`"), ("norm.running_mean", "`norm.running_mean`")]
+    ("save_last", "options"),
+    [(True, {}), ("link", {}), (True, {"async_checkpoints": True})],
+    ids=["plain", "link", "in_background"],
 )
-def test_a_checkpoint_with_bad_weights_is_written_with_a_warning(spoiled: str, named: str, tmp_path: Path) -> None:
+def test_by_default_the_newest_finite_checkpoint_is_kept(
+    save_last: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    keep_one = partial(run_on_ranks, fit_and_keep_one, directory=tmp_path, save_last=save_last)
+    (rank_zero, warnings), (rank_one, no_warnings) = keep_one(setting=Setting("gradient", options=options))
+    assert rank_zero.error == rank_one.error == ""
+    assert rank_zero.global_step == 6
+    newest = "last.ckpt" if save_last is True else "step=3.ckpt"
+    assert warnings == [
+        "bucketddp: weights have become infinite or nan by step 4: `layers.0.bias`."
+        f" Checkpoint `{tmp_path}/step=4.ckpt` is written as `{tmp_path}/nonfinite/step=4.ckpt`, and further ones"
+        f" likewise; earlier ones are neither replaced nor removed. Resume from `{tmp_path}/{newest}`."
+    ]
+    assert no_warnings == []
+    # What was saved last, but not finite, is there too, and no more than one of each kind.
+    links = {"step=6.ckpt"} if save_last == "link" else set()
+    beside = {"step=6.ckpt"} if save_last == "link" else {"step=6.ckpt", "last.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=3.ckpt", "nonfinite"} | links
+    assert {path.name for path in (tmp_path / "nonfinite").iterdir()} == beside
+    assert not is_finite(weights_in(tmp_path / "nonfinite" / "step=6.ckpt"))
+    for path in (tmp_path / "last.ckpt", tmp_path / "step=3.ckpt"):
+        assert is_finite(weights_in(path))
+        assert torch.load(path, weights_only=False)["global_step"] == 3
+    # Without the bad batch, training goes on from there, with all batches of the epoch.
+    (resumed, warnings), _ = keep_one(setting=Setting(options=options), ckpt_path="last")
+    assert (resumed.error, warnings) == ("", [])
+    assert resumed.global_step == 3 + 6
+    assert is_finite(resumed.weights)
+    assert is_finite(weights_in(tmp_path / "last.ckpt"))
+
+
+def weights_in(path: Path) -> list[torch.Tensor]:
+    return list(torch.load(path, weights_only=False)["state_dict"].values())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(
+    ("spoiled", "named"),
+    [
+        ("linear", "`linear.weight`, `linear.bias`"),
+        ("norm.running_mean", "`norm.running_mean`"),
+        ("bias", "`bias`"),  # infinite from the start, and nan now
+    ],
+)
+def test_a_checkpoint_with_bad_weights_is_written_beside(
+    spoiled: str, named: str, weights_only: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled=spoiled, on_nonfinite="warn")
+    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled=spoiled, on_nonfinite="warn", weights_only=weights_only)
     assert rank_zero == (
         "",
         [
-            f"bucketddp: weights in checkpoint `{path}` are not finite: {named}. It is written, but training cannot go"
-            " on from it: keep an earlier one. With `on_nonfinite='raise'` or `on_nonfinite='skip'` it would not be"
-            " written."
+            f"bucketddp: weights have become infinite or nan by step 1: {named}. Checkpoint `{path}` is written as"
+            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
+            f" removed. Resume from `{path}`."
         ],
     )
     assert rank_one == ("", [])
-    assert not is_finite([torch.load(path, weights_only=False)["state_dict"][named.split("`")[1]]])
+    name = named.split("`")[1]
+    kept, beside = (torch.load(p, weights_only=False) for p in (path, tmp_path / "nonfinite" / "model.ckpt"))
+    assert not kept["state_dict"][name].isnan().any()
+    assert not is_finite([beside["state_dict"][name]])
+    assert ("optimizer_states" in beside) is not weights_only
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
@@ -184,7 +237,7 @@ def test_a_checkpoint_with_bad_weights_is_refused_on_every_rank(on_nonfinite: st
     rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="linear.weight", on_nonfinite=on_nonfinite)
     error = (
         f"CheckpointWriteError: Checkpoint `{path}` is not written, because weights are not finite: `linear.weight`."
-        " Earlier ones are untouched: resume from one of them."
+        f" Earlier ones are untouched: resume from `{path}`."
     )
     assert rank_zero == (error, [])
     assert rank_one == (f"{error} (on rank 0)", [])
@@ -192,9 +245,10 @@ def test_a_checkpoint_with_bad_weights_is_refused_on_every_rank(on_nonfinite: st
 
 
 @pytest.mark.parametrize("on_nonfinite", ["warn", "raise"])
-def test_infinite_buffers_are_legitimate(on_nonfinite: str, tmp_path: Path) -> None:
+def test_what_is_infinite_from_the_start_is_legitimate(on_nonfinite: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(save, path=tmp_path / "model.ckpt", spoiled=None, on_nonfinite=on_nonfinite)
     assert ranks == [("", [])] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
 
 
 # --- Fabric
@@ -233,8 +287,17 @@ def test_fabric_refuses_to_write_bad_weights(tmp_path: Path) -> None:
     assert is_finite([torch.load(path, weights_only=False)["model"]["bias"]])
 
 
-def test_fabric_warns_of_bad_weights_that_it_writes(tmp_path: Path) -> None:
+def test_fabric_writes_bad_weights_beside(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     rank_zero, rank_one = run_on_ranks(nonfinite_fabric.save, path=path, spoiled="bias", on_nonfinite="warn")
-    assert rank_zero[0] == rank_one[0] == ""
-    assert "are not finite: `bias`. It is written" in rank_zero[1][0]
+    assert rank_one == ("", [])
+    assert rank_zero == (
+        "",
+        [
+            f"bucketddp: weights have become infinite or nan: `bias`. Checkpoint `{path}` is written as"
+            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
+            f" removed. Resume from `{path}`."
+        ],
+    )
+    assert is_finite([torch.load(path)["model"]["bias"]])
+    assert not is_finite([torch.load(tmp_path / "nonfinite" / "model.ckpt")["model"]["bias"]])

@@ -39,6 +39,7 @@ TORCH_ATTRIBUTES = {
     "_cdata": torch.UntypedStorage,
     "_execution_engine": Variable,
     "_indices": torch.Tensor,
+    "_post_accumulate_grad_hooks": torch.Tensor,
     "_use_count": torch.Tensor,
     "_values": torch.Tensor,
     # made as we make it

@@ -62,6 +62,12 @@ def test_training_continues_after_an_exception_in_backward(failing_ranks: list[i
     run_on_ranks(reducing.training_continues_after_an_exception_in_backward, marked=marked, failing_ranks=failing_ranks)
 
 
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_backward_that_died_shares_buffers_and_counts(failing_rank: int) -> None:
+    ranks = run_on_ranks(reducing.buffers_after_a_backward_that_died, failing_rank=failing_rank, timeout_s=20)
+    assert ranks == [([1.0, 2.0, 4.0], 4)] * 2
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("own", "travels_as", "dtype"),

@@ -149,6 +149,39 @@ def test_what_cannot_be_trained_is_named_on_every_rank(of: str, kind: str, text:
     assert run_on_ranks(refusal, of=of, timeout_s=30) == [(kind, text)] * 2
 
 
+BY_ITSELF = "but this strategy averages the gradients of all submodules by itself."
+IGNORED = "or name its parameters in `_ddp_params_and_buffers_to_ignore`."
+UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {IGNORED}"
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        ("wrapped: ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("wrapped_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("wrapped: ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("wrapped: fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
+        ("wrapped_on_one_rank", f"`layers.0` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
+        (
+            "wrapped: fully_shard",
+            f"`layers.2` was made parallel by `fully_shard`, {BY_ITSELF} Leave that call out, {IGNORED}",
+        ),
+        (
+            "wrapped: tensor_parallel",
+            f"`layers.2` was made parallel by `fully_shard` or `parallelize_module`, {BY_ITSELF} Leave that call out,"
+            f" {IGNORED}",
+        ),
+    ],
+)
+def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, text: str) -> None:
+    assert run_on_ranks(refusal, of=of) == [("ValueError", text)] * 2
+
+
+@pytest.mark.parametrize("how", ["unwrapped", "ignored"])
+def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how: str) -> None:
+    assert run_on_ranks(refusal, of=f"wrapped: {how}") == [("", "")] * 2
+
+
 def test_fits_leave_no_threads_behind() -> None:
     for counts in run_on_ranks(count_threads_after_fits, num_fits=4):
         assert len(set(counts[1:])) == 1

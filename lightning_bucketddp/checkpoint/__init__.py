@@ -8,5 +8,6 @@ One noun per file, and a file imports only files to its left:
     errors, snapshot, stats -> writer
     errors -> rank_zero -> background
     errors -> every_rank
+    errors -> finite_weights
     plain_data, per_rank -> hook_state
 """

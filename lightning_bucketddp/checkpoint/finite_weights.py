@@ -1,56 +1,189 @@
-"""Weights that are worth keeping: none of them infinite or nan.
+"""Checkpoints whose weights are infinite or nan, and those that they must not replace.
 
 Note: what counts as a weight
     Parameters, and the running statistics of normalisation layers, which a nan in one batch makes nan for ever. Other
-    buffers may hold infinities on purpose: attention masks, best values so far.
+    buffers may hold infinities on purpose: attention masks, best values so far. So may parameters: one that was no
+    better when training began does not count. Optimizer state is not looked at. A nan in it is in the weights, too,
+    after the same step; with an infinite second moment training can go on.
+
+Note: never in the place of a finite one
+    A checkpoint with bad weights goes into a directory of its own, beside the path that was asked for. Not under
+    another name in the same directory: whatever resumes by itself would take it for the newest (to Lightning
+    `last-nonfinite.ckpt` is a "last" checkpoint, and `hpc_ckpt_2.nonfinite` the newest of a requeued job).
+
+    `ModelCheckpoint` removes a checkpoint as soon as it has saved the one that replaces it. If that one is not finite
+    nothing is removed but others that are not finite. `ModelCheckpoint(save_last="link")` links to the path that it has
+    asked for, without a word to the strategy. So there must be something: a link to the newest finite checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 
+DIRECTORY = "nonfinite"
 _STATISTICS = ("running_mean", "running_var")
 
+# The worst that is found in a weight, by name: nothing, something infinite, a nan.
+FINITE, INFINITE, NAN = range(3)
+Severities = dict[str, int]
+Path = str | os.PathLike[str]
 
-def check_weights(
-    state_dict: Mapping[str, Any], module: nn.Module, *, path: str | os.PathLike[str], refuses: bool
-) -> None:
-    """Warn, or refuse to write, if weights of `module` are not finite in the state dict that goes to `path`."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    names = [
-        name
-        for name, value in state_dict.items()
-        if (name in parameters or name.rpartition(".")[2] in _STATISTICS) and not _is_finite(value)
-    ]
-    if not names:
-        return
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    which = f"not finite: {', '.join(f'`{name}`' for name in names[:3])}{more}"
-    if refuses:
-        raise CheckpointWriteError(
-            f"Checkpoint `{path}` is not written, because weights are {which}. Earlier ones are untouched: resume"
-            " from one of them."
+
+def severities_of(module: nn.Module) -> Severities:
+    """Look at all weights of `module` (Note: what counts as a weight)."""
+    return _severities(_weights_of(module))
+
+
+def spoiled_weights(state_dict: Mapping[str, Any], module: nn.Module, *, at_start: Severities) -> list[str]:
+    """The names of weights of `module` that are worse in `state_dict` than they were `at_start`."""
+    weights = _weights_of(module).keys()
+    now = _severities({name: value for name, value in state_dict.items() if name in weights})
+    return [name for name in state_dict if now.get(name, FINITE) > at_start.get(name, FINITE)]
+
+
+class FiniteCheckpoints:
+    """On rank zero: which checkpoints are finite, and where others go (Note: never in the place of a finite one)."""
+
+    def __init__(self) -> None:
+        # In the order in which they were saved; True: with all that training needs to go on.
+        self._finite: dict[str, bool] = {}
+        # What was written beside the path that was asked for.
+        self._beside: dict[str, str] = {}
+        self._links: set[str] = set()
+        self._is_spoiled = False
+        self._has_warned = False
+
+    def add(self, path: Path, *, can_resume: bool) -> None:
+        """Remember that the newest finite checkpoint is at `path`."""
+        self._finite.pop(str(path), None)
+        self._beside.pop(str(path), None)
+        self._finite[str(path)] = can_resume
+        self._is_spoiled = self._has_warned = False
+
+    def place(
+        self, path: Path, spoiled: list[str], *, refuses: bool, can_resume: bool = True, step: int | None = None
+    ) -> Path:
+        """Where to write a checkpoint that was meant for `path`, and has these `spoiled` weights.
+
+        Args:
+            path: what was asked for.
+            spoiled: names of weights that have become infinite or nan.
+            refuses: raise instead of choosing another place.
+            can_resume: there is all in it that training needs to go on.
+            step: of the training, if it is known.
+        """
+        if not spoiled:
+            self.add(path, can_resume=can_resume)
+            return path
+        self._is_spoiled = True
+        newest = self._newest()
+        if refuses:
+            raise CheckpointWriteError(
+                f"Checkpoint `{path}` is not written, because weights are not finite: {_some(spoiled)}. Earlier ones"
+                f" are untouched: resume from {'one of them' if newest is None else f'`{newest}`'}."
+            )
+        directory, name = os.path.split(str(path))
+        beside = self._beside[str(path)] = os.path.join(directory, DIRECTORY, name)
+        if not self._has_warned:
+            self._has_warned = True
+            by_step = "" if step is None else f" by step {step}"
+            advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
+            warnings.warn(
+                f"bucketddp: weights have become infinite or nan{by_step}: {_some(spoiled)}. Checkpoint `{path}` is"
+                f" written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
+                f" {advice}",
+                stacklevel=2,
+            )
+        return beside
+
+    def link(self, path: Path) -> None:
+        """Make the local `path` of a checkpoint that was written beside it lead to the newest finite one, if any."""
+        if not os.path.lexists(path):
+            newest = self._newest()
+            target = self._beside[str(path)] if newest is None else newest
+            os.symlink(os.path.relpath(target, os.path.dirname(path)), path)
+            self._links.add(str(path))
+
+    def forget_warning(self) -> None:
+        """Warn again of the next checkpoint with bad weights."""
+        self._has_warned = False
+
+    @contextmanager
+    def known_unless_failing(self, path: Path) -> Iterator[None]:
+        """Forget `path` if it cannot be written."""
+        try:
+            yield
+        except BaseException:
+            self._finite.pop(str(path), None)
+            raise
+
+    def path_to_remove(self, path: Path) -> str | None:
+        """What to remove for the checkpoint that was to be saved to `path`; None: nothing."""
+        if (beside := self._beside.pop(str(path), None)) is not None:
+            if str(path) in self._links:
+                self._links.remove(str(path))
+                os.unlink(path)
+            return beside
+        if self._is_spoiled:
+            return None
+        self._finite.pop(str(path), None)
+        return str(path)
+
+    def _newest(self) -> str | None:
+        paths = list(self._finite)
+        return next((path for path in reversed(paths) if self._finite[path]), paths[-1] if paths else None)
+
+
+def _weights_of(module: nn.Module) -> dict[str, Tensor]:
+    statistics = {
+        name: buffer
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if name.rpartition(".")[2] in _STATISTICS
+    }
+    return {**dict(module.named_parameters(remove_duplicate=False)), **statistics}
+
+
+def _severities(weights: Mapping[str, Any]) -> Severities:
+    # Each tensor is read once, on its device; the host waits once for all of a kind.
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
+    for name, weight in weights.items():
+        if (numbers := _real_numbers(weight)) is not None:
+            low, high = numbers.aminmax()  # several times faster than `isfinite`
+            by_kind.setdefault((low.device, low.dtype), {})[name] = (low, high)
+    return {
+        name: _severity(*extremes)
+        for of_kind in by_kind.values()
+        for name, extremes in zip(
+            of_kind, torch.stack([torch.stack(pair) for pair in of_kind.values()]).tolist(), strict=True
         )
-    rank_zero_warn(
-        f"bucketddp: weights in checkpoint `{path}` are {which}. It is written, but training cannot go on from it: keep"
-        " an earlier one. With `on_nonfinite='raise'` or `on_nonfinite='skip'` it would not be written."
-    )
+    }
 
 
-def _is_finite(value: Any) -> bool:
+def _severity(low: float, high: float) -> int:
+    if math.isnan(low):  # then both are
+        return NAN
+    return INFINITE if math.isinf(low) or math.isinf(high) else FINITE
+
+
+def _real_numbers(value: Any) -> Tensor | None:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.numel() == 0:
-        return True
-    value = torch.view_as_real(value) if value.is_complex() else value
-    if not value.is_floating_point():
-        return True
-    # One pass, several times faster than `isfinite`.
-    low, high = value.detach().aminmax()
-    return bool(low.isfinite() & high.isfinite())
+        return None
+    numbers: Tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+    if not numbers.is_floating_point():
+        return None
+    return numbers.float() if numbers.itemsize == 1 else numbers  # no `aminmax` for 8 bits
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more

@@ -8,7 +8,7 @@ Note: cheap hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -23,9 +23,12 @@ class GradientHooks:
     Args:
         params: all parameters of the module; they get hooks, trainable or not.
         act: called with the index of a parameter whose gradient is to be acted on.
+        close: has this closed by its owner.
     """
 
-    def __init__(self, params: Sequence[Tensor], act: Callable[[int], None]) -> None:
+    def __init__(self, params: Sequence[Tensor], act: Callable[[int], None], close: Callable[[], None]) -> None:
+        self.close = close
+        self.param_ids = {id(param) for param in params}
         self._act = act
         self._placement: Placement | None = None
         self._unplanned = Arrivals(expected=0)
@@ -79,7 +82,30 @@ class GradientHooks:
             if arrivals.pending <= 0:
                 act(index)
 
+        on_gradient.owner = self  # type: ignore[attr-defined]
         return on_gradient
+
+
+def take_over(parameters: Mapping[str, Tensor]) -> None:
+    """Close whoever averages the gradients of these parameters already, so that they are not averaged twice.
+
+    Raises:
+        ValueError: if those are not the same parameters, but some of them, or others too.
+    """
+    param_ids = {id(param) for param in parameters.values()}
+    owners: dict[GradientHooks, str] = {}
+    for name, param in parameters.items():
+        for function in (param._post_accumulate_grad_hooks or {}).values():
+            if (owner := getattr(function, "owner", None)) is not None:
+                owners.setdefault(owner, name)
+    for owner, name in owners.items():
+        if owner.param_ids != param_ids:
+            raise ValueError(
+                f"`{name}` belongs to another module, too, that was set up before: its gradient would be averaged"
+                " twice. Set up one module that holds all parameters."
+            )
+    for owner in owners:
+        owner.close()
 
 
 def hook(param: Tensor, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:

@@ -25,7 +25,7 @@ from lightning_bucketddp.core.backward_pass import Alive, BackwardPass
 from lightning_bucketddp.core.capture import is_being_captured
 from lightning_bucketddp.core.clock import Clock
 from lightning_bucketddp.core.config import MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.core.hooks import GradientHooks
+from lightning_bucketddp.core.hooks import GradientHooks, take_over
 from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import Placement
 from lightning_bucketddp.core.plan import ParameterSpec
@@ -88,7 +88,8 @@ class Reducer:
             and config.on_nonfinite == "warn"
             and weighting is None
         )
-        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient)
+        take_over(replicas.parameters)
+        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
@@ -183,7 +184,7 @@ class Reducer:
 
     def _begin(self) -> BackwardPass:
         if self._backward is not None:
-            self._abandon(self._backward)
+            self._finish(self._backward, died=True)
         self.finiteness.begin(self.stats)
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._num_blocks == 0
@@ -229,12 +230,14 @@ class Reducer:
         if self._collectives.device.type == "cuda":
             backward.streams.add(torch.cuda.current_stream(self._collectives.device))
 
-    def _finish(self, backward: BackwardPass) -> None:
+    def _finish(self, backward: BackwardPass, *, died: bool = False) -> None:
+        """Do what is left of a backward, with all ranks. After one that `died` here, others may be waiting in it."""
         self._backward = None
         self._hooks.rest()
         if not backward.syncs:
             return
-        tuner, recorder = backward.tuner, backward.recorder
+        # The times of a backward that died say nothing, and nobody uses its gradients.
+        tuner, recorder = None if died else backward.tuner, backward.recorder
         if tuner is not None:
             tuner.backward_ended()
         if recorder is not None:
@@ -247,8 +250,11 @@ class Reducer:
             return
         with torch.no_grad(), phase("bucketddp::finish"):
             reductions = backward.reductions or self._first_reductions(backward)
-            reductions.launch_rest()
-            reductions.wait(factor=factor)
+            if died:
+                reductions.abandon()
+            else:
+                reductions.launch_rest()
+                reductions.wait(factor=factor)
             if tuner is not None:
                 tuner.reduced()
             if recorder is not None:
@@ -263,22 +269,10 @@ class Reducer:
             self._exchanged.record()
         assert self.placement is not None  # there were reductions
         with torch.no_grad():
-            self.finiteness.read(self.placement, self.stats)
-            if tuner is not None:
+            if not died:
+                self.finiteness.read(self.placement, self.stats)
+            if backward.tuner is not None:
                 self._plans.end(backward.trainable)
-
-    def _abandon(self, backward: BackwardPass) -> None:
-        """Take part in what is left of a backward that died: other ranks may be waiting in it."""
-        self._backward = None
-        self._hooks.rest()
-        if backward.syncs:
-            if backward.factor is None:
-                self._factor(backward.trainable)
-            with torch.no_grad():
-                reductions = backward.reductions or self._first_reductions(backward)
-                reductions.abandon()
-                if backward.tuner is not None:
-                    self._plans.end(backward.trainable)
 
     def _factor(self, trainable: tuple[bool, ...]) -> float:
         if self._weighting is None:

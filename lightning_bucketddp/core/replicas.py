@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +17,24 @@ from lightning_bucketddp.core.collectives import Collectives
 
 # Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
 _RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+# What exchanges gradients or weights by itself: classes that a module is wrapped in, and those that a call turns it, or
+# its parameters, into. By name, because importing them takes seconds, and only those of these packages.
+_WRAPPERS = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "_FabricModule",
+}
+_CALLS = {
+    "DDP": "`replicate`",
+    "DTensor": "`fully_shard` or `parallelize_module`",
+    "FSDPModule": "`fully_shard`",
+    "ReplicateModule": "`replicate`",
+}
+_PACKAGES = {"apex", "deepspeed", "fairscale", "lightning", "lightning_fabric", "pytorch_lightning", "torch"}
 
 # What a rank says of each of its tensors, by name.
 Description = dict[str, dict[str, Any]]
@@ -57,6 +75,7 @@ class Replicas:
         self._module_type = type(module).__name__
         self.parameters = parameters_of(module)
         check_parameters(module, self.parameters)
+        self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
         self._norm_statistics: list[_BufferSlot] = []
         self._other_buffers: list[_BufferSlot] = []
@@ -83,10 +102,17 @@ class Replicas:
             )
 
     def agree(self) -> None:
-        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers."""
+        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers.
+
+        Also if something else makes a part of the module parallel, on whatever rank.
+        """
         mine = self._describe()
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-        if len(set(self.collectives.gather_json(digest))) > 1:
+        digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
+        if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
+            where = "" if len(ranks) == self.collectives.world_size else f" on {_ranks(ranks)}"
+            raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
+        if len(set(digests)) > 1:
             raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
 
     def refuse_trainable(self, trainable: Sequence[bool]) -> NoReturn:
@@ -142,6 +168,31 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that ranks share, by name."""
     ignored = _ignored_names(module)
     return {name: param for name, param in module.named_parameters() if name not in ignored}
+
+
+def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
+    """The first submodule with some of `parameters` that something else makes parallel, and the class that says so."""
+    # Not by name: a module and its wrapper may both be submodules.
+    ours = {id(param) for param in parameters.values()}
+    for name, submodule in module.named_modules():
+        tensors = [type(param) for param in submodule.parameters(recurse=False) if id(param) in ours]
+        for base in dict.fromkeys(base for kind in (type(submodule), *tensors) for base in kind.__mro__):
+            is_known = base.__name__ in _WRAPPERS | _CALLS.keys() and base.__module__.partition(".")[0] in _PACKAGES
+            if is_known and any(id(param) in ours for param in submodule.parameters()):
+                return name or type(module).__name__, base.__name__
+    return None
+
+
+def explain_parallel(name: str, kind: str, *, where: str) -> str:
+    """Why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
+    if kind in _WRAPPERS:
+        found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
+    else:
+        found, remedy = f"was made parallel by {_CALLS[kind]}", "Leave that call out"
+    return (
+        f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself. {remedy}, or"
+        " name its parameters in `_ddp_params_and_buffers_to_ignore`."
+    )
 
 
 def explain_difference(by_rank: list[Description]) -> str:

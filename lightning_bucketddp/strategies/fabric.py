@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.compiled import graphs_split
@@ -152,6 +153,8 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         self._ending: Ending | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
+        self._finite_checkpoints = FiniteCheckpoints()
+        self._weights_at_start: dict[nn.Module, Severities] = {}
         self._backward_sync_control: Any = _BackwardSyncControl(self)
         self._start_timeout_s = check_start_timeout(start_timeout_s)
         # Read by what `adopt_process_setup` takes over.
@@ -205,7 +208,9 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
             )
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
-        self.reducers[getattr(module, "_orig_mod", module)] = Reducer(replicas, self.config, finiteness=finiteness)
+        compiled = getattr(module, "_orig_mod", module)
+        self.reducers[compiled] = Reducer(replicas, self.config, finiteness=finiteness)
+        self._weights_at_start[compiled] = severities_of(compiled)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

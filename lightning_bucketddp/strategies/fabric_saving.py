@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.every_rank import read_on_every_rank
-from lightning_bucketddp.checkpoint.finite_weights import check_weights
+from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of, spoiled_weights
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
@@ -42,6 +42,9 @@ class FabricCheckpointHooks(_ParallelStrategy):
     has_torn_step: bool
     _async_checkpoints: bool
     _writer: CheckpointWriter
+    _finite_checkpoints: FiniteCheckpoints
+    # Of the modules that were set up.
+    _weights_at_start: dict[nn.Module, Severities]
 
     @property
     def checkpoint_io(self) -> Any:
@@ -68,14 +71,20 @@ class FabricCheckpointHooks(_ParallelStrategy):
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
 
-        def write(content: dict[str, Any]) -> None:
-            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
-
         def save() -> None:
-            for name, value in state.items():
-                if isinstance(value, nn.Module):
-                    check_weights(checkpoint[name], value, path=path, refuses=self.config.on_nonfinite != "warn")
-            self._writer.save(checkpoint, write, path=path, in_background=self._async_checkpoints)
+            spoiled = [
+                weight
+                for name, module in state.items()
+                if isinstance(module, nn.Module) and module in self._weights_at_start
+                for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
+            ]
+            place = self._finite_checkpoints.place(path, spoiled, refuses=self.config.on_nonfinite != "warn")
+
+            def write(content: dict[str, Any]) -> None:
+                with self._finite_checkpoints.known_unless_failing(place):
+                    self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
+
+            self._writer.save(checkpoint, write, path=place, in_background=self._async_checkpoints)
 
         with self._whereabouts.during(SAVING):
             write_on_rank_zero(save, self._collectives, path=path)
@@ -100,9 +109,15 @@ class FabricCheckpointHooks(_ParallelStrategy):
                 self.wait_for_checkpoints()
             self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
         try:
-            return super().load_checkpoint(path, state, strict, **kwargs)
+            rest = super().load_checkpoint(path, state, strict, **kwargs)
         finally:
             self._checkpoint_io = own_io
+        # Training begins again with what was loaded.
+        loaded = list(state.values()) if isinstance(state, dict) else [state]
+        for module in self._weights_at_start:
+            if any(module is other for other in loaded):
+                self._weights_at_start[module] = severities_of(module)
+        return rest
 
     def teardown(self) -> None:
         with suppress(Exception):  # it is in the log

@@ -11,7 +11,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.every_rank import read_nowhere, read_on_every_rank
-from lightning_bucketddp.checkpoint.finite_weights import check_weights
+from lightning_bucketddp.checkpoint.finite_weights import (
+    NAN,
+    FiniteCheckpoints,
+    Severities,
+    severities_of,
+    spoiled_weights,
+)
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
@@ -57,6 +63,9 @@ class CheckpointHooks(_ParallelStrategy):
     _async_checkpoint_io: ClassVar[type]
     _async_checkpoints: bool
     _writer: CheckpointWriter
+    _finite_checkpoints: FiniteCheckpoints
+    # None: nothing was trained.
+    _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.
     _saves_in_background = False
 
@@ -112,23 +121,40 @@ class CheckpointHooks(_ParallelStrategy):
         if "optimizer_states" in checkpoint:
             self._add_training_state(checkpoint, filepath)
 
-        def write(content: dict[str, Any]) -> None:
-            with raised_once(self.checkpoint_io):
-                super(CheckpointHooks, self).save_checkpoint(content, filepath, storage_options)
-
         # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
         in_background = self._saves_in_background and not self._trainer.interrupted
 
         def save() -> None:
-            if self.lightning_module is not None:
-                refuses = self.config.on_nonfinite != "warn"
-                check_weights(checkpoint.get("state_dict", {}), self.lightning_module, path=filepath, refuses=refuses)
-            self._writer.save(checkpoint, write, path=filepath, in_background=in_background)
+            path = self._place(checkpoint, filepath)
+
+            def write(content: dict[str, Any]) -> None:
+                with self._finite_checkpoints.known_unless_failing(path), raised_once(self.checkpoint_io):
+                    super(CheckpointHooks, self).save_checkpoint(content, path, storage_options)
+
+            self._writer.save(checkpoint, write, path=path, in_background=in_background)
+            if path is not filepath and self._links_to_last:
+                self._finite_checkpoints.link(filepath)
 
         write_on_rank_zero(save, self._collectives, path=filepath)
 
+    def _place(self, checkpoint: dict[str, Any], path: Any) -> Any:
+        """Where `checkpoint` is to be written: to `path`, if its weights are finite. On rank zero."""
+        spoiled = []
+        if self._weights_at_start is not None and self.lightning_module is not None:
+            state_dict = checkpoint.get("state_dict", {})
+            spoiled = spoiled_weights(state_dict, self.lightning_module, at_start=self._weights_at_start)
+        return self._finite_checkpoints.place(
+            path,
+            spoiled,
+            refuses=self.config.on_nonfinite != "warn",
+            can_resume="optimizer_states" in checkpoint,
+            step=checkpoint.get("global_step"),
+        )
+
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(filepath), path=filepath)
+        path = self._finite_checkpoints.path_to_remove(filepath)
+        if path is not None:
+            self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(path), path=path)
 
     def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
         # Where a rank has failed the others save alone, if at all.
@@ -172,7 +198,15 @@ class CheckpointHooks(_ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._writer.stats = CheckpointStats()
-        self._saves_in_background = self._async_checkpoints and not self._links_to_last()
+        self._saves_in_background = self._async_checkpoints and not self._links_to_last
+        if self._async_checkpoints and self._links_to_last:
+            rank_zero_info(
+                "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link"
+                " would point to a file that is not there yet. Pass `save_last=True` instead."
+            )
+        self._weights_at_start = severities_of(self._trainer.lightning_module)
+        if self._trainer.ckpt_path is not None and NAN not in self._weights_at_start.values():
+            self._finite_checkpoints.add(self._trainer.ckpt_path, can_resume=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.
@@ -182,6 +216,8 @@ class CheckpointHooks(_ParallelStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        # What is saved from now on is saved by hand.
+        self._finite_checkpoints.forget_warning()
         try:
             self.wait_for_checkpoints()
         finally:
@@ -211,14 +247,9 @@ class CheckpointHooks(_ParallelStrategy):
         with suppress(Exception):  # it is in the log
             self._writer.drain()
 
+    @property
     def _links_to_last(self) -> bool:
-        if not any(getattr(c, "save_last", None) == "link" for c in self._trainer.checkpoint_callbacks):
-            return False
-        rank_zero_info(
-            "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link would"
-            " point to a file that is not there yet. Pass `save_last=True` instead."
-        )
-        return True
+        return any(getattr(callback, "save_last", None) == "link" for callback in self._trainer.checkpoint_callbacks)
 
     def _add_training_state(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         """Add what training needs of ours to resume. All ranks must call this; rank zero's result counts."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.core.config import AUTO, ReducerConfig
@@ -172,6 +173,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         self._ending: Ending | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
+        self._finite_checkpoints = FiniteCheckpoints()
         self._has_monitor = monitor
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
@@ -212,6 +214,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         assert self._collectives is not None
         self._restored()
         self._is_fitting = trainer.state.fn == "fit"
+        if self._is_fitting:
+            self._weights_at_start = None  # known when all is restored
         if self._rank_seeds is not None and not self._is_fitting:
             self._rank_seeds.forget_checkpoint()
         # One process alone has nobody to wait for, but may weigh its micro-batches.

@@ -235,6 +235,24 @@ def training_continues_after_an_exception_in_backward(marked: bool, failing_rank
     assert_equal_on_all_ranks(model)
 
 
+def buffers_after_a_backward_that_died(failing_rank: int) -> tuple[list[float], int]:
+    """The buffer after each backward, and their number. One dies on one rank; each forward adds to the buffer."""
+    model, _ = _model_and_copy()
+    model.register_buffer("total", torch.zeros((), device=device()))
+    reducer = build_reducer(model, bucket_cap_mb=1e-6)
+    totals = []
+    for step in range(4):
+        model.zero_grad()
+        model.total += 1 + 10 * dist.get_rank()  # type: ignore[operator]
+        fails = step == 2 and dist.get_rank() == failing_rank
+        loss = model[1:](Fails.apply(model[0](batch(dist.get_rank(), step)), fails)).square().mean()  # type: ignore[index]
+        _run_backward(loss, None, must_fail=fails)
+        if step != 2:
+            totals.append(model.total.item())  # type: ignore[operator]
+    reducer.close()
+    return totals, reducer.stats.num_backwards
+
+
 def _run_backward(loss: Tensor, reducer: Reducer | None, *, must_fail: bool) -> None:
     try:
         if reducer is None:

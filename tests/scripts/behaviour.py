@@ -177,6 +177,12 @@ def refusal(*, of: str) -> tuple[str, str]:
         module.layers[0].bias.requires_grad_(False)
     elif of == "extra_layer" and is_rank_one:
         module.extra = nn.Linear(1, 1)
+    elif of == "wrapped_on_one_rank" and is_rank_one:
+        module.layers[0] = nn.DataParallel(module.layers[0])
+    elif of == "wrapped_later":
+        module.configure_model = lambda: models.wrap(module, "ddp")  # type: ignore[method-assign]
+    elif of.startswith("wrapped: "):
+        models.wrap(module, of.removeprefix("wrapped: "))
     try:
         make_trainer("bucketddp", max_epochs=1).fit(module, models.loader())
     except Exception as error:

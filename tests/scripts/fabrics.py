@@ -202,6 +202,37 @@ def failure_to_save(*, path: Path) -> str:
 
 
 @like_torchrun()
+def refusal_of_wrapped(*, root: str, whole: bool) -> str:
+    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
+    try:
+        make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@like_torchrun()
+def train_after_another_set_up(*, by: str) -> tuple[str, list[Any]]:
+    """The error and the weights of a training whose module, or a part of it, was set up before."""
+    fabric = make_fabric("bucketddp")
+    module, _ = _set_up(fabric)
+    if by == "another_fabric":
+        fabric = make_fabric("bucketddp")
+    inside = module.module
+    if by == "part":
+        inside = nn.Sequential(inside[0], nn.Linear(8, 1))
+    try:
+        module, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1, momentum=0.9))
+    except ValueError as error:
+        return str(error), []
+    for step in range(NUM_STEPS):
+        _step(fabric, module, optimizer, step=step)
+    return "", _weights(module)
+
+
+@like_torchrun()
 def talk(*, strategy: str) -> dict[str, Any]:
     """What the collectives of Fabric return."""
     fabric = make_fabric(strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ class Outcome:
 
 
 @like_torchrun()
-def fit(*, setting: Setting, callbacks: Sequence[Callback] = (), **trainer_options: Any) -> Outcome:
+def fit(
+    *, setting: Setting, callbacks: Sequence[Callback] = (), ckpt_path: str | None = None, **trainer_options: Any
+) -> Outcome:
     """One epoch."""
     module = Module(setting)
     observer = _Observer()
@@ -154,7 +157,7 @@ def fit(*, setting: Setting, callbacks: Sequence[Callback] = (), **trainer_optio
     error = ""
     with collected_warnings() as messages:
         try:
-            trainer.fit(module, Batches(setting.leaves_out))
+            trainer.fit(module, Batches(setting.leaves_out), ckpt_path=ckpt_path)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     return Outcome(
@@ -177,6 +180,16 @@ def fit_and_save_each_step(*, setting: Setting, directory: Path) -> str:
 # --- Checkpoints
 
 
+def fit_and_keep_one(
+    *, setting: Setting, directory: Path, save_last: Any, ckpt_path: str | None = None
+) -> tuple[Outcome, list[str]]:
+    """A fit that saves after each step and keeps what it saved last; its outcome, and warnings about checkpoints."""
+    newest = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=save_last)
+    with collected_of_ours() as messages:
+        outcome = fit(setting=setting, callbacks=[newest], enable_checkpointing=True, ckpt_path=ckpt_path)
+    return outcome, messages
+
+
 class WithBuffers(LightningModule):
     """What may be infinite in a state dict on purpose, and what may not."""
 
@@ -186,6 +199,7 @@ class WithBuffers(LightningModule):
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
         self.register_buffer("best", torch.tensor(math.nan))
+        self.bias = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
 
     def training_step(self, batch: Tensor) -> Tensor:
         return self.norm(self.linear(batch)).square().mean()
@@ -203,7 +217,7 @@ def spoil(module: nn.Module, name: str) -> None:
 
 
 @like_torchrun()
-def save(*, path: Path, spoiled: str | None, on_nonfinite: str) -> tuple[str, list[str]]:
+def save(*, path: Path, spoiled: str | None, on_nonfinite: str, weights_only: bool = False) -> tuple[str, list[str]]:
     """Save, make a weight bad, and save again: the error and the warnings of that."""
     module = WithBuffers()
     trainer = make_trainer(BucketDDPStrategy(on_nonfinite=on_nonfinite), max_epochs=1)
@@ -211,16 +225,25 @@ def save(*, path: Path, spoiled: str | None, on_nonfinite: str) -> tuple[str, li
     trainer.save_checkpoint(path)
     if spoiled is not None:
         spoil(module, spoiled)
-    return outcome_of(lambda: trainer.save_checkpoint(path))
+    return outcome_of(lambda: trainer.save_checkpoint(path, weights_only=weights_only))
 
 
 def outcome_of(call: Any) -> tuple[str, list[str]]:
     """The error and the warnings of ours."""
     error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collected_of_ours() as messages:
         try:
             call()
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    return error, [text for warning in caught if (text := str(warning.message)).startswith("bucketddp:")]
+    return error, messages
+
+
+@contextmanager
+def collected_of_ours() -> Iterator[list[str]]:
+    """The warnings of ours that are raised inside, when it ends."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [text for warning in caught if (text := str(warning.message)).startswith("bucketddp:")]
