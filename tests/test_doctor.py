@@ -493,7 +493,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     ranks[0]["checkpoints"] = {**seen, "leftover_bytes": 0, "error": None, "num_bytes": 64 * MIB, "seconds": 64.0}
     ranks[1]["checkpoints"] = {"directory": "/ckpt", "exists": False}
     slow, memory, space, shared = texts(checkpoints.judge(ranks), Verdict.WARNING)
-    assert "1 MB/s. A checkpoint of 1 GB holds training up for 954 s. Pass `async_checkpoints=True`" in slow
+    assert "1 MiB/s. A checkpoint of 1 GiB holds training up for 1024 s. Pass `async_checkpoints=True`" in slow
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
     assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")

@@ -143,9 +143,10 @@ HEAD = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 5, "out_fe
 def printed_config(capsys: pytest.CaptureFixture[str], model: Any, *arguments: str) -> str:
     """What a LightningCLI prints for `--print_config`, and saves beside its checkpoints."""
     kinds = {"subclass_mode_model": True} if model is LightningModule else {}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train.py"])
-        LightningCLI(model, args=["fit", "--trainer.logger=false", *arguments, "--print_config"], **kinds)
+        with pytest.raises(SystemExit):
+            LightningCLI(model, args=["fit", "--trainer.logger=false", *arguments, "--print_config"], **kinds)
     return capsys.readouterr().out
 
 
