@@ -70,6 +70,8 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     for batches in SYNC_BATCHNORM:
         layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
+    for world_size in (1, 2):
+        yield f"doctor of {world_size}", partial(doctor_leaves_no_group, world_size)
     yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
     for dtype in replicas.DTYPES:
         yield f"every bit counts {dtype}", partial(run_on_ranks, replicas.every_bit_counts, dtype=dtype)
@@ -146,6 +148,25 @@ SYNC_BATCHNORM = [
 
 
 TRAINER_RUNS = ["tests.fit_on_gpu", "tests.resume_on_gpu", "tests.compile_on_gpu"]
+
+
+def doctor_leaves_no_group(world_size: int) -> list[None]:
+    """NCCL warns of a process group that was not destroyed when the process ends."""
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "LOCAL_RANK": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", "--json"],
+            env={**os.environ, **place, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    for said, errors in [rank.communicate(timeout=200) for rank in ranks]:
+        assert "destroy_process_group" not in errors, errors
+        assert "cannot talk" not in said, said
+    return []
 
 
 def trainer_runs(module: str) -> bool:

@@ -9,16 +9,18 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_bucketddp.checkpoint.leftovers import temporary_name
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.meeting_point import MeetingPoint
-from lightning_bucketddp.doctor import checkpoints, clocks, gpus, interfaces, resources, software, speed
+from lightning_bucketddp.doctor import checkpoints, clocks, crew, gpus, interfaces, resources, software, speed
 from lightning_bucketddp.doctor.crew import Crew
 from lightning_bucketddp.doctor.deadline import NeverEnded, within
 from lightning_bucketddp.doctor.examination import Examination, _observe
@@ -171,6 +173,57 @@ def test_an_interface_that_is_not_there_is_named(
     talking, setting = said(seen["findings"], "error")
     assert talking.startswith("Ranks met, but cannot talk to each other: ")
     assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
+
+
+@pytest.fixture(params=["gloo", "cpu:gloo,cuda:nccl"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Crew:
+    """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
+    point = MeetingPoint(address="127.0.0.1", port=free_port(), rank=0, world_size=1, local_rank=0)
+    return Crew(point=point, is_our_own=True)
+
+
+def is_destroyed() -> bool:
+    """Whether torch has nothing left of any process group; one that it has forgotten only warns when Python ends."""
+    return not dist.is_initialized() and not dist.distributed_c10d._world.pg_map
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ValueError("a bug")], ids=repr)
+def test_no_process_group_is_left(alone: Crew, error: BaseException | None) -> None:
+    with pytest.raises(type(error)) if error else nullcontext(), alone.meet(timeout_s=20) as colleagues:
+        assert colleagues.hosts.gather_json(1) == [1]
+        if error is not None:
+            raise error
+    assert is_destroyed()
+
+
+def test_no_process_group_is_left_that_cannot_be_used(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_device: object) -> None:
+        raise RuntimeError("no average")
+
+    monkeypatch.setattr(crew, "Collectives", fail)
+    with pytest.raises(RuntimeError, match="no average"), alone.meet(timeout_s=20):
+        pass
+    assert is_destroyed()
+
+
+def test_a_process_group_in_use_is_not_waited_for(alone: Crew) -> None:
+    try:
+        with pytest.raises(NeverEnded), alone.meet(timeout_s=20):
+            within(0.01, lambda: time.sleep(1), what="talking")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_that_cannot_be_left_is_not_waited_for(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(30))
+    try:
+        with pytest.raises(NeverEnded, match="lost"), alone.meet(timeout_s=3):
+            raise RuntimeError("lost")
+    finally:
+        destroy()
 
 
 # --- This host
@@ -440,7 +493,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     ranks[0]["checkpoints"] = {**seen, "leftover_bytes": 0, "error": None, "num_bytes": 64 * MIB, "seconds": 64.0}
     ranks[1]["checkpoints"] = {"directory": "/ckpt", "exists": False}
     slow, memory, space, shared = texts(checkpoints.judge(ranks), Verdict.WARNING)
-    assert "1 MB/s. A checkpoint of 1 GB holds training up for 954 s. Pass `async_checkpoints=True`" in slow
+    assert "1 MiB/s. A checkpoint of 1 GiB holds training up for 1024 s. Pass `async_checkpoints=True`" in slow
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
     assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")

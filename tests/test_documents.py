@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_every_block_is_of_a_kind_that_is_tested(page: str) -> None:
 def test_every_command_that_is_not_run_is_in_some_document() -> None:
     commands = [c for blocks in PAGES.values() for block in blocks if block.kind in SHELL for c in block.commands]
     assert [beginning for beginning in NOT_RUN if not any(command.startswith(beginning) for command in commands)] == []
+
+
+def test_readme_shows_what_was_measured_through_the_trainer_with_every_setting() -> None:
+    """Beside the speed-ups that come from settings, those that come without."""
+    readme = (REPOSITORY / "README.md").read_text()
+    table = readme[readme.index("## How fast") : readme.index("## Options")]
+    measured = []
+    for result in ("gpu_suite_h200_202611.md", "speed_x86-2core_202611.md"):
+        assert result in table
+        parts = (REPOSITORY / "benchmarks" / "results" / result).read_text().split("\n\n")
+        titles = [i for i, part in enumerate(parts) if "2 ranks" in part and "through the trainer" in part.lower()]
+        rows = [row for i in titles for row in parts[i + 1].splitlines() if row.startswith("bucketddp")]
+        measured += [f"{row.split()[-1]}x" for row in rows]
+    assert measured == ["1.61x", "0.97x", "1.83x", "1.31x", "0.97x"]
+    assert sorted(x for x in re.findall(r"\d\.\d\dx", table) if x in measured) == sorted(measured)
 
 
 def test_a_message_that_is_not_ours_is_noticed() -> None:

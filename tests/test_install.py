@@ -105,5 +105,5 @@ def test_the_example_trains_to_the_end() -> None:
     accuracy, reduced = printed.splitlines()[-2:]
     assert float(accuracy.removeprefix("validation accuracy: ").removesuffix("%")) > 80
     # 45 batches per process and epoch, two to a step; the last one steps alone.
-    assert "10 parameters in 1 bucket" in reduced
+    assert "10 parameter tensors in 1 bucket" in reduced
     assert "23 reductions" in reduced

@@ -111,7 +111,8 @@ def test_keywords_without_effect_are_explained_in_one_line(caplog: pytest.LogCap
         )
     assert caplog.messages == [
         "bucketddp: no effect, and no need to set:"
-        " `find_unused_parameters` (unused parameters are always handled, at no cost),"
+        " `find_unused_parameters` (unused parameters are always handled; only a step that leaves some out takes"
+        " longer),"
         " `static_graph` (how often each parameter is used is learned from the first backward),"
         " `gradient_as_bucket_view` (gradients always live in their buckets),"
         " `batched_grad_copy` (gradients are always copied by one call per bucket),"

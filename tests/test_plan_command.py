@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.core.config import MIB, ReducerConfig
@@ -24,6 +27,7 @@ from tests.ranks import run_on_ranks
 
 MODULES = "tests.jobs.planned"
 CONFIGURED = f"{configured.__name__}:Configured"
+ASSEMBLED = f"{configured.__name__}:Assembled"
 POWERS = [2**n for n in range(11)]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -40,7 +44,7 @@ def text_of(capsys: pytest.CaptureFixture[str], name: str, *arguments: object) -
 
 
 def _full(name: str) -> str:
-    return name if ":" in name else f"{MODULES}:{name}"
+    return name if ":" in name or name.endswith(".yaml") else f"{MODULES}:{name}"
 
 
 def names(planned: dict[str, Any]) -> list[list[str]]:
@@ -123,6 +127,100 @@ def test_modules_are_made_as_they_can_be(name: str, expected: list[str], capsys:
     assert names(plan(capsys, name)) == [expected]
 
 
+def test_a_factory_makes_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    """A function, with arguments of its own and such that it passes on, or a method of a class."""
+    planned = plan(capsys, "make_layers", "--args", "width=4", "bias=false", "depth=3")
+    assert planned["module"] == "make_layers"
+    assert names(planned) == [["2.weight", "1.weight", "0.weight"]]
+    assert planned["num_parameter_tensors"] == 3
+    planned = plan(capsys, f"{ASSEMBLED}.small")
+    assert names(planned) == [["head.bias", "head.weight", "body.bias", "body.weight"]]
+
+
+HEAD = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 5, "out_features": 2, "bias": False}}
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], model: Any, *arguments: str) -> str:
+    """What a LightningCLI prints for `--print_config`, and saves beside its checkpoints."""
+    kinds = {"subclass_mode_model": True} if model is LightningModule else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py"])
+        with pytest.raises(SystemExit):
+            LightningCLI(model, args=["fit", "--trainer.logger=false", *arguments, "--print_config"], **kinds)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["named by the config", "of fit", "named beside the config"])
+def test_a_config_of_a_lightning_cli_makes_the_module(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    arguments = ["--model.head", json.dumps(HEAD), "--model.width", "5"]
+    if way == "named beside the config":
+        path.write_text(printed_config(capsys, configured.Assembled, *arguments))
+        planned = plan(capsys, ASSEMBLED, "--config", path)
+    else:
+        arguments = ["--model", ASSEMBLED.replace(":", "."), *arguments]
+        config = printed_config(capsys, LightningModule, *arguments)
+        path.write_text(config if way == "named by the config" else f"fit:\n{indent(config, '  ')}")
+        planned = plan(capsys, str(path))
+    assert planned["module"] == "Assembled"
+    assert names(planned) == [["head.weight", "body.bias", "body.weight"]]
+    assert planned["gradient_bytes"] == 4 * (5 * 2 + 5 * 5 + 5)
+
+
+def test_a_config_can_be_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what a LightningCLI links, say. What its class passes on is in the config, too; functions are as good."""
+    path = tmp_path / "config.yaml"
+    model = {"class_path": ASSEMBLED.replace(":", "."), "init_args": {"head": HEAD}, "dict_kwargs": {"bias": False}}
+    path.write_text(json.dumps({"model": model}))
+    planned = plan(capsys, str(path), "--args", "width=7")
+    assert names(planned) == [["head.weight", "body.weight"]]
+    assert planned["gradient_bytes"] == 4 * (5 * 2 + 7 * 7)
+    path.write_text(f"model: {{class_path: {MODULES}.make_layers, init_args: {{width: 2, depth: 1}}}}")
+    assert names(plan(capsys, str(path))) == [["0.bias", "0.weight"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (
+            "model: {width: 3}",
+            [],
+            "has no `model.class_path`, as that of a LightningCLI which has one model class. Name",
+        ),
+        ("trainer: {devices: 2}", [], "has no `model.class_path`"),
+        (
+            "model: {class_path: __main__.Net}",
+            [],
+            "names the class '__main__.Net', which only the script that wrote it",
+        ),
+        ("model: {class_path: no_such.Net}", [], "There is no module 'no_such'."),
+        (
+            "model: {class_path: tests.jobs.configured.Net}",
+            [],
+            "tests.jobs.configured has no 'Net'. It has Configured,",
+        ),
+        ("model: 3", [], "is no config of a LightningCLI: it says nothing of a `model`."),
+        ("- 1", [], "is no config of a LightningCLI: it says nothing of a `model`."),
+        ("a: [", [], "is no YAML: while parsing"),
+        (None, [], "cannot be read: No such file or directory."),
+        ("model: {width: abc}", [f"{MODULES}:make_layers"], "does not fit make_layers: "),
+        ("model: {depth: 1}", [f"{MODULES}:make_layers"], "does not fit make_layers: "),
+    ],
+)
+def test_a_config_that_does_not_name_a_module_is_refused(
+    config: str | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    if config is not None:
+        path.write_text(config)
+    assert main(["plan", *(arguments and [*arguments, "--config"]), str(path)]) == 2
+    printed, error = capsys.readouterr()
+    assert (printed, len(error.splitlines())) == ("", 1)
+    assert message in error
+
+
 # --- Predictions
 
 
@@ -203,6 +301,24 @@ def test_an_estimate_is_spread_by_size_and_says_so(capsys: pytest.CaptureFixture
     assert "All of it is simulated" in printed
 
 
+def test_times_of_a_cpu_are_said_to_tell_nothing_about_gpus(
+    profile_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a backward that was measured here, or recorded; not of one that a person has put in."""
+    said = "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs"
+    svg = tmp_path / "x.svg"
+    recorded = ["--args", "depth=3", "--profile", profile_file]
+    for arguments in (["--args", "depth=1"], recorded):
+        printed = " ".join(text_of(capsys, "Layers", "--device", "cpu", "--svg", svg, *arguments).split())
+        assert printed.index(said) < printed.index("efficiency", printed.index(said) + len(said)) < len(printed)
+        assert "times of a CPU, not of a GPU" in svg.read_text()
+        assert plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
+    profile_file.write_text(profile_file.read_text().replace("float32 cpu", "float32 cuda"))
+    for arguments in (recorded, ["--backward-ms", 5]):
+        assert "nothing about GPUs" not in text_of(capsys, "Layers", *arguments)
+        assert not plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
+
+
 def test_the_profile_is_found_in_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = record.path_of(tmp_path, 0)
     with path.open("w") as file:
@@ -255,11 +371,14 @@ def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["planned"], "'planned' names no class. Write MODULE:CLASS, for example my_project.models:LitNet."),
+        (["planned"], "'planned' names no class. Write MODULE:CLASS, for example my_project.models:LitNet, or"),
         (["no_such:Net"], "There is no module 'no_such'. Run the command in the folder of your project, or set"),
         (["tests.jobs.no_such:Net"], "There is no module 'tests.jobs.no_such'."),
         ([f"{MODULES}:NoSuch"], f"{MODULES} has no 'NoSuch'. It has Layers, Huge,"),
-        ([f"{MODULES}:NOT_A_CLASS"], f"{MODULES}:NOT_A_CLASS is no LightningModule and no torch.nn.Module, but 3."),
+        ([f"{MODULES}:NOT_A_CLASS"], "NOT_A_CLASS is neither a class of modules nor a function that makes one, but 3."),
+        ([f"{MODULES}:Any"], f"{MODULES}:Any is no LightningModule and no torch.nn.Module, but typing.Any."),
+        ([f"{MODULES}:make_nothing"], "make_nothing makes no torch.nn.Module, but None."),
+        ([f"{MODULES}:make_layers"], "make_layers needs arguments: width. Pass `--args width=...`."),
         ([f"{MODULES}:NeedsArguments"], "needs arguments: width, name. Pass `--args width=... name=...`."),
         ([f"{MODULES}:NeedsArguments", "--args", "width=1", "name=a", "x=1"], "takes no argument x. It takes: width,"),
         ([f"{MODULES}:NeedsArguments", "--args", "width"], "--args width is neither a JSON object nor key=value."),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_bucketddp.core.clock import Axis, HostClock
+from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.report.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
@@ -120,7 +121,7 @@ STEPS = [
             Span("optimizer", 4, 5),
         ],
         buckets=[BucketTimes(1.5, 1.5, 2.5), BucketTimes(2.0, 2.0, 3.5)],
-        bytes_on_wire=10**6 * step,
+        bytes_on_wire=MIB * step,
         num_unused=step,
     )
     for step in (1, 3)
@@ -130,7 +131,7 @@ STEPS = [
 def test_what_is_logged_are_means() -> None:
     assert seconds_of(STEPS[0]) == 4.5
     # Two seconds of communication; of four ranks each link carries 1.5 times the bytes.
-    assert bandwidth_of(STEPS[0], num_ranks=4) == 0.75e6
+    assert bandwidth_of(STEPS[0], num_ranks=4) == 0.75 * MIB
     assert bandwidth_of(STEPS[0], num_ranks=1) == 0
     assert metrics_of(STEPS, num_ranks=4) == {
         "step_ms": 4500,
@@ -138,7 +139,7 @@ def test_what_is_logged_are_means() -> None:
         "exposed_ms": 500,
         "overlap_pct": 75,
         "mb_on_wire": 2,
-        "bandwidth_gbit_s": pytest.approx(0.012),
+        "bandwidth_gbit_s": pytest.approx(1.5 * MIB * 8 / 1e9),
         "buckets": 2,
         "unused_parameters": 2,
         "skipped_ranks": 0,

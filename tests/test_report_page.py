@@ -100,7 +100,7 @@ def press(driver: Chrome, *keys: str) -> None:
 
 def test_the_head_says_what_run_it_was(page: Chrome) -> None:
     about = text(page, "#about")
-    for fact in ("3 ranks", "1 host", "NVIDIA H200", "nccl", "24.0 MiB", "12 parameters", "5 steps recorded, 0 to 40"):
+    for fact in ("3 ranks", "1 host", "NVIDIA H200", "nccl", "24.0 MiB", "12 elements", "5 steps recorded, 0 to 40"):
         assert fact in about
     assert text(page, "#options") == "bucket_cap_mb=auto"  # the others are not set
     numbers = text(page, "#numbers")
@@ -145,6 +145,97 @@ def test_the_axis_counts_milliseconds(page: Chrome) -> None:
     assert marks["40"] == pytest.approx(tracks["x"] + 40 / length_ms * tracks["width"], abs=1.5)
 
 
+# By how many pixels labels reach beyond what holds them, at most.
+_CUT = """
+const beyond = (label, holder) => {
+  const [inner, outer] = [label.getBoundingClientRect(), holder.getBoundingClientRect()];
+  return Math.max(inner.right - outer.right, outer.left - inner.left);
+};
+const axis = [...document.querySelectorAll("#axis span")].map((label) => beyond(label, label.parentElement));
+const plots = [...document.querySelectorAll(".plot text")].map((label) => beyond(label, label.closest("svg")));
+return [Math.max(...axis), Math.max(...plots)];
+"""
+
+
+def test_no_label_of_an_axis_is_cut_off(driver: Chrome, tmp_path: Path) -> None:
+    """At all widths: in some, the last mark is where the axis ends."""
+    many_steps = Recording(steps=range(0, 3 * 10**6, 10**6))
+    show(driver, read_run(many_steps.write(tmp_path / "run")), tmp_path)
+    cut = []
+    for width in range(500, 1500, 100):
+        driver.set_window_size(width, 1000)
+        driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+        cut.append(max(driver.execute_script(_CUT)))
+    driver.set_window_size(1400, 1000)
+    assert max(cut) <= 0.5
+
+
+def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+    """It counts as one, and would be a blue line without a name. A backward that goes on to launch buckets is one."""
+    steps = dict(record.first.steps)
+    data, forward, backward, exposed, optimizer = steps[40].spans
+    middle = exposed.start_s + exposed.seconds / 2
+    rest = [replace(exposed, end_s=middle), replace(backward, start_s=middle, end_s=exposed.end_s)]
+    steps[40] = replace(steps[40], spans=[data, forward, backward, *rest, optimizer])
+    cut_s = steps[30].buckets[2].launched_s
+    backward = steps[30].spans[2]
+    hooked = [replace(backward, end_s=cut_s - 0.002), replace(backward, name="exposed", start_s=cut_s - 0.002)]
+    hooked = [hooked[0], replace(hooked[1], end_s=cut_s - 0.001), replace(backward, start_s=cut_s - 0.001)]
+    steps[30] = replace(steps[30], spans=[*steps[30].spans[:2], *hooked, *steps[30].spans[3:]])
+    show(driver, replace(record, ranks={**record.ranks, 0: replace(record.first, steps=steps)}), tmp_path)
+    assert len(bars(driver, 0, ".backward")) == len(bars(driver, 0, ".finish")) == 1
+    assert "after the wait: buffers, checks" in text(driver, "#legend")
+    hover(driver, driver.find_element(By.CSS_SELECTOR, ".track .finish"))
+    assert tip(driver).startswith("after the wait: buffers, checks, rank 0")
+    assert "counts as\nbackward" in tip(driver)
+    driver.find_element(By.ID, "step").send_keys(Keys.ARROW_LEFT)
+    assert len(bars(driver, 0, ".backward")) == 2
+    assert bars(driver, 0, ".finish") == []
+
+
+def test_every_rank_has_a_colour_of_its_own(driver: Chrome, tmp_path: Path) -> None:
+    many = read_run(Recording(num_ranks=12, slowness={5: 1.2}).write(tmp_path / "run"))
+    show(driver, many, tmp_path)
+    for scheme in ("dark", "light"):
+        prefer_colour_scheme(driver, scheme)
+        strokes = [line.value_of_css_property("stroke") for line in all_of(driver, "#own-plot .curve")]
+        assert len(set(strokes)) == 12
+    by_rank = {
+        line.get_attribute("data-rank"): line.value_of_css_property("stroke")
+        for line in all_of(driver, "#own-plot .curve")
+    }
+    entries = all_of(driver, "#history-legend li")
+    assert [entry.text for entry in entries] == [f"rank {rank}" for rank in range(12)]
+    for rows in (entries, all_of(driver, "#ranks tr")[1:]):
+        keys = [row.find_element(By.CSS_SELECTOR, ".key").value_of_css_property("background-color") for row in rows]
+        assert [rgb(colour) for colour in keys] == [rgb(by_rank[str(rank)]) for rank in range(12)]
+
+
+def rgb(colour: str) -> list[str]:
+    return re.findall(r"\d+", colour)[:3]
+
+
+def test_lanes_have_labels_where_there_is_little_room(page: Chrome) -> None:
+    page.set_window_size(500, 1000)
+    page.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert [row.text.split("\n") for row in all_of(page, ".rank h3")] == [
+        ["rank 0", "node0"],
+        ["rank 1", "node0"],
+        ["rank 2", "slowest"],
+    ]
+    labels = [
+        {bar.get_attribute("class"): bar.text for bar in rank.find_elements(By.CSS_SELECTOR, ".compute > div")}
+        for rank in all_of(page, ".rank")
+    ]
+    buckets = [bar.text for bar in all_of(page, ".rank .reduction")]
+    page.set_window_size(1400, 1000)
+    for of_rank in labels:
+        assert of_rank["data"] == of_rank["optimizer"] == ""  # as wide as a letter or two
+        wide = {name: of_rank[name].split(" ")[0] for name in ("forward", "backward", "exposed")}
+        assert wide == {"forward": "forward", "backward": "backward", "exposed": "wait"}
+    assert [label.split(" ")[0] for label in buckets] == ["0", "1", "2", "3"] * 3
+
+
 def test_the_slow_rank_stands_out(page: Chrome) -> None:
     assert [row.text.split("\n")[1] for row in all_of(page, ".rank h3")] == ["node0", "node0", "slowest"]
     assert "Rank 2 took 15.0 ms longer than the others." in text(page, "#step-text")
@@ -168,6 +259,37 @@ def test_the_plan_is_drawn_to_scale(driver: Chrome, record: RunRecord, tmp_path:
     hover(driver, all_of(driver, ".strip")[1])
     assert tip(driver).startswith("big.bias")
     assert "1.0 MiB" in tip(driver)
+
+
+def plan_of(driver: Chrome, record: RunRecord, folder: Path, sizes: list[int]) -> list[WebElement]:
+    """The boxes of a plan whose buckets have these sizes."""
+    buckets = [RecordedBucket([f"{index}.weight"], [size]) for index, size in enumerate(sizes)]
+    first = replace(record.first, plans={1: RecordedPlan(1, buckets)})
+    show(driver, replace(record, ranks={**record.ranks, 0: first}), folder)
+    return all_of(driver, ".bucket")
+
+
+def test_a_plan_that_fits_one_row_is_in_one_row(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+    boxes = plan_of(driver, record, tmp_path, [2**20 * (1 + n % 4) for n in range(20)])
+    assert len({box.rect["y"] for box in boxes}) == 1
+    first, last, plan = boxes[0].rect, boxes[-1].rect, driver.find_element(By.ID, "plan").rect
+    assert last["x"] + last["width"] - first["x"] == pytest.approx(plan["width"], abs=3)
+    assert "A box is as wide as its bytes. A strip" in text(driver, "#plan-text")
+    boxes = plan_of(driver, record, tmp_path, [2**20] * 100)
+    assert len({box.rect["y"] for box in boxes}) > 1
+    assert all(box.text for box in boxes)
+
+
+def test_a_small_bucket_has_its_number(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+    boxes = plan_of(driver, record, tmp_path, [2**10, *[25 * 2**20] * 11])
+    assert [box.text.split()[0].removeprefix("bucket") or box.text.split()[1] for box in boxes] == [
+        str(n) for n in range(12)
+    ]
+    assert "small ones are drawn wider, to be seen" in text(driver, "#plan-text")
+    plan_of(driver, record, tmp_path, [2**20])
+    assert text(driver, "#plan-text").startswith(
+        "1 bucket, 1.0 MiB. It leaves when all its gradients are there. A strip"
+    )
 
 
 def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chrome) -> None:
@@ -235,6 +357,7 @@ def test_pointing_at_a_bucket_shows_its_parameters(page: Chrome) -> None:
     assert "6.0 MiB" in told
     assert f"at {1e3 * (STAGGER_S + DATA_S + FORWARD_S + 0.75 * BACKWARD_S):.1f} ms" in told
     assert "until rank 2 joined" in told
+    assert "parameter tensors\n3" in told
     for name in ("layers.2.norm.weight", "layers.2.linear.bias", "layers.2.linear.weight"):
         assert name in told
     # The same bucket is marked on all ranks, and in the plan.
@@ -331,7 +454,7 @@ def test_it_is_dark_where_people_like_it_dark(page: Chrome) -> None:
     assert sum(map(int, re.findall(r"\d+", dark))) < 150
 
 
-@pytest.mark.parametrize("width", [1000, 1600])
+@pytest.mark.parametrize("width", [500, 1000, 1600])
 def test_it_fits_the_window(page: Chrome, width: int) -> None:
     page.set_window_size(width, 1000)
     scroll, client = page.execute_script("const e = document.documentElement; return [e.scrollWidth, e.clientWidth]")

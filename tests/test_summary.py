@@ -157,7 +157,7 @@ def test_the_late_bucket_is_the_one_that_is_waited_for_longest() -> None:
     plan = RecordedPlan(1, [RecordedBucket(["e"], [MIB]), RecordedBucket(names, [MIB] * 4)])
     summary = Summary.of([numbers(0), numbers(1, exposed=2, forward=18)], plan, [STEP], suggestions=["do this."])
     assert summary.lines == [
-        "Communication: 4.00 ms, of which 25% is hidden; 20.00 MB in 2 buckets at 2.00 Gbit/s.",
+        "Communication: 4.00 ms, of which 25% is hidden; 19.07 MiB in 2 buckets at 2.00 Gbit/s.",
         "Late bucket: 2 of 2, 4.00 MiB (`d`, `c` and 2 more): steps wait 3500.00 ms for it.",
         "Slowest rank: 1 on host1, 1.00 ms (4%) slower than the others.",
         "Memory: 200 MiB at most, on rank 1.",

@@ -112,7 +112,7 @@ def test_what_is_better_stays_and_nothing_else_is_left() -> None:
         assert num_buckets(rank) == [3] * CHANGED_AT + [1] * (SETTLED_AT + 1 - CHANGED_AT)
         assert rank.num_plans == 2
         assert rank.num_hooks == NUM_PARAMS
-        assert re.fullmatch(r"12 parameters in 1 bucket \(2\.07 MiB\), computed", rank.description)
+        assert re.fullmatch(r"12 parameter tensors in 1 bucket \(2\.07 MiB\), computed", rank.description)
     assert [len(rank.messages) for rank in ranks] == [1, 0]
     assert re.fullmatch(
         r"bucketddp: 1 bucket instead of 3: backward with reductions predicted to take \d+\.\d\d instead of"

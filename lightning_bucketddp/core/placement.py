@@ -90,4 +90,4 @@ class Placement:
     def __str__(self) -> str:
         sizes = ["sparse" if isinstance(b, SparseBucket) else f"{b.num_bytes / MIB:.2f}" for b in self.buckets]
         buckets = "1 bucket" if len(sizes) == 1 else f"{len(sizes)} buckets"
-        return f"{len(self.index_of_bucket)} parameters in {buckets} ({', '.join(sizes)} MiB)"
+        return f"{len(self.index_of_bucket)} parameter tensors in {buckets} ({', '.join(sizes)} MiB)"

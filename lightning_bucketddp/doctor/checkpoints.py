@@ -88,10 +88,10 @@ def _judge_writing(seen: Observation) -> Iterator[Finding]:
     speed = seen["num_bytes"] / max(seen["seconds"], 1e-9)
     text = (
         f"A file of {seen['num_bytes'] / MIB:.1f} MiB was written to {directory}, flushed and renamed in"
-        f" {seen['seconds']:.2f} s: {speed / 1e6:,.0f} MB/s"
+        f" {seen['seconds']:.2f} s: {speed / MIB:,.0f} MiB/s"
     )
     if speed < _SLOW_BYTES_PER_S:
-        waits = f"A checkpoint of 1 GB holds training up for {1e9 / speed:.0f} s"
+        waits = f"A checkpoint of 1 GiB holds training up for {GIB / speed:.0f} s"
         yield _THEME.warning(f"{text}. {waits}.", "Pass `async_checkpoints=True` to the strategy, or use a local disk.")
     else:
         yield _THEME.ok(f"{text}.")

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from lightning_bucketddp.core.collectives import Collectives
 from lightning_bucketddp.core.meeting_point import MeetingPoint
 from lightning_bucketddp.core.network import gloo_between_hosts
-from lightning_bucketddp.core.process_group import leave_process_group
 from lightning_bucketddp.core.rendezvous import Rendezvous
 from lightning_bucketddp.core.sockets import open_more_sockets
-from lightning_bucketddp.doctor.deadline import NeverEnded
+from lightning_bucketddp.doctor.deadline import NeverEnded, within
 from lightning_bucketddp.strategies.launched import LaunchedProcesses
 from lightning_bucketddp.strategies.local_environment import LAUNCHER_PID
 from lightning_bucketddp.usage import UsageError
@@ -99,15 +98,17 @@ class Crew:
         launched = LaunchedProcesses(self, rank=self.point.rank, local_rank=self.point.local_rank)
         store = rendezvous.meet(listener=self.listener, find_failure=launched.find_failure)
         store.set_timeout(timedelta(seconds=timeout_s))
-        is_in_use = False
         try:
             yield self._make_group(store, timeout_s=timeout_s)
         except NeverEnded:
-            is_in_use = True  # and leaving it would wait for that
+            raise  # a thread still uses the group, and would be waited for: the process has to end without leaving it
+        except BaseException as error:
+            try:
+                _leave(timeout_s=timeout_s, is_broken=True)
+            except NeverEnded:
+                raise NeverEnded(str(error)) from error
             raise
-        finally:
-            if not is_in_use:
-                leave_process_group()
+        _leave(timeout_s=timeout_s, is_broken=False)
 
     def _make_group(self, store: dist.Store, *, timeout_s: float) -> Colleagues:  # type: ignore[name-defined]
         rank, world_size = self.point.rank, self.point.world_size
@@ -140,3 +141,17 @@ class Colleagues:
     @property
     def backend(self) -> str:
         return "gloo" if self.gradients is self.hosts else "NCCL"
+
+
+def _leave(*, timeout_s: float, is_broken: bool) -> None:
+    """Destroy the process group, if there is one. NCCL's warns at the end of the process otherwise."""
+    group = dist.group.WORLD
+    if group is None:
+        return
+
+    def leave() -> None:
+        if is_broken and "nccl" in dist.get_backend(group):
+            group.abort()  # or else destroying it would wait for ranks that may be gone
+        dist.destroy_process_group()
+
+    within(timeout_s, leave, what="leaving the process group")

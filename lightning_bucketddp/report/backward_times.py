@@ -24,11 +24,19 @@ NO_COST = AllReduceCost(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class BackwardTimes:
-    """A profile, and where its times and its order come from: in a word, and in words."""
+    """A profile, and where its times and its order come from.
+
+    Attributes:
+        profile: the times.
+        kind: in a word, where they come from.
+        origin: in a sentence.
+        is_of_cpu: a CPU took these times, and a GPU would take others.
+    """
 
     profile: Profile
     kind: str
     origin: str
+    is_of_cpu: bool = False
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
@@ -53,8 +61,12 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
     """What a run has recorded: a profile as JSON, or a rank's record."""
     specs = {spec.name: spec for spec in specs_of(module, device=device)}
     try:
-        profile = _read_record(path) if path.suffix == ".jsonl" else Profile.from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        if path.suffix == ".jsonl":
+            profile, computed_on = _read_record(path)
+        else:
+            profile = Profile.from_json(path.read_text())
+            computed_on = profile.specs[0].kind.split()[-1]
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         raise UsageError(f"{path} holds no profile of bucketddp: {error}") from error
     if profile is None:
         raise UsageError(f"{path} holds no step of several ranks that says when its buckets were complete.")
@@ -68,20 +80,23 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
             )
     # What is made of recorded steps does not know kinds.
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
-    return BackwardTimes(profile, "recorded", f"recorded in {path}, by a run of {profile.num_ranks} ranks")
+    origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks"
+    return BackwardTimes(profile, "recorded", origin, is_of_cpu=computed_on == "cpu")
 
 
-def _read_record(path: Path) -> Profile | None:
-    """The last profile that was written, or else what the steps with the last plan show."""
+def _read_record(path: Path) -> tuple[Profile | None, str]:
+    """The last profile that was written, or else what the steps with the last plan show; and the device."""
     lines = list(read(path))
+    runs = [line for line in lines if isinstance(line, Run)]
+    device = runs[-1].device if runs else ""
     profiles = [line for line in lines if isinstance(line, Profile)]
     if profiles:
-        return profiles[-1]
-    runs = [line for line in lines if isinstance(line, Run)]
+        return profiles[-1], device
     plans = [line for line in lines if isinstance(line, RecordedPlan)]
     if not (runs and plans):
-        return None
-    return profile_of(plans[-1], [line for line in lines if isinstance(line, Step)], num_ranks=runs[-1].world_size)
+        return None, device
+    steps = [line for line in lines if isinstance(line, Step)]
+    return profile_of(plans[-1], steps, num_ranks=runs[-1].world_size), device
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_bucketddp.core.clock import Axis
+from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
 from lightning_bucketddp.core.recorder import MarkedStep
 from lightning_bucketddp.report.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
@@ -69,7 +70,7 @@ def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
         "communication_ms": 1e3 * mean(step.communication_s for step in steps),
         "exposed_ms": 1e3 * mean(step.exposed_s for step in steps),
         "overlap_pct": 100 * mean(step.overlap for step in steps),
-        "mb_on_wire": mean(step.bytes_on_wire for step in steps) / 1e6,
+        "mb_on_wire": mean(step.bytes_on_wire for step in steps) / MIB,
         "bandwidth_gbit_s": mean(bandwidth_of(step, num_ranks=num_ranks) for step in steps) * 8 / 1e9,
         "buckets": mean(len(step.buckets) for step in steps),
         "unused_parameters": mean(step.num_unused for step in steps),

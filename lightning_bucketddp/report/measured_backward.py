@@ -53,9 +53,8 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
         forward_s=statistics.median(clock.seconds(run.forward_start, run.start) for run in runs),
     )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(example))
-    return BackwardTimes(
-        profile, "measured", f"measured here, on {device}, with `example_input_array` of shape {shapes}"
-    )
+    origin = f"measured here, on {device}, with `example_input_array` of shape {shapes}"
+    return BackwardTimes(profile, "measured", origin, is_of_cpu=device.type == "cpu")
 
 
 @dataclass(slots=True)

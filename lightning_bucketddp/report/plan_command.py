@@ -23,18 +23,27 @@ from lightning_bucketddp.usage import UsageError
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
 
 Times of a backward come from --profile; else from --backward-ms, spread over the parameters by size; else they are
-measured here, if the module has an `example_input_array`. The output says which."""
+measured here, if the module has an `example_input_array`. The output says which. What is measured on a CPU says nothing
+about training on GPUs."""
 
 _DEFAULT_NETWORK = "eth-100g"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("module", metavar="MODULE:CLASS", help="for example my_project.models:LitNet")
     parser.add_argument(
-        "--args", nargs="+", default=[], metavar="KEY=VALUE", help="for the constructor; or one JSON object"
+        "module",
+        metavar="MODULE:CLASS",
+        help="for example my_project.models:LitNet, a function that makes a module (torchvision.models:resnet50), or"
+        " the config.yaml of a LightningCLI",
     )
     parser.add_argument(
-        "--bucket-cap-mb", default=AUTO, metavar="MB", help="as for the strategy: auto (default), 25, or a list: 1,25"
+        "--args", nargs="+", default=[], metavar="KEY=VALUE", help="for the constructor or function; or one JSON object"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.yaml of a LightningCLI that has MODULE:CLASS as its model"
+    )
+    parser.add_argument(
+        "--bucket-cap-mb", default=AUTO, metavar="MIB", help="as for the strategy: auto (default), 25, or a list: 1,25"
     )
     parser.add_argument("--reduce-dtype", choices=list(REDUCE_DTYPES), help="what travels; default: what gradients are")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="how many the plan is for (default: 8)")
@@ -63,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    named = NamedModule.find(arguments.module, arguments.args)
+    named = NamedModule.find(arguments.module, arguments.args, config=arguments.config)
     plan = _plan(named, config, device, arguments)
     if arguments.svg is not None:
         _write_svg(plan, arguments.svg)
@@ -87,7 +96,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     else:
         buckets = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     return ModulePlan(
-        module=named.kind.__name__,
+        module=named.name,
         device=profile.specs[0].kind.split()[-1],
         times=times,
         buckets=buckets,

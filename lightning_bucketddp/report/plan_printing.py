@@ -15,6 +15,11 @@ from lightning_bucketddp.report.scaling import ModulePlan, Scaling
 # Where nobody looks at a terminal, lines are as long as they want.
 _PIPED_WIDTH = 160
 _BAR_LENGTH = 30
+_ABOUT_CPUS = (
+    "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
+    " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
+    " --backward-ms of one."
+)
 
 
 def print_plan(plan: ModulePlan) -> None:
@@ -25,6 +30,8 @@ def print_plan(plan: ModulePlan) -> None:
         console.print(f"({plan.origin})", markup=False)
         console.print(_buckets(plan))
         console.print(f"\nTimes: {_times(plan)}", markup=False)
+        if plan.scalings and plan.times.is_of_cpu:
+            console.print(Text(_ABOUT_CPUS, style="bold yellow"))
         for scaling in plan.scalings:
             console.print(Text(f"\n{scaling.assumed}", style="bold"))
             console.print(_summary(scaling, plan.num_ranks), markup=False)
@@ -40,17 +47,17 @@ def print_plan(plan: ModulePlan) -> None:
 
 def _headline(plan: ModulePlan) -> str:
     profile = plan.profile
-    num_bytes = sum(spec.num_bytes for spec in profile.specs)
+    mib = sum(spec.num_bytes for spec in profile.specs) / MIB
     buckets = f"{len(plan.buckets)} bucket{'' if len(plan.buckets) == 1 else 's'}"
     return (
-        f"{plan.module}: {len(profile.specs):,} parameters, {num_bytes / MIB:,.2f} MiB of gradients in {buckets}, for"
-        f" training on {plan.device}"
+        f"{plan.module}: {len(profile.specs):,} parameter tensors, {mib:,.2f} MiB of gradients in {buckets},"
+        f" for training on {plan.device}"
     )
 
 
 def _buckets(plan: ModulePlan) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for column in ("bucket", "MiB", "parameters"):
+    for column in ("bucket", "MiB", "tensors"):
         table.add_column(column, justify="right")
     table.add_column("from the first to the last gradient that arrives", overflow="fold")
     for index, bucket in enumerate(plan.buckets):

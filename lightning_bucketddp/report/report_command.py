@@ -7,6 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from lightning_bucketddp.core.config import MIB
 from lightning_bucketddp.report.page import make_page
 from lightning_bucketddp.report.run_files import find_folder, read_run
 from lightning_bucketddp.report.trace import make_trace
@@ -41,4 +42,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str, what: str) -> None:
     path.write_text(text, encoding="utf-8")
-    print(f"Wrote {what}: {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    print(f"Wrote {what}: {path} ({path.stat().st_size / MIB:.1f} MiB)")

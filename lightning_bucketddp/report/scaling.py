@@ -79,7 +79,7 @@ class ModulePlan:
         return {
             "module": self.module,
             "device": self.device,
-            "num_parameters": len(profile.specs),
+            "num_parameter_tensors": len(profile.specs),
             "gradient_bytes": sum(spec.num_bytes for spec in profile.specs),
             "ranks": self.num_ranks,
             "plan": self.origin,
@@ -89,6 +89,7 @@ class ModulePlan:
             ],
             "times": {
                 "origin": self.times.origin,
+                "is_of_cpu": self.times.is_of_cpu,
                 "forward_s": profile.forward_s,
                 "backward_s": profile.backward_s,
                 "optimizer_s": profile.optimizer_s,
@@ -104,7 +105,8 @@ class ModulePlan:
         ]
         return draw(
             series,
-            title=f"{self.module}: predicted scaling efficiency, from {self.times.kind} times",
+            title=f"{self.module}: predicted scaling efficiency, from {self.times.kind} times"
+            + (" of a CPU, not of a GPU" if self.times.is_of_cpu else ""),
             x=Axis(label="ranks", log_base=2),
             y=Axis(label="efficiency, %", low=0, high=100),
         )

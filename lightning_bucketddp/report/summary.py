@@ -156,7 +156,7 @@ def _about_communication(ranks: Sequence[RankNumbers], plan: RecordedPlan | None
     return [
         f"Communication: {_ms(mean(rank.communication_s for rank in ranks))}, of which"
         f" {mean(rank.overlap for rank in ranks):.0%} is hidden;"
-        f" {mean(rank.bytes_on_wire for rank in ranks) / 1e6:.2f} MB in"
+        f" {mean(rank.bytes_on_wire for rank in ranks) / MIB:.2f} MiB in"
         f" {num_buckets} bucket{'' if num_buckets == 1 else 's'} at"
         f" {mean(rank.bandwidth for rank in ranks) * 8 / 1e9:.2f} Gbit/s."
     ]

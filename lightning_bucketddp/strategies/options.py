@@ -15,7 +15,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 log = logging.getLogger(__name__)
 
 _WHY_WITHOUT_EFFECT = {
-    "find_unused_parameters": "unused parameters are always handled, at no cost",
+    "find_unused_parameters": "unused parameters are always handled; only a step that leaves some out takes longer",
     "static_graph": "how often each parameter is used is learned from the first backward",
     "gradient_as_bucket_view": "gradients always live in their buckets",
     "batched_grad_copy": "gradients are always copied by one call per bucket",

@@ -78,6 +78,15 @@ class Frozen(nn.Module):
 NOT_A_CLASS = 3
 
 
+def make_layers(width: int, *, depth: int = 2, **options: Any) -> nn.Module:
+    """A factory, as torchvision has them; `options` are those of the layers."""
+    return nn.Sequential(*[nn.Linear(width, width, **options) for _ in range(depth)])
+
+
+def make_nothing() -> None:
+    """A function that is no factory."""
+
+
 def plan_of_reducer(name: str, **options: Any) -> list[list[str]]:
     """The buckets after a real backward, by the names in them."""
     module = getattr(import_module(__name__), name)().to(device())

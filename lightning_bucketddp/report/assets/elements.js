@@ -15,10 +15,16 @@ function setText(target, text) {
   target.replaceChildren(...text.split("*").map((part, i) => (i % 2 ? element("b", "", part) : part)));
 }
 
+function key(className, colour = "") {
+  const made = element("span", `key ${className}`);
+  if (colour) made.style.setProperty("--rank", colour);
+  return made;
+}
+
 function addLegend(list, entries) {
-  for (const [className, text] of entries) {
+  for (const [className, text, colour] of entries) {
     const item = element("li");
-    item.append(element("span", `key ${className}`), element("span"));
+    item.append(key(className, colour), element("span"));
     setText(item.lastChild, text);
     list.append(item);
   }
@@ -61,6 +67,14 @@ function latest(values) {
 }
 
 const behind = (values, place) => values[place] - median(values.filter((_, i) => i !== place));
+
+// --- Ranks
+
+// No two are alike, neighbours differ most, and none is near the orange of what is late.
+function colourOf(place) {
+  const hue = 50 + ((155 + (310 * place) / content.ranks.length) % 310);
+  return `hsl(${hue.toFixed(1)} 60% calc(var(--curves) + ${[0, 12, -12][place % 3]}%))`;
+}
 
 // --- Buckets
 

@@ -5,8 +5,12 @@ const PHASES = {
   forward: "forward",
   backward: "backward",
   exposed: "waiting for communication",
+  finish: "after the wait: buffers, checks",
   optimizer: "optimizer",
 };
+
+// Where there is no room for more.
+const SHORT = { data: "data", forward: "fwd", backward: "bwd", exposed: "wait", finish: "end", optimizer: "opt" };
 
 function drawHead() {
   const { run, medians, history, ranks } = content;
@@ -18,7 +22,7 @@ function drawHead() {
     `*${count(run.worldSize, "rank")}* on ${count(hosts, "host")}`,
     `*${run.device}*`,
     `${run.backend}`,
-    `*${inBytes(run.gradientBytes)}* of gradients in ${count(run.numParameters, "parameter")}`,
+    `*${inBytes(run.gradientBytes)}* of gradients, ${count(run.numParameters, "element")}`,
     `*${count(history.steps.length, "step")}* recorded, ${number(first)} to ${number(last)}`,
   ].join(" · "));
   setText(byId("options"), options.map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`).join(" · "));

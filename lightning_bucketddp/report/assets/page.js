@@ -37,9 +37,11 @@ makeZoomable();
 drawRankTable(own, late);
 const isCut = [content.history.own, content.history.step].some((ms) => largest(ms.flat()) > HIGHEST * median(ms.flat()));
 setText(byId("history-text"), `${historyInWords(own, late)} Click a plot to look at that step above.${isCut ? " What took much longer ends at the upper edge." : ""}`);
-addLegend(byId("history-legend"), [
-  ...(late < 0 ? [] : [["line late", `rank ${content.ranks[late].rank}`]]),
-  ["line calm", late < 0 ? "each rank" : "the other ranks"],
+const MOST_NAMED = 16; // beyond, the table has the colours
+const named = content.ranks.map(({ rank }, place) => [place === late ? "line late" : "line calm", `rank ${rank}`, colourOf(place)]);
+addLegend(byId("history-legend"), named.length <= MOST_NAMED ? named : [
+  ...(late < 0 ? [] : [named[late]]),
+  ["", `${late < 0 ? "each rank has a colour of its own" : "the other ranks have colours of their own"}: see the table, or point at a line`],
 ]);
 byId("sizes").hidden = !Object.values(content.plans).some((buckets) => buckets.length);
 byId("sizes").querySelector("figure").hidden = !content.sizes;

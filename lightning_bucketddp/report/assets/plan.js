@@ -7,41 +7,68 @@ function drawPlan(version) {
   planShown = version;
   const buckets = bucketsOf(version);
   const sizes = buckets.map(bytesOf);
-  const all = total(sizes);
   const several = Object.keys(content.plans).length > 1;
+  const { widths, isToScale } = layOut(sizes, byId("plan").clientWidth - 1);
   setText(byId("plan-text"), buckets.length
-    ? `${several ? `*Plan ${version}*, which this step has used: ` : ""}*${count(buckets.length, "bucket")}*, *${inBytes(all)}*. ` +
-      "They leave from left to right. A box is as wide as its bytes, a strip in it is a parameter."
+    ? `${several ? `*Plan ${version}*, which this step has used: ` : ""}*${count(buckets.length, "bucket")}*, *${inBytes(total(sizes))}*. ` +
+      (buckets.length === 1
+        ? "It leaves when all its gradients are there. A strip of the box is a parameter tensor."
+        : `They leave from left to right. A box is as wide as its bytes${isToScale ? "" : "; small ones are drawn wider, to be seen"}. A strip in it is a parameter tensor.`)
     : "This step has used no plan: nothing was reduced.");
-  // Many buckets need several rows; but none may be wider than one.
-  const rows = Math.max(Math.min(Math.ceil(buckets.length / 16), 8, Math.floor(all / largest(sizes))), 1);
   const plan = byId("plan");
   makeStop(plan, `${count(buckets.length, "bucket")} in launch order`);
-  plan.replaceChildren(...buckets.map((bucket, index) => drawBox(bucket, index, (100 * rows * sizes[index]) / (all || 1))));
+  plan.replaceChildren(...buckets.map((bucket, index) => drawBox(bucket, index, widths[index])));
+}
+
+const MOST_ROWS = 8;
+
+// How wide boxes are, in pixels: as wide as they can be in one row, or in as many as they need. Each has room for its number.
+function layOut(sizes, width) {
+  const room = 8 + 7 * `${sizes.length - 1}`.length;
+  const wanted = 1.5 * sizes.length; // so that most can be wider than that
+  const least = Math.max(Math.min(room, (MOST_ROWS * width) / wanted), 3);
+  const rows = Math.max(Math.min(Math.ceil((wanted * least) / width), MOST_ROWS), 1);
+  const atScale = (scale) => sizes.map((bytes) => Math.max(bytes * scale, least));
+  let [low, high] = [0, width / Math.max(largest(sizes), 1)];
+  if (rowsOf(atScale(high), width) <= rows) low = high;
+  for (let i = 0; i < 40 && low < high; i += 1) {
+    const middle = (low + high) / 2;
+    if (rowsOf(atScale(middle), width) <= rows) low = middle;
+    else high = middle;
+  }
+  return { widths: atScale(low), isToScale: sizes.every((bytes) => bytes * low >= least) };
+}
+
+function rowsOf(widths, width) {
+  let [rows, used] = [1, 0];
+  for (const each of widths) {
+    if (used + each > width) { rows += 1; used = 0; }
+    used += each;
+  }
+  return rows;
 }
 
 function drawBox(bucket, index, width) {
   const box = element("div", `bucket${bucket.sparse ? " sparse" : ""}`);
   const strips = element("div", "strips");
   box.dataset.bucket = index;
-  box.style.width = `${width}%`;
+  box.style.width = `${width.toFixed(2)}px`;
   const size = inBytes(bytesOf(bucket));
   const label = [`bucket ${index} · ${size}`, `${index} · ${size}`, `${index}`, ""];
-  const room = (width / 100) * byId("plan").clientWidth - 4;
-  box.append(element("div", "name", label.find((text) => text.length * 7 < room) ?? ""), strips);
+  box.append(element("div", "name", label.find((text) => text.length * 7 < width - 4) ?? ""), strips);
   bucket.parameters.forEach((name, i) => {
     const strip = element("div", "strip");
     strip.style.flexGrow = bucket.sizes[i];
     strip.dataset.bucket = index;
     strips.append(describe(strip, name, () => ({
       title: name,
-      facts: [["size", inBytes(bucket.sizes[i])], ["bucket", `${index}, ${size}, ${count(bucket.parameters.length, "parameter")}`]],
+      facts: [["size", inBytes(bucket.sizes[i])], ["bucket", `${index}, ${size}, ${count(bucket.parameters.length, "parameter tensor")}`]],
     })));
   });
   const items = parametersOf(bucket);
-  return describe(makeItem(box), `bucket ${index}, ${size}, ${count(items.length, "parameter")}`, () => ({
+  return describe(makeItem(box), `bucket ${index}, ${size}, ${count(items.length, "parameter tensor")}`, () => ({
     title: `bucket ${index}`,
-    facts: [["size", size], ["parameters", number(items.length)]],
+    facts: [["size", size], ["parameter tensors", number(items.length)]],
     items,
   }));
 }

@@ -31,8 +31,10 @@ function drawAxes(svg, x, y) {
     shape(svg, "line", "gridlines", { x1: MARGIN.left, x2: width - MARGIN.right, y1: atY(value), y2: atY(value) });
     write(svg, number(value, yTicks.digits), MARGIN.left - 8, atY(value) + 4, "end");
   }
-  for (const value of x.ticks ?? ticks(x.min, x.max, Math.max(width / 110, 2)).at.filter(Number.isInteger)) {
-    write(svg, number(value, Number.isInteger(value) ? 0 : 2), atX(value), height - 8);
+  for (const value of x.ticks ?? ticks(x.min, x.max, Math.max(width / 70, 2)).at.filter(Number.isInteger)) {
+    const label = number(value, Number.isInteger(value) ? 0 : 2);
+    const isCut = atX(value) + 3.8 * label.length > width;
+    write(svg, label, isCut ? width - 1 : atX(value), height - 8, isCut ? "end" : "middle");
   }
   return { atX, atY };
 }
@@ -63,6 +65,7 @@ function drawHistory(svg, kind, late, chosen) {
   const inOrder = values.map((_, place) => place).sort((a, b) => (a === late) - (b === late));
   const curves = new Map(inOrder.map((place) => [place, shape(svg, "path", `curve${place === late ? " late" : ""}`, {
     "data-rank": content.ranks[place].rank,
+    style: `--rank: ${colourOf(place)}`,
     d: path(values[place].map((ms, i) => (ms === null ? null : `${atX(steps[i]).toFixed(1)},${atY(Math.min(ms, y.max)).toFixed(1)}`))),
   })]));
   svg.setAttribute("aria-label", `${kind === "own" ? "own time" : "step time"} of ${count(values.length, "rank")} by step; the table below has the medians`);
@@ -104,10 +107,13 @@ function drawRankTable(own, late) {
     const made = element("tr");
     made.append(...cells.map((cell) => element(tag, "", cell)));
     table.append(made);
+    return made;
   };
   row(["rank", "host", "own time", "step", ""], "th");
-  content.ranks.forEach(({ rank, host }, place) =>
-    row([`${rank}`, host, inMs(own[place]), inMs(median(content.history.step[place])), place === late ? "slowest" : ""], "td"));
+  content.ranks.forEach(({ rank, host }, place) => {
+    const cells = [`${rank}`, host, inMs(own[place]), inMs(median(content.history.step[place])), place === late ? "slowest" : ""];
+    row(cells, "td").firstChild.prepend(key(place === late ? "line late" : "line calm", colourOf(place)));
+  });
 }
 
 // --- Other bucket sizes

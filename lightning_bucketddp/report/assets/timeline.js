@@ -28,7 +28,9 @@ function makeLanes() {
   });
   new ResizeObserver(() => lanes.forEach(drawLane)).observe(byId("timeline"));
   addLegend(byId("legend"), [
-    ...["data", "forward", "backward", "exposed", "optimizer"].map((name) => [name, PHASES[name]]),
+    ...["data", "forward", "backward", "exposed", "finish", "optimizer"]
+      .filter((name) => name !== "finish" || content.steps.some(({ ranks }) => ranks.some((lane) => lane?.spans.some((_, i) => isFinish(lane, i)))))
+      .map((name) => [name, PHASES[name]]),
     ["ready", "bucket complete"],
     ["held", "until launched: earlier buckets go first"],
     ["queued", "until it runs"],
@@ -113,6 +115,13 @@ function ticks(from, to, most) {
   return { at: found, digits: Math.max(0, -Math.floor(Math.log10(size))) };
 }
 
+// What of a backward comes after the wait and launches nothing any more.
+function isFinish({ spans, buckets }, i) {
+  const [name, from, to] = spans[i];
+  if (name !== "backward" || spans[i - 1]?.[0] !== "exposed") return false;
+  return !buckets.some(([, launched]) => launched > from && launched < to);
+}
+
 const axisTicks = () => ticks(view[0], view[1], Math.max(byId("axis").clientWidth / 90, 2));
 
 function drawAxis() {
@@ -122,6 +131,11 @@ function drawAxis() {
     mark.style.left = `${share(ms)}%`;
     return mark;
   }));
+  // A label that would be cut off stands on the other side of its line.
+  const width = byId("axis").clientWidth;
+  for (const mark of byId("axis").children) {
+    mark.classList.toggle("before", mark.offsetLeft + mark.offsetWidth > width);
+  }
 }
 
 function drawLane(lane) {
@@ -134,7 +148,7 @@ function drawLane(lane) {
   const communication = element("div", "track communication");
   makeStop(compute, `rank ${lane.rank}, computation`);
   makeStop(communication, `rank ${lane.rank}, ${count(shown.buckets.length, "reduction")}`);
-  compute.append(...shown.spans.flatMap((span) => drawSpan(lane, span)));
+  compute.append(...shown.spans.flatMap(([name, ...times], i) => drawSpan(lane, isFinish(shown, i) ? "finish" : name, times)));
   communication.append(...shown.buckets.flatMap((times, index) => drawBucket(lane, shown, times, index)));
   const lines = axisTicks().at.map((ms) => {
     const line = element("div", "gridline");
@@ -145,24 +159,26 @@ function drawLane(lane) {
 }
 
 // A bar from one moment to another, with the longest label that fits; nothing outside of the view.
-function bar(lane, className, [from, to], labels = []) {
+function bar(lane, className, [from, to], labels = [], padding = 10) {
   if (to < view[0] || from > view[1]) return [];
   const made = element("div", className);
   const start = Math.max(from, view[0]);
   const width = share(Math.min(to, view[1])) - share(start);
   made.style.left = `${share(start)}%`;
   made.style.width = `${width}%`;
-  const room = (width / 100) * lane.tracks.clientWidth - 10;
+  const room = (width / 100) * lane.tracks.clientWidth - padding;
   made.textContent = labels.find((label) => label.length * 7 < room) ?? "";
   return [made];
 }
 
-function drawSpan(lane, [name, from, to]) {
+function drawSpan(lane, name, [from, to]) {
   const words = PHASES[name] ?? name;
-  return bar(lane, name in PHASES ? name : "other", [from, to], [`${words} ${inMs(to - from)}`, words, inMs(to - from)]).map((made) =>
-    describe(makeItem(made), `${words}, ${inMs(to - from)}`, () => ({
+  const lasted = inMs(to - from);
+  const labels = [`${words} ${lasted}`, words, `${SHORT[name] ?? name} ${lasted}`, SHORT[name] ?? ""];
+  return bar(lane, name in PHASES ? name : "other", [from, to], labels).map((made) =>
+    describe(makeItem(made), `${words}, ${lasted}`, () => ({
       title: `${words}, rank ${lane.rank}`,
-      facts: [["lasted", inMs(to - from)], ["from", inMs(from)], ["to", inMs(to)]],
+      facts: [["lasted", lasted], ["from", inMs(from)], ["to", inMs(to)], ...(name === "finish" ? [["counts as", "backward"]] : [])],
     })));
 }
 
@@ -171,7 +187,7 @@ function drawBucket(lane, shown, times, index) {
   const bucket = bucketsOf(step.plan)[index];
   const size = inBytes(bytesOf(bucket));
   const label = `bucket ${index}, ${size}, reduction ${inMs(to - from)}`;
-  const reduction = bar(lane, "reduction", [from, to], [`${index} · ${size}`, `${index}`]).map(makeItem);
+  const reduction = bar(lane, "reduction", [from, to], [`${index} · ${size}`, `${index}`], 5).map(makeItem);
   reduction.forEach((made) => showMeeting(made, [from, to], joined[index].at));
   const mark = bar(lane, "ready", [ready, ready]);
   mark.forEach((made) => made.style.removeProperty("width"));
@@ -210,7 +226,7 @@ function bucketInWords(lane, shown, [ready, launched, from, to], index) {
       ["reduction", `${inMs(to - from)}, from ${inMs(from)} to ${inMs(to)}`],
       ...(joined[index].at > from ? [["of that", `${inMs(Math.min(joined[index].at, to) - from)} until rank ${joined[index].rank} joined`]] : []),
       ["the step waited", inMs(waited)],
-      ["parameters", number(bucket?.parameters.length ?? 0)],
+      ["parameter tensors", number(bucket?.parameters.length ?? 0)],
     ],
     items: parametersOf(bucket),
   };
