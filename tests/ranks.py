@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
@@ -28,6 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.forks import PROCESSES
 
 _GRACE_AFTER_FAILURE_S = 5.0
 
@@ -46,15 +47,14 @@ class RankPool:
     """`world_size` processes in one process group, waiting for jobs."""
 
     def __init__(self, world_size: int, backend: str) -> None:
-        context = multiprocessing.get_context("spawn")
         port = _free_port()
         # Where each process writes what all its threads do when it is made to end.
         self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(
                 target=_serve,
                 args=(theirs, rank, world_size, backend, port, self._stacks[rank].name),
                 daemon=True,
@@ -162,6 +162,7 @@ def _free_port() -> int:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":
