@@ -81,7 +81,8 @@ def differs(server):
     """Whether a fresh interpreter would not be as the server is."""
     names = set(server["variables"])
     names.update(name for name in os.environ if name.startswith(tuple(server["prefixes"])))
-    if any(os.environ.get(name) != server["variables"].get(name) for name in names):
+    # That one is read again.
+    if any(os.environ.get(name) != server["variables"].get(name) for name in names - {"PYTHONPATH"}):
         return True
     return os.readlink("/proc/self/ns/pid") != server["namespaces"]["pid"] or os.getuid() != server["user"]
 

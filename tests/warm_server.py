@@ -100,7 +100,7 @@ def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
         return json.loads(file.read(int.from_bytes(size, "little"))), descriptors
 
 
-def become(request: dict[str, Any], descriptors: list[int]) -> None:
+def become(request: dict[str, Any], descriptors: list[int], state: dict[str, Any]) -> None:
     """Be like a fresh process with the arguments, environment and files of the client."""
     _take_files(request, descriptors)
     os.chdir(request["directory"])
@@ -116,6 +116,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     is_unbuffered = request["is_unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1), write_through=is_unbuffered)  # type: ignore[union-attr]
+    if os.environ.get("PYTHONPATH") != state["variables"].get("PYTHONPATH"):
+        sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # What imports have set from the environment, or at random.
     np.random.seed()
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
@@ -172,7 +174,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # so that its memory stays shared
     place = place_of_run()
-    state = {
+    state: dict[str, Any] = {
         "variables": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
         "prefixes": PREFIXES,
         "limits": LIMITS,
@@ -181,7 +183,7 @@ if __name__ == "__main__":
     }
     (directory / "server.json").write_text(json.dumps(state))
     request, descriptors = serve(directory)
-    become(request, descriptors)
+    become(request, descriptors, state)
     ctypes.memmove(place, os.environ.get(RUN_VARIABLE, NO_RUN).encode(), len(NO_RUN))
     sys.executable = str(directory / "python")
     exec(prepare_main(request), sys.modules["__main__"].__dict__)

@@ -26,19 +26,20 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 @dataclass(frozen=True)
 class Program:
-    """A script that is started by a launcher, as the last arguments of `within`."""
+    """A script that is started by a launcher in a `python`, as the last arguments of `within`."""
 
     script: Path
     launcher: str
     settings: dict[str, Any]
     within: Sequence[str] = ()
+    python: str = sys.executable
 
     @property
     def command(self) -> Sequence[str]:
         start_method = self.launcher if self.launcher in ("spawn", "fork") else "popen"
         settings = json.dumps({**self.settings, "start_method": start_method})
         by_torchrun = _TORCHRUN if self.launcher == "torchrun" else ()
-        return (*self.within, sys.executable, *by_torchrun, str(self.script), settings)
+        return (*self.within, self.python, *by_torchrun, str(self.script), settings)
 
 
 class Running:
