@@ -1,7 +1,7 @@
 PYTHON ?= python3
 # Programs of the tests use two processes each, and wait for a good part of their time.
 WORKERS ?= 2
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-all test-oldest soak docs docs-screenshots lint browser
