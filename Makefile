@@ -51,7 +51,7 @@ browser:
 define install
 @echo "Installing the package and what \`make $*\` needs into $(@D); this is done once, and may take minutes"
 @test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-@$(@D)/bin/pip install --quiet --disable-pip-version-check -c $< -e '.[$*]'
+@$(@D)/bin/pip install -qq --disable-pip-version-check -c $< -e '.[$*]'
 @touch $@
 endef
 

@@ -51,6 +51,10 @@ class _Server:
         path.chmod(0o755)
         return str(path)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def close(self) -> None:
         self._process.communicate()
         shutil.rmtree(self.directory)
@@ -61,6 +65,8 @@ _servers: list[_Server] = []
 
 def python() -> str:
     """The path of the warm interpreter."""
+    if _servers and not _servers[0].is_running:  # a script has killed its parent
+        close()
     if not _servers:
         _servers.append(_Server())
     return _servers[0].python
