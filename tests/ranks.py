@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import signal
 import socket
@@ -47,14 +48,16 @@ class RankPool:
     """`world_size` processes in one process group, waiting for jobs."""
 
     def __init__(self, world_size: int, backend: str) -> None:
+        # A process that is forked can use a GPU only if the one that it is forked from has not looked for any.
+        context = PROCESSES if device().type == "cpu" else multiprocessing.get_context("spawn")
         port = _free_port()
         # Where each process writes what all its threads do when it is made to end.
         self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = PROCESSES.Pipe()
-            process = PROCESSES.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=_serve,
                 args=(theirs, rank, world_size, backend, port, self._stacks[rank].name),
                 daemon=True,
