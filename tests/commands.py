@@ -8,17 +8,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests import warm
 from tests.programs import SCRIPTS, no_process_left, wait_for
-
-# Where a user who has activated a virtual environment finds `python` and `torchrun`; and srun, which stands in.
-_PATH = os.pathsep.join([str(SCRIPTS / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def run_commands(*commands: str, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
     """What `commands`, which run at once, print; fails unless all of them end well."""
+    # Where a user who has activated a virtual environment finds `python` and `torchrun`; and srun, which stands in.
+    places = [SCRIPTS / "slurm", Path(warm.python()).parent, Path(sys.executable).parent, os.environ["PATH"]]
+    path = os.pathsep.join(map(str, places))
     output = cwd / "output.txt"  # not a pipe, which a process left behind would keep open
     with no_process_left() as marks, output.open("w") as file:
-        environment = {**os.environ, **(variables or {}), **marks, "PATH": _PATH, "IPYTHONDIR": str(cwd)}
+        environment = {**os.environ, **(variables or {}), **marks, "PATH": path, "IPYTHONDIR": str(cwd)}
         environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share few cores
         processes = [
             subprocess.Popen(["bash", "-ec", command], cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT)

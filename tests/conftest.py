@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,14 @@ import torch.distributed as dist
 # Their assertions are those of the tests that call them.
 pytest.register_assert_rewrite("tests.programs", "tests.commands")
 
+from tests import warm  # noqa: E402
 from tests.ranks import close_pools  # noqa: E402
+
+# A background job, or one under `nohup`, is started with signals ignored, and so would be what it starts. A handler,
+# even one that does nothing, is not handed down.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 # Set anew by pytest for each test.
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
@@ -34,6 +42,7 @@ def _environment_stays_as_it_is() -> Iterator[None]:
 def _no_process_is_left() -> Iterator[None]:
     yield
     close_pools()
+    warm.close()
     assert _children() == []
 
 

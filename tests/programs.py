@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.ranks import run_on_ranks
 from tests.scripts import one_host
+from tests.warm import RUN_VARIABLE
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests" / "scripts"
@@ -26,23 +27,24 @@ STRATEGY_MODULE_OF = {
     "pytorch_lightning": "lightning_bucketddp.strategies.trainer_pytorch_lightning",
 }
 TIMEOUT_S = 120
-# All processes of a run have it in their environment.
-RUN_VARIABLE = "BUCKETDDP_TEST_RUN"
 # What a process may need to end by itself after the one that it belongs to has ended.
 GRACE_S = 10
 
 
 @dataclass(frozen=True)
 class Program:
-    """`python <command>`, as the last arguments of `within`."""
+    """`python <command>`, as the last arguments of `within`; the interpreter is warm, if none is given."""
 
     command: Sequence[str | Path]
     variables: Mapping[str, str] = field(default_factory=dict)
     within: Sequence[str] = ()
+    python: str | None = None
 
     def start(self, **options: Any) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **options.pop("variables"), **self.variables}
-        return subprocess.Popen([*self.within, sys.executable, *map(str, self.command)], env=environment, **options)
+        return subprocess.Popen(
+            [*self.within, self.python or warm.python(), *map(str, self.command)], env=environment, **options
+        )
 
 
 @dataclass(frozen=True)

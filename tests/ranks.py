@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forks import PROCESSES
+
 _GRACE_AFTER_FAILURE_S = 5.0
 
 
@@ -46,7 +48,8 @@ class RankPool:
     """`world_size` processes in one process group, waiting for jobs."""
 
     def __init__(self, world_size: int, backend: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A process that is forked can use a GPU only if the one that it is forked from has not looked for any.
+        context = PROCESSES if device().type == "cpu" else multiprocessing.get_context("spawn")
         port = _free_port()
         # Where each process writes what all its threads do when it is made to end.
         self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
@@ -162,6 +165,7 @@ def _free_port() -> int:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":

@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_and_writes_all_variants(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -83,6 +84,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
         assert name == "memory" or set(table["samples"]) >= set(table["rows"])
 
 
+@pytest.mark.long
 def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> None:
     host_overhead.main(["--model=gpt2_shapes", *BRIEF, "--json", str(tmp_path / "found.json")])
     [table] = json.loads((tmp_path / "found.json").read_text())["tables"]
@@ -102,6 +104,7 @@ def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.Ca
     assert "python -m benchmarks." in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     overlap.main([*SMALL, *BRIEF, "--steps=1", "--png", str(tmp_path / "found.png")])
@@ -123,6 +126,7 @@ def test_a_hook_that_lightning_ignores_is_not_measured(capsys: pytest.CaptureFix
     assert "Lightning ignores torch DDP's hooks on the CPU" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(stage: Any, title: str, seconds: float) -> Any:
         raise RuntimeError("this part failed")

@@ -235,7 +235,9 @@ def test_a_remote_checkpoint_that_changes_is_read_anew_and_damage_is_named(tmp_p
             load(f"{address}/model.ckpt")
 
 
-@pytest.mark.parametrize("value", [functools.partial(print, "run"), getattr, np.load, eval], ids=repr)
+@pytest.mark.parametrize(
+    "value", [functools.partial(print, "run"), getattr, np.load, eval], ids=["partial", "getattr", "load", "eval"]
+)
 def test_functions_are_not_harmless(value: Any, tmp_path: Path) -> None:
     save({"payload": value}, tmp_path / "model.ckpt")
     with pytest.raises(UnsafeCheckpointError, match=rf"^Checkpoint `{tmp_path}/model.ckpt` is not loaded"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.programs import SCRIPTS
 from tests.soak.round import SCRIPT
 from tests.soak.running import Program, Running, running
@@ -50,7 +52,9 @@ def end_of(
 ) -> Ended:
     """Let a program meet a fault, or a signal after its seventh step; all of its processes have to end soon."""
     settings = {"directory": str(directory), "checkpoints": str(directory / "checkpoints"), **SETTINGS}
-    program = Program(script, launcher, {**settings, "fault": fault or {}})
+    # The ranks of torchrun watch the process that has started them.
+    python = sys.executable if launcher == "torchrun" else warm.python()
+    program = Program(script, launcher, {**settings, "fault": fault or {}}, python=python)
     output = directory / "output.txt"
     with running(program, directory=directory, output=output) as run:
         fault_at = None

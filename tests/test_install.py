@@ -68,8 +68,8 @@ def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) 
     ("entry", "root", "module"),
     [
         ("Trainer", "lightning.pytorch", "trainer_lightning"),
-        ("Trainer", "pytorch_lightning", "trainer_pytorch_lightning"),
-        ("Fabric", "lightning.fabric", "fabric_lightning"),
+        pytest.param("Trainer", "pytorch_lightning", "trainer_pytorch_lightning", marks=pytest.mark.long),
+        pytest.param("Fabric", "lightning.fabric", "fabric_lightning", marks=pytest.mark.long),
         ("Fabric", "lightning_fabric", "fabric_lightning_fabric"),
     ],
 )
@@ -100,6 +100,7 @@ def test_an_editable_install_is_found_by_name() -> None:
     assert REPOSITORY in Path(printed).parents
 
 
+@pytest.mark.long  # examples/slurm.sbatch and two_nodes.sh train it too
 def test_the_example_trains_to_the_end() -> None:
     printed = run_python(str(REPOSITORY / "examples" / "digits.py"), "--max-epochs", "1")
     accuracy, reduced = printed.splitlines()[-2:]

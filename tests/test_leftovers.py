@@ -99,7 +99,7 @@ def test_the_name_of_a_temporary_file_tells_its_writer() -> None:
 
 
 # A process of another host or container may have any number, also that of a living one here, or of none.
-@pytest.mark.parametrize("pid", [os.getpid(), 999_999_999])
+@pytest.mark.parametrize("pid", [os.getpid(), 999_999_999], ids=["ours", "none"])
 def test_the_file_of_a_writer_elsewhere_goes_when_it_was_silent_for_an_hour(pid: int, tmp_path: Path) -> None:
     recent = named(tmp_path, numbering=OTHERS, pid=pid, start_time=1, hours_old=0.9)
     old = named(tmp_path, numbering=OTHERS, pid=pid, start_time=2, hours_old=1.1)

@@ -24,6 +24,7 @@ REMEDY = (
 )
 
 
+@pytest.mark.long
 def test_steps_wait_for_the_network(tmp_path: Path) -> None:
     options = [
         "--bucket-cap-mb",
@@ -71,6 +72,7 @@ def test_what_a_machine_does_not_permit_is_told() -> None:
         raise AssertionError("it does")
 
 
+@pytest.mark.long
 def test_hosts_and_ranks_end_with_the_command(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     with no_process_left() as variables, output.open("w") as file:

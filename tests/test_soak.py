@@ -30,6 +30,7 @@ for rank in (0, 1):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_few_random_faults() -> None:
     # What it prints is shown if it fails, with the seed and the command that repeats the round.

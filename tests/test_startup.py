@@ -341,9 +341,15 @@ def test_a_start_timeout_that_is_no_time_is_refused(root: str, value: object) ->
 # --- Programs
 
 
-def start(directory: Path, *arguments: object, root: str = "lightning.pytorch", **variables: str) -> Run:
+def start(
+    directory: Path,
+    *arguments: object,
+    root: str = "lightning.pytorch",
+    python: str | None = None,
+    **variables: str,
+) -> Run:
     """Run `starts.py` until no process of it is left, which is long before its start time-out if it has none."""
-    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables)
+    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables, python=python)
     return run_together(program, root=root, directory=directory)
 
 
@@ -367,7 +373,7 @@ def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None
 
 
 def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
-    finished = start(tmp_path, "--rank-1", "kill_launcher")
+    finished = start(tmp_path, "--rank-1", "kill_launcher", python=sys.executable)  # it kills its parent
     assert finished.returncode == -signal.SIGKILL
     assert re.search(r"StartError: Rank 1 has lost the process that launched it \(\d+\)", finished.output)
 

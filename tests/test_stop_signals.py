@@ -160,11 +160,12 @@ def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_signals_at_a_hundred_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_moments", [12, pytest.param(88, marks=pytest.mark.long)])
+def test_signals_at_a_hundred_random_moments(num_moments: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown when it fails
     generator = random.Random(seed)
-    trials = [Trial.draw(generator) for _ in range(100)]
+    trials = [Trial.draw(generator) for _ in range(num_moments)]
     directories = [tmp_path / str(index) for index in range(len(trials))]
     # Two at once: the processes wait most of the time.
     with ThreadPoolExecutor(2) as executor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.programs import RUN_VARIABLE, processes_of
+from tests.programs import processes_of
+from tests.warm import RUN_VARIABLE
 
 # Starting takes seconds, and minutes where the machine has other things to do.
 _BEGINS_WITHIN_S = 180.0
@@ -25,19 +26,20 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 @dataclass(frozen=True)
 class Program:
-    """A script that is started by a launcher, as the last arguments of `within`."""
+    """A script that is started by a launcher in a `python`, as the last arguments of `within`."""
 
     script: Path
     launcher: str
     settings: dict[str, Any]
     within: Sequence[str] = ()
+    python: str = sys.executable
 
     @property
     def command(self) -> Sequence[str]:
         start_method = self.launcher if self.launcher in ("spawn", "fork") else "popen"
         settings = json.dumps({**self.settings, "start_method": start_method})
         by_torchrun = _TORCHRUN if self.launcher == "torchrun" else ()
-        return (*self.within, sys.executable, *by_torchrun, str(self.script), settings)
+        return (*self.within, self.python, *by_torchrun, str(self.script), settings)
 
 
 class Running:

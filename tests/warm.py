@@ -1,0 +1,78 @@
+"""A `python` that starts in a moment: forked from a server that has imported torch and Lightning once.
+
+    subprocess.Popen([warm.python(), "script.py", "argument"])
+
+To whoever starts it, and to the script, it is like the interpreter that runs the tests: same arguments, environment,
+files, namespaces, signals and exit status, and `sys.executable` is the warm one again, so that the ranks that a script
+launches start as fast. Where a fork could make a difference (another option of Python, a variable that an import reads,
+a namespace for processes), it becomes the ordinary interpreter.
+
+What it is not: the process that was started. That one is a small client which hands signals on and ends as the script
+does; the script is its neighbour. A test of what processes see of each other uses `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# All processes of a run have it in their environment; a server whose children are to be found has room for it.
+RUN_VARIABLE = "BUCKETDDP_TEST_RUN"
+NO_RUN = "0" * 36
+
+_CLIENT = Path(__file__).with_name("warm_client.py")
+_COMMANDS = ("torchrun", "bucketddp")
+
+
+class _Server:
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="bucketddp-warm-"))
+        client = f"#!{sys.executable} -IS\n{_CLIENT.read_text()}"
+        self.python = self._write("python", client)
+        for command in _COMMANDS:
+            text = Path(sys.executable).with_name(command).read_text()
+            self._write(command, f"#!{self.python}\n{text.partition(chr(10))[2]}")
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("warm_server.py"), self.directory],
+            stdin=subprocess.PIPE,  # it ends with its input, so with us at the latest
+            stdout=subprocess.PIPE,
+            env={**os.environ, RUN_VARIABLE: NO_RUN},
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def _write(self, name: str, text: str) -> str:
+        path = self.directory / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return str(path)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.communicate()
+        shutil.rmtree(self.directory)
+
+
+_servers: list[_Server] = []
+
+
+def python() -> str:
+    """The path of the warm interpreter."""
+    if _servers and not _servers[0].is_running:  # a script has killed its parent
+        close()
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[0].python
+
+
+def close() -> None:
+    """End the server; it is started again when it is needed."""
+    while _servers:
+        _servers.pop().close()
