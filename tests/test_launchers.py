@@ -16,6 +16,8 @@ from tests.scripts.one_host import print_config, train_by_command_line
 def test_a_script_starts_its_processes(tmp_path: Path) -> None:
     finished = run(SCRIPTS / "fit.py", "bucketddp", root="lightning.pytorch", directory=tmp_path)
     assert_trained(finished, root="lightning.pytorch", name="bucketddp")
+    # Those of Lightning stay in the environment of rank 0, which has launched rank 1.
+    assert not [name for name in finished.results["bucketddp.variables0"] if "BUCKETDDP" in name]
 
 
 def test_a_module_starts_its_processes(tmp_path: Path) -> None:
@@ -29,6 +31,7 @@ def test_processes_are_forked_and_spawned_and_hand_their_weights_back(tmp_path: 
     for name in names:
         assert_trained(finished, root="lightning.pytorch", name=name)
         assert finished.results[f"{name}.main0"] == finished.results[f"{name}.rank0"]["weights"]
+        assert finished.results[f"{name}.variables0"] == []
 
 
 def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
