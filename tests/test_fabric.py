@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.scripts.fabrics import LOOPS, ROOTS, count_reductions, failure_to_save, load, save, talk, train
+from tests.scripts.fabrics import (
+    LOOPS,
+    ROOTS,
+    count_reductions,
+    failure_to_save,
+    load,
+    save,
+    talk,
+    train,
+    train_with_the_public_class,
+)
 
 # What torch DDP needs for the same result.
 LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
@@ -36,6 +46,11 @@ def test_both_roots_train_alike() -> None:
         run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS
     )
     assert lightning == lightning_fabric
+
+
+def test_the_class_that_is_for_the_trainer_too_trains_alike() -> None:
+    by_name = run_on_ranks(train, strategy="bucketddp", loop="two_modules")
+    assert run_on_ranks(train_with_the_public_class, loop="two_modules") == by_name
 
 
 def test_accumulation_reduces_each_bucket_once_per_step() -> None:

@@ -52,7 +52,7 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 BY_CLASS_PATH = {
     "class_path": "lightning_bucketddp.BucketDDPStrategy",
-    "init_args": {"bucket_cap_mb": 5, "find_unused_parameters": True},
+    "init_args": {"bucket_cap_mb": 5, "find_unused_parameters": True, "check_reduction": True, "timeout": 90},
 }
 
 
@@ -77,7 +77,7 @@ def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path)
     text = finished.output[finished.output.index("seed_everything:") :]
     printed = yaml.safe_load(text)["trainer"]["strategy"]
     assert printed["class_path"].endswith("BucketDDPStrategy")
-    expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "start_method": "popen"}
+    expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90}
     assert {option: printed["init_args"][option] for option in expected} == expected
     config.write_text(text)
     assert_trained(run(program, "fit", "--config", config, root=root, directory=tmp_path), root=root, bucket_cap_mb=5)

@@ -32,8 +32,10 @@ class RecordsSteps(TrainingHooks):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        if self._has_monitor and not any(isinstance(callback, self._monitor_callback) for callback in callbacks):
+        if not self._has_monitor or self.lightning_module is None:
+            return
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, self._monitor_callback) for callback in callbacks):
             callbacks.append(self._monitor_callback())
 
     def begin_recording(self, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from datetime import timedelta
@@ -82,11 +81,3 @@ class StartsTogether:
             listener.close()
             return None
         return listener
-
-
-def check_start_timeout(start_timeout_s: float) -> float:
-    """`start_timeout_s`, if it is a time."""
-    is_number = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
-    if not is_number or not math.isfinite(start_timeout_s) or start_timeout_s <= 0:
-        raise ValueError(f"`start_timeout_s` must be a positive number of seconds, got {start_timeout_s!r}.")
-    return start_timeout_s
