@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.strategies.launching import Launchers, ProcessLauncher, ScriptLauncher
@@ -40,4 +39,4 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _sigterm_exception = SIGTERMException
     _normal_ends = (_TunerExitException,)
     _callback = Callback
-    _monitor_callback = BucketDDPMonitor
+    _callbacks_module = "lightning_bucketddp.callbacks.lightning_callbacks"
