@@ -12,10 +12,48 @@ from lightning_bucketddp_autoload import register_when_imported
 
 if TYPE_CHECKING:
     from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor, ScaleLearningRate, ScalingMonitor
+    from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
+    from lightning_bucketddp.core.arrivals import LateGradientError
+    from lightning_bucketddp.core.divergence import ReplicaDivergedError
+    from lightning_bucketddp.core.failure import RankFailedError
+    from lightning_bucketddp.core.lockstep import OutOfStepError
+    from lightning_bucketddp.core.meeting_point import StartError
+    from lightning_bucketddp.core.nonfinite import NonFiniteError
+    from lightning_bucketddp.core.replicas import ReplicaMismatchError
     from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "__version__"]
+__all__ = [
+    "BucketDDPMonitor",
+    "BucketDDPStrategy",
+    "CheckpointReadError",
+    "CheckpointWriteError",
+    "LateGradientError",
+    "NonFiniteError",
+    "OutOfStepError",
+    "RankFailedError",
+    "ReplicaDivergedError",
+    "ReplicaMismatchError",
+    "ScaleLearningRate",
+    "ScalingMonitor",
+    "StartError",
+    "UnsafeCheckpointError",
+    "__version__",
+]
+
+# Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
+_MODULE_OF_ERROR = {
+    "CheckpointReadError": "checkpoint.errors",
+    "CheckpointWriteError": "checkpoint.errors",
+    "LateGradientError": "core.arrivals",
+    "NonFiniteError": "core.nonfinite",
+    "OutOfStepError": "core.lockstep",
+    "RankFailedError": "core.failure",
+    "ReplicaDivergedError": "core.divergence",
+    "ReplicaMismatchError": "core.replicas",
+    "StartError": "core.meeting_point",
+    "UnsafeCheckpointError": "checkpoint.errors",
+}
 
 register_when_imported()
 
@@ -26,6 +64,8 @@ def __getattr__(name: str) -> Any:
     if name in ("BucketDDPMonitor", "ScaleLearningRate", "ScalingMonitor"):
         root = _trainer_root().removesuffix(".pytorch")
         return getattr(import_module(f"lightning_bucketddp.callbacks.{root}_callbacks"), name)
+    if name in _MODULE_OF_ERROR:
+        return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF_ERROR[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -70,8 +70,6 @@ BINDINGS = {
     "strategies/trainer_pytorch_lightning.py",
     "strategies/fabric_lightning.py",
     "strategies/fabric_lightning_fabric.py",
-    "strategies/lightning_environment.py",
-    "strategies/lightning_fabric_environment.py",
     "checkpoint/lightning_io.py",
     "checkpoint/lightning_fabric_io.py",
     "callbacks/lightning_callbacks.py",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import lightning_bucketddp
 from tests.interpreter import run_code
+from tests.programs import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -22,13 +26,67 @@ def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, mo
         trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy)
         print(trainer.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
         print(strategy.config.bucket_cap_mb, type(strategy.checkpoint_io).__module__)
+        import sys
+        not_needed = tuple(f"lightning_bucketddp.{{name}}" for name in ("report", "callbacks", "core.recorder"))
+        print([module for module in sys.modules if module.startswith(not_needed)])
         """
     )
     io_module = "lightning_io" if root == "lightning.pytorch" else "lightning_fabric_io"
     assert printed.splitlines() == [
         f"True lightning_bucketddp.strategies.{module} True",
         f"3 lightning_bucketddp.checkpoint.{io_module}",
+        # Both ranks import what they need one after the other, before a fit begins. Only monitors need these.
+        "[]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("root", "module"), [("lightning.fabric", "fabric_lightning"), ("lightning_fabric", "fabric_lightning_fabric")]
+)
+def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, module: str) -> None:
+    printed = run_code(
+        f"""
+        import logging
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.getLogger("lightning_utilities").setLevel(logging.INFO)
+        import sys
+        logging.getLogger().handlers[0].stream = sys.stdout
+        from lightning_bucketddp import BucketDDPStrategy
+        from {root} import Fabric
+        from {root}.strategies import DDPStrategy
+        strategy = BucketDDPStrategy(bucket_cap_mb=3, timeout=7, static_graph=True, monitor=False)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        print(fabric.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
+        print(strategy.config.bucket_cap_mb, strategy._timeout)
+        try:
+            Fabric(accelerator="cpu", devices=2, strategy=BucketDDPStrategy(monitor=True))
+        except TypeError as error:
+            print(error)
+        """
+    )
+    assert printed.splitlines() == [
+        # Once, although it was made twice.
+        "bucketddp: no effect, and no need to set: `static_graph` (how often each parameter is used is learned from the"
+        " first backward).",
+        f"True lightning_bucketddp.strategies.{module} True",
+        "3 0:00:07",
+        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and there is no such thing for Fabric. Leave it"
+        f" out, or see `lightning_bucketddp.strategies.{module}.BucketDDPStrategy` for what there is.",
+    ]
+
+
+def test_errors_can_be_imported_from_the_package() -> None:
+    documented = re.findall(r"^### (.*Error.*)$", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+    names = {name for heading in documented for name in heading.split(", ")}
+    raised = {
+        name
+        for path in (REPOSITORY / "lightning_bucketddp").rglob("*.py")
+        for name in re.findall(r"^class (\w+Error)\(", path.read_text(), re.MULTILINE)
+    }
+    # Those are caught by ourselves: the first by commands, the second when checkpoints are written.
+    assert names == raised - {"UsageError", "NotPlainError"}
+    assert names <= set(lightning_bucketddp.__all__)
+    assert all(issubclass(getattr(lightning_bucketddp, name), Exception) for name in names)
 
 
 def test_a_subclass_for_another_root_is_refused_by_name() -> None:

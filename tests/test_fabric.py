@@ -18,6 +18,7 @@ from tests.scripts.fabrics import (
     talk,
     train,
     train_after_another_set_up,
+    train_with_the_public_class,
 )
 
 # What torch DDP needs for the same result.
@@ -47,6 +48,11 @@ def test_both_roots_train_alike() -> None:
         run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS
     )
     assert lightning == lightning_fabric
+
+
+def test_the_class_that_is_for_the_trainer_too_trains_alike() -> None:
+    by_name = run_on_ranks(train, strategy="bucketddp", loop="two_modules")
+    assert run_on_ranks(train_with_the_public_class, loop="two_modules") == by_name
 
 
 def test_accumulation_reduces_each_bucket_once_per_step() -> None:

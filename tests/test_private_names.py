@@ -81,6 +81,9 @@ LIGHTNING_ATTRIBUTES = {
 }
 FABRIC = {"_init_dist_connection": "utilities.distributed"}
 FABRIC_ATTRIBUTES = {
+    # written by us
+    "_main_port": "plugins.environments.lightning",
+    # written and read by Lightning
     "_backward_sync_control": "strategies.strategy",
     "_convert_stateful_objects_in_state": "strategies.strategy",
     "_checkpoint_io": "strategies.strategy",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.core import meeting_point
@@ -270,62 +270,90 @@ def test_a_launcher_that_has_ended_is_noticed_before_anybody_waits_for_it(monkey
 # --- The port of a local launch
 
 
+ROOTS = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The variables of a process that has launched nothing."""
     with monkeypatch.context() as variables:
         for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
             variables.delenv(name, raising=False)
-        # Set to something first, so that what a launch sets is undone.
-        for name in ("MASTER_PORT", "BUCKETDDP_FREE_PORT", "BUCKETDDP_LAUNCHER_PID"):
-            variables.setenv(name, "")
-            del os.environ[name]
         yield variables
 
 
-def local_environment(root: str = "lightning.pytorch") -> Any:
-    """The environment that a strategy makes of Lightning's."""
+def make_launcher(root: str = "lightning.pytorch", start_method: str = "popen") -> Any:
+    """What a strategy would launch two processes with where nothing but Lightning chooses the port."""
     plugins = import_module(
         f"{'lightning.fabric' if 'lightning.' in root else 'lightning_fabric'}.plugins.environments"
     )
-    strategy = strategy_class(root)(cluster_environment=plugins.LightningEnvironment())
-    assert isinstance(strategy.cluster_environment, plugins.LightningEnvironment)
-    return strategy.cluster_environment
+    strategy = strategy_class(root)(
+        cluster_environment=plugins.LightningEnvironment(),
+        parallel_devices=[torch.device("cpu")] * 2,
+        start_method=start_method,
+    )
+    # Lightning and its users ask for exactly this class.
+    assert type(strategy.cluster_environment) is plugins.LightningEnvironment
+    strategy._configure_launcher()
+    return strategy.launcher
+
+
+def open_port(launcher: Any) -> int:
+    """Have `launcher` open the port; the one that Lightning will tell all ranks."""
+    environment = launcher.guarding_strategy.cluster_environment
+    launcher._open_port(environment)
+    return int(environment.main_port)
 
 
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize("root", ROOTS)
 def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
-    environments = [local_environment(root) for _ in range(20)]
-    ports = [environment.main_port for environment in environments]
+    launchers = [make_launcher(root) for _ in range(20)]
+    ports = [open_port(launcher) for launcher in launchers]
     assert len(set(ports)) == 20
-    assert ports == [environment.main_port for environment in environments]
     for port in ports:
         with pytest.raises(OSError, match="Address already in use"):
             socket.create_server(("", port))
-    assert os.environ["MASTER_PORT"] == str(ports[-1])
-    for environment in environments:
-        assert copy.deepcopy(environment).take_listener() is None
-        environment.take_listener().close()
+    for launcher in launchers:
+        launcher.take_listener().close()
 
 
 def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest.MonkeyPatch) -> None:
     with another_program(b"") as port:
         environment.setenv("MASTER_PORT", str(port))
         with pytest.raises(StartError, match=re.escape(port_in_use(port))):
-            _ = local_environment().main_port
-    for local in [local_environment(), local_environment()]:
-        assert local.main_port == port
-        assert local.take_listener() is None
+            open_port(make_launcher())
+    for launcher in [make_launcher(), make_launcher()]:
+        assert open_port(launcher) == port
+        assert launcher.take_listener() is None
+
+
+def test_a_port_that_the_user_chose_for_programs_that_find_a_free_one_is_kept(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("STANDALONE_PORT", str(free_port()))
+    launcher = make_launcher()
+    assert open_port(launcher) == int(os.environ["STANDALONE_PORT"])
+    launcher.take_listener().close()
 
 
 @pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
 def test_only_who_launches_rank_zero_keeps_the_port(variable: str, environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_PORT", str(free_port()))
     environment.setenv(variable, "1")
-    local = local_environment()
-    assert local.main_port == int(os.environ["MASTER_PORT"])
-    assert local.take_listener() is None
+    launcher = make_launcher()
+    assert open_port(launcher) == int(os.environ["MASTER_PORT"])
+    assert launcher.take_listener() is None
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_a_launch_that_fails_leaves_the_environment_as_it_was(
+    start_method: str, environment: pytest.MonkeyPatch
+) -> None:
+    with another_program(b"") as port:
+        environment.setenv("MASTER_PORT", str(port))
+        before = dict(os.environ)
+        with pytest.raises(StartError):
+            make_launcher(start_method=start_method).launch(print, trainer=None)
+        assert os.environ == before
 
 
 # --- The option

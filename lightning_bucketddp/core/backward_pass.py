@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_bucketddp.core.placement import Placement
-from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.reductions import Reductions
-from lightning_bucketddp.core.tuning import PlanTuner
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.core.recorder import StepRecorder
+    from lightning_bucketddp.core.tuning import PlanTuner
 
 
 class Alive:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
@@ -32,12 +32,14 @@ from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.plans import Plans
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.profiling import phase
-from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.reductions import Reductions
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.weighting import Weighting
 from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Reduction
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.core.recorder import StepRecorder
 
 
 class Reducer:

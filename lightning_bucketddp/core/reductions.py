@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +24,12 @@ from lightning_bucketddp.core.nonfinite import Finiteness
 from lightning_bucketddp.core.placement import AnyBucket, Placement
 from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.profiling import NOTHING, phase
-from lightning_bucketddp.core.recorder import StepRecorder
 from lightning_bucketddp.core.single_buckets import SparseBucket
 from lightning_bucketddp.core.stats import ReducerStats
 from lightning_bucketddp.core.wire import Reduction, SparseMean
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.core.recorder import StepRecorder
 
 _NUM_NAMED = 3
 

@@ -30,9 +30,15 @@ from lightning_bucketddp.strategies.fabric_saving import FabricCheckpointHooks
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
-    check_stall_warning,
-    explain_without_effect,
+    check_backend,
+    check_devices,
+    check_flags,
+    check_functions,
+    check_seconds,
+    check_timeout,
+    choose_bucket_sizes,
     resolve_start_method,
+    settle_torch_options,
 )
 from lightning_bucketddp.strategies.replica_checks import (
     OnDivergence,
@@ -40,7 +46,7 @@ from lightning_bucketddp.strategies.replica_checks import (
     ReplicaChecks,
     training_state,
 )
-from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
+from lightning_bucketddp.strategies.start import StartsTogether
 from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
@@ -58,7 +64,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         ddp_comm_state: State for `ddp_comm_hook`.
         ddp_comm_hook: A communication hook as torch DDP takes it. Runs on every backend.
         process_group_backend: For example `nccl` or `gloo`. By default the one that fits the device.
-        timeout: How long a collective may take.
+        timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
             `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
@@ -83,6 +89,15 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
         batched_grad_copy: No effect; gradients are always copied by one call per bucket.
         skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
+        device_ids: No effect; Lightning gives each process its device. Another one is refused.
+        output_device: No effect; outputs stay on the device of the process. Another one is refused.
+        dim: No effect; batches are not scattered to devices.
+        check_reduction: No effect; torch ignores it, too.
+        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
+        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
+        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
+        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
+        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
     """
 
     def __init__(
@@ -93,7 +108,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         checkpoint_io: Any = None,
         precision: Any = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         ddp_comm_state: object = None,
@@ -117,6 +132,15 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         gradient_as_bucket_view: bool | None = None,
         batched_grad_copy: bool | None = None,
         skip_all_reduce_unused_params: bool | None = None,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int | None = None,
+        check_reduction: bool | None = None,
+        delay_all_reduce_named_params: list[Any] | None = None,
+        param_to_hook_all_reduce: Any = None,
+        process_group: Any = None,
+        device_mesh: Any = None,
+        mixed_precision: Any = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -125,18 +149,37 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        explain_without_effect(
+        settle_torch_options(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             batched_grad_copy=batched_grad_copy,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            check_reduction=check_reduction,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            mixed_precision=mixed_precision,
         )
+        if forward_sync_buffers is not None:
+            broadcast_buffers = forward_sync_buffers
+        check_flags(
+            overlap=overlap,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            async_checkpoints=async_checkpoints,
+            check_gradients=check_gradients,
+        )
+        check_functions(ddp_comm_hook=ddp_comm_hook)
         self.config = ReducerConfig(
-            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
+            bucket_cap_mb=choose_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list),
             overlap=overlap,
             reduce_dtype=reduce_dtype,
-            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+            broadcast_buffers=broadcast_buffers,
             comm_hook=ddp_comm_hook,
             comm_state=ddp_comm_state,
             on_nonfinite=on_nonfinite,
@@ -148,7 +191,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         self._checks: ReplicaChecks | None = None
         self._optimizers: list[Optimizer] = []
         self._collectives: Collectives | None = None
-        self._stall_warning_s = check_stall_warning(stall_warning_s)
+        self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
         self._ending: Ending | None = None
         self._async_checkpoints = async_checkpoints
@@ -156,16 +199,20 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         self._finite_checkpoints = FiniteCheckpoints()
         self._weights_at_start: dict[nn.Module, Severities] = {}
         self._backward_sync_control: Any = _BackwardSyncControl(self)
-        self._start_timeout_s = check_start_timeout(start_timeout_s)
+        self._start_timeout_s = check_seconds("start_timeout_s", start_timeout_s)
+        self._torch_devices = (device_ids, output_device)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._process_group_backend = check_backend(process_group_backend)
+        self._timeout = check_timeout(timeout)
         self._start_method = resolve_start_method(start_method)
 
     def setup_environment(self) -> None:
+        if self._launcher is None:
+            self._configure_launcher()  # as Fabric does; it tells how ranks have ended
         super().setup_environment()
         self._set_world_ranks()
+        check_devices(self.root_device, *self._torch_devices)
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:

@@ -3,6 +3,7 @@
 from functools import wraps
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -12,7 +13,6 @@ from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import FABRIC_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.strategies.fabric import FabricStrategy
 from lightning_bucketddp.strategies.launching import Launchers, ProcessLauncher, ScriptLauncher
-from lightning_bucketddp.strategies.lightning_environment import LocalEnvironment
 
 
 class _ScriptLauncher(ScriptLauncher, _SubprocessScriptLauncher):
@@ -27,8 +27,7 @@ class _ProcessLauncher(ProcessLauncher, _MultiProcessingLauncher):  # type: igno
 class BucketDDPStrategy(FabricStrategy, ParallelStrategy):
     __doc__ = FabricStrategy.__doc__
     _default_checkpoint_io = BucketDDPCheckpointIO
-    _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
-    _local_environment = LocalEnvironment
+    _launchers = Launchers(_ScriptLauncher, _ProcessLauncher, LightningEnvironment)
     _init_dist_connection = staticmethod(_init_dist_connection)
 
     # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_bucketddp.strategies.local_environment import HoldsPort, launching
+
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 else:
@@ -60,7 +62,7 @@ class Guarded:
             raise
 
 
-class ProcessLauncher(_MultiProcessingLauncher):
+class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
     """Starts a process for each rank of this host; this one only waits for them."""
 
     guarding_strategy: Any
@@ -74,7 +76,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy.trains_elsewhere = True
         try:
             guarded = Guarded(function, strategy, on_exception, in_child=True)
-            result = super().launch(guarded, *args, **kwargs)
+            result = self._launch(guarded, *args, **kwargs)
         except (KeyboardInterrupt, ProcessExitedException) as error:
             if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
                 raise
@@ -83,6 +85,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
             raise KeyboardInterrupt from None
         strategy.trains_elsewhere = False
         return result
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The next launch of this program chooses a port of its own.
+        with launching("MASTER_PORT"):
+            self._open_port(self.guarding_strategy.cluster_environment)
+            try:
+                return super().launch(function, *args, **kwargs)
+            finally:
+                if (listener := self.take_listener()) is not None:
+                    listener.close()
 
     def exit_status_of(self, local_rank: int) -> int | None:
         """Not known to the ranks: none of them has started another."""
@@ -107,7 +119,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 process.kill()
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host."""
 
     guarding_strategy: Any
@@ -117,7 +129,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(Guarded(function, self.guarding_strategy), *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        super()._call_children_scripts()
+        # `MASTER_PORT` and what else Lightning sets stays: this process is a rank.
+        with launching():
+            self._open_port(self.cluster_environment)
+            super()._call_children_scripts()
         # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
         self.children, self.procs = tuple(self.procs), []
 
@@ -140,6 +155,7 @@ class Launchers:
 
     of_scripts: Any
     of_processes: Any
+    lightning_environment: type
 
     def make(self, strategy: Any) -> Any:
         """The one that `strategy` wants."""
@@ -149,4 +165,5 @@ class Launchers:
             else self.of_processes(strategy, start_method=strategy._start_method)
         )
         launcher.guarding_strategy = strategy
+        launcher.lightning_environment = self.lightning_environment
         return launcher

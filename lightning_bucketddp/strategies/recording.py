@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,16 +13,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.recorder import MarkedStep, StepRecorder
-from lightning_bucketddp.report.record import Run
 from lightning_bucketddp.strategies.training import TrainingHooks
+
+# Whoever records has imported them; every other start would have to wait for them.
+if TYPE_CHECKING:
+    from lightning_bucketddp.core.recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.report.record import Run
 
 
 class RecordsSteps(TrainingHooks):
     """The part of a strategy that tells a recorder what a step does; in other steps it does nothing."""
 
-    # `BucketDDPMonitor` of the root.
-    _monitor_callback: ClassVar[type]
+    # The module that has the `BucketDDPMonitor` of the root.
+    _callbacks_module: ClassVar[str]
     _has_monitor: bool
     _collectives: Collectives | None
     # Set while steps are recorded.
@@ -32,9 +36,12 @@ class RecordsSteps(TrainingHooks):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        if self._has_monitor and not any(isinstance(callback, self._monitor_callback) for callback in callbacks):
-            callbacks.append(self._monitor_callback())
+        if not self._has_monitor or self.lightning_module is None:
+            return
+        monitor: type = import_module(self._callbacks_module).BucketDDPMonitor
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, monitor) for callback in callbacks):
+            callbacks.append(monitor())
 
     def begin_recording(self, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]) -> None:
         """Record steps from now on; `on_recorded` gets each when the optimizer has stepped."""
@@ -52,6 +59,8 @@ class RecordsSteps(TrainingHooks):
 
     def describe_run(self) -> Run:
         """What stays the same in a fit."""
+        from lightning_bucketddp.report.record import Run
+
         assert self.reducer is not None
         trainer, specs = self._module.trainer, self.reducer.specs
         params = [param for param in self.reducer.replicas.parameters.values() if param.requires_grad]

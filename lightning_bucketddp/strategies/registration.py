@@ -14,6 +14,7 @@ _MODULE_OF = {
     "lightning_fabric": "fabric_lightning_fabric",
 }
 TRAINER_ROOTS = ("lightning.pytorch", "pytorch_lightning")
+FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
 _START_METHOD_OF = {
     "bucketddp": "popen",
     "bucketddp_spawn": "spawn",
@@ -38,7 +39,7 @@ def register(root: str) -> None:
     if "lightning_bucketddp.strategies.trainer" in sys.modules:
         # Made before this root was imported: it accepts that class too.
         trainer = sys.modules["lightning_bucketddp.strategies.trainer"]
-        trainer.accept_in_every_trainer(trainer.TrainerStrategy)
+        trainer.accept_in_every_root(trainer.TrainerStrategy)
     strategies = import_module(f"{root}.strategies")
     registry = strategies.STRATEGY_REGISTRY if "fabric" in root else strategies.StrategyRegistry
     for name, start_method in _START_METHOD_OF.items():

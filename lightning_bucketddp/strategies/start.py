@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from datetime import timedelta
@@ -24,31 +23,19 @@ from lightning_bucketddp.strategies.local_environment import HoldsPort
 class StartsTogether:
     """Has all ranks meet, or end, before any of them waits in a collective."""
 
-    # The `LightningEnvironment` of the root, with `HoldsPort`.
-    _local_environment: ClassVar[type]
     _init_dist_connection: ClassVar[Any]
     _start_timeout_s: float
     if TYPE_CHECKING:
         launcher: Any
+        cluster_environment: Any
         root_device: torch.device
         _timeout: timedelta | None
         _get_process_group_backend: Any
 
-    @property
-    def cluster_environment(self) -> Any:
-        return self._cluster_environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: Any) -> None:
-        if type(environment) in self._local_environment.__bases__:
-            ours = self._local_environment()
-            vars(ours).update(vars(environment))
-            environment = ours
-        self._cluster_environment = environment
-
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
         if torch.distributed.is_initialized():
+            self._take_listener(port=None)
             return
         environment = self.cluster_environment
         point = MeetingPoint(
@@ -61,8 +48,9 @@ class StartsTogether:
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         rendezvous = Rendezvous(point, timeout_s=self._start_timeout_s)
         launched = LaunchedProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
+        listener = self._take_listener(port=point.port if point.is_host else None)
         with launched.ended_on_failure():
-            store = rendezvous.meet(listener=self._listener_at(point), find_failure=launched.find_failure)
+            store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
             store.set_timeout(self._timeout or default_pg_timeout)
             backend = self._get_process_group_backend()
             if "nccl" in backend:
@@ -86,19 +74,10 @@ class StartsTogether:
                 " yourself, and both are left as you want them."
             )
 
-    def _listener_at(self, point: MeetingPoint) -> socket.socket | None:
-        """The socket that was opened for rank 0 when it was launched; elsewhere it is closed."""
-        environment = self.cluster_environment
-        listener = environment.take_listener() if isinstance(environment, HoldsPort) else None
-        if listener is not None and not (point.is_host and listener.getsockname()[1] == point.port):
+    def _take_listener(self, *, port: int | None) -> socket.socket | None:
+        """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
+        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
+        if listener is not None and listener.getsockname()[1] != port:
             listener.close()
             return None
         return listener
-
-
-def check_start_timeout(start_timeout_s: float) -> float:
-    """`start_timeout_s`, if it is a time."""
-    is_number = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
-    if not is_number or not math.isfinite(start_timeout_s) or start_timeout_s <= 0:
-        raise ValueError(f"`start_timeout_s` must be a positive number of seconds, got {start_timeout_s!r}.")
-    return start_timeout_s

@@ -20,14 +20,21 @@ from lightning_bucketddp.core.config import AUTO, ReducerConfig
 from lightning_bucketddp.core.reducer import Reducer
 from lightning_bucketddp.core.replicas import Replicas
 from lightning_bucketddp.core.whereabouts import Whereabouts
-from lightning_bucketddp.strategies.binding import accept_in_every_trainer, follow_root
+from lightning_bucketddp.strategies.binding import accept_in_every_root, follow_root
 from lightning_bucketddp.strategies.ending import Ending
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
-    check_stall_warning,
-    explain_without_effect,
+    check_backend,
+    check_devices,
+    check_flags,
+    check_functions,
+    check_period,
+    check_seconds,
+    check_timeout,
+    choose_bucket_sizes,
     resolve_start_method,
+    settle_torch_options,
 )
 from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
@@ -35,7 +42,7 @@ from lightning_bucketddp.strategies.recording import RecordsSteps
 from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.strategies.saving import CheckpointHooks
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
-from lightning_bucketddp.strategies.start import StartsTogether, check_start_timeout
+from lightning_bucketddp.strategies.start import StartsTogether
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 
 if TYPE_CHECKING:
@@ -56,7 +63,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, for example `fp16_compress_wrapper`.
         model_averaging_period: Steps between averages of the model, for post-localSGD.
         process_group_backend: For example `nccl` or `gloo`. By default the one that fits the device.
-        timeout: How long a collective may take.
+        timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
             `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
@@ -85,7 +92,19 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
         batched_grad_copy: No effect; gradients are always copied by one call per bucket.
         skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
+        device_ids: No effect; Lightning gives each process its device. Another one is refused.
+        output_device: No effect; outputs stay on the device of the process. Another one is refused.
+        dim: No effect; batches are not scattered to devices.
+        check_reduction: No effect; torch ignores it, too.
+        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
+        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
+        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
+        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
+        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
     """
+
+    # Fabric looks for one before it says that it is Fabric (see `follow_root`).
+    _precision: ClassVar[Any] = None
 
     _torch_sync_batchnorm: ClassVar[type]
     _batch_size_of: ClassVar[Any]
@@ -102,7 +121,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
@@ -128,6 +147,15 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         gradient_as_bucket_view: bool | None = None,
         batched_grad_copy: bool | None = None,
         skip_all_reduce_unused_params: bool | None = None,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int | None = None,
+        check_reduction: bool | None = None,
+        delay_all_reduce_named_params: list[Any] | None = None,
+        param_to_hook_all_reduce: Any = None,
+        process_group: Any = None,
+        device_mesh: Any = None,
+        mixed_precision: Any = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -136,18 +164,40 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        explain_without_effect(
+        settle_torch_options(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             batched_grad_copy=batched_grad_copy,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            check_reduction=check_reduction,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            mixed_precision=mixed_precision,
         )
+        if forward_sync_buffers is not None:
+            broadcast_buffers = forward_sync_buffers
+        check_flags(
+            overlap=overlap,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            rank_seeds=rank_seeds,
+            uneven_data=uneven_data,
+            async_checkpoints=async_checkpoints,
+            check_gradients=check_gradients,
+            monitor=monitor,
+        )
+        check_functions(ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper)
         self.config = ReducerConfig(
-            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
+            bucket_cap_mb=choose_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list),
             overlap=overlap,
             reduce_dtype=reduce_dtype,
-            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+            broadcast_buffers=broadcast_buffers,
             comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
             comm_state=ddp_comm_state,
             on_nonfinite=on_nonfinite,
@@ -167,21 +217,22 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
         self._participation: Participation | None = None
-        self._start_timeout_s = check_start_timeout(start_timeout_s)
-        self._stall_warning_s = check_stall_warning(stall_warning_s)
+        self._start_timeout_s = check_seconds("start_timeout_s", start_timeout_s)
+        self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
         self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
         self._ending: Ending | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
         self._has_monitor = monitor
+        self._torch_devices = (device_ids, output_device)
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._process_group_backend = check_backend(process_group_backend)
+        self._timeout = check_timeout(timeout)
         self._start_method = resolve_start_method(start_method)
         self._ddp_comm_state = ddp_comm_state
-        self._model_averaging_period = model_averaging_period
+        self._model_averaging_period = check_period(model_averaging_period)
         self._model_averager: Any = None
 
     @property
@@ -195,16 +246,18 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        # The first thing that a Trainer gives us, and it tells which root of Lightning the Trainer is from.
+        # The first thing that a Trainer or Fabric gives us, and it tells which root of Lightning that is from.
         follow_root(self, accelerator)
         self._accelerator = accelerator
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
+        check_devices(self.root_device, *self._torch_devices)
         self._start_together()
         self.setup_distributed()
-        if self.world_size > 1:
+        # Without a Trainer nobody would say when the run is over.
+        if self.world_size > 1 and self.lightning_module is not None:
             self._begin_watching().handle_signals(self._module.trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
@@ -293,4 +346,4 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         return {**super().__getstate__(), **dict.fromkeys([*of_group, *of_module])}
 
 
-accept_in_every_trainer(TrainerStrategy)
+accept_in_every_root(TrainerStrategy)

@@ -1,5 +1,6 @@
 """`BucketDDPStrategy` for `lightning.pytorch.Trainer`."""
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -11,11 +12,9 @@ from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
 from lightning_bucketddp.checkpoint.lightning_io import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.binding import TRAINER_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.strategies.launching import Launchers, ProcessLauncher, ScriptLauncher
-from lightning_bucketddp.strategies.lightning_environment import LocalEnvironment
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
@@ -34,11 +33,10 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _wrapping_checkpoint_io = _WrappingCheckpointIO
     _default_checkpoint_io = BucketDDPCheckpointIO
     _async_checkpoint_io = AsyncCheckpointIO
-    _local_environment = LocalEnvironment
     _init_dist_connection = staticmethod(_init_dist_connection)
     _batch_size_of = staticmethod(extract_batch_size)
-    _launchers = Launchers(_ScriptLauncher, _ProcessLauncher)
+    _launchers = Launchers(_ScriptLauncher, _ProcessLauncher, LightningEnvironment)
     _sigterm_exception = SIGTERMException
     _normal_ends = (_TunerExitException,)
     _callback = Callback
-    _monitor_callback = BucketDDPMonitor
+    _callbacks_module = "lightning_bucketddp.callbacks.lightning_callbacks"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lightning_bucketddp
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
 from lightning_bucketddp.strategies.registration import strategy_class
 from tests.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
@@ -51,6 +52,12 @@ def _weights(*modules: nn.Module) -> list[Any]:
 def train(*, strategy: str, loop: str, root: str = ROOTS[0]) -> list[Any]:
     """The weights that one of the training loops below leaves."""
     return LOOPS[loop](make_fabric(strategy, root=root))
+
+
+@like_torchrun()
+def train_with_the_public_class(*, loop: str) -> list[Any]:
+    """The same, with an instance of the class that is for the Trainer, too."""
+    return LOOPS[loop](make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
 
 
 def _backward(fabric: Any) -> list[Any]:

@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--width", type=int, default=2)
     arguments = parser.parse_args()
+    variables = set(os.environ)
     for strategy in arguments.strategies:
         trainer = lightning.Trainer(
             accelerator="cpu",
@@ -112,6 +113,7 @@ def main() -> None:
         trainer.fit(module)
         # Where the ranks are other processes, they have handed their weights back.
         write(f"{strategy}.main{trainer.global_rank}", weights(module))
+        write(f"{strategy}.variables{trainer.global_rank}", sorted(set(os.environ) - variables))
 
 
 if __name__ == "__main__":
