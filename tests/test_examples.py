@@ -102,7 +102,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield {name: executor.submit(run, EXAMPLES[name], tmp_path_factory.mktemp(name)) for name in names}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# They need as much time as all others together.
+LONG = ("language_model", "notebook")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in EXAMPLES]
+)
 def test_an_example_trains(name: str, runs: dict[str, Future[str]]) -> None:
     output = runs[name].result()
     found = re.finditer(EXAMPLES[name].numbers, output, flags=re.MULTILINE)

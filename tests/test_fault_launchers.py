@@ -102,6 +102,7 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
 
 
+@pytest.mark.long  # tests/test_restarts.py has torchrun start such a rank again
 def test_torchrun_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     ended = end_of("torchrun", tmp_path, send=("SIGKILL", 1))
     assert "exitcode  : -9" in ended.output

@@ -41,6 +41,7 @@ def test_one_rank_belongs_to_no_line_through_the_others() -> None:
     assert list(total.rows) == ["1", "2", "4"]
 
 
+@pytest.mark.long
 def test_the_command_measures_against_everything(tmp_path: Path) -> None:
     options = ["--repetitions", "1", "--steps", "1", "--settle", "2", "--json", tmp_path / "found.json"]
     command = ["-m", "benchmarks.scaling", *SMALLEST, *options]
