@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
+POLL_S = 0.05
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
 _REPORTS_S = (10, 30, 60)
 # How long torch may try by itself to reach a store that was there a moment ago.

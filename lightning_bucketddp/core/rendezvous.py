@@ -21,6 +21,8 @@ _FAREWELL_S = 2.0
 _GRACE_S = 2.0
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _POLL_PER_RANK_S = 0.0005
+# The last rank to come gets its answer soon. It asks less and less often, up to the interval of the others.
+_FIRST_POLL_S = 0.005
 
 
 class Rendezvous:
@@ -111,6 +113,7 @@ class Rendezvous:
 
     def _wait_for_verdict(self, store: Store) -> Invitation:
         invitation: Invitation | None = None
+        poll_s = _FIRST_POLL_S
         while True:
             newest = Invitation.find(store)
             if newest is not None and (invitation is None or newest.host != invitation.host):
@@ -124,7 +127,8 @@ class Rendezvous:
                     invitation.object(why_not)
                     invitation.leave(self._card)
                 raise StartError(why_not)
-            time.sleep(self._poll_s)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, self._poll_s)
 
     def _reason_to_give_up(self, invitation: Invitation | None) -> str | None:
         if self._patience.failure is not None or not self._patience.is_over:
