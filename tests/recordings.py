@@ -15,6 +15,7 @@ from lightning_bucketddp.report.record import (
     Run,
     Span,
     Step,
+    Tuning,
     path_of,
     write,
 )
@@ -22,6 +23,7 @@ from lightning_bucketddp.report.record import (
 DATA_S, FORWARD_S, BACKWARD_S, OPTIMIZER_S = 0.002, 0.010, 0.020, 0.003
 # Each rank begins so much after the one before.
 STAGGER_S = 0.001
+TUNING = "4 buckets stay"
 COST = AllReduceCost(latency_s=0.0002, s_per_byte=1e-9)
 
 
@@ -57,6 +59,7 @@ class Recording:
                 write(self.plan, file)
                 if rank == 0 and self.with_profile:
                     write(self.profile, file)
+                    write(Tuning(TUNING), file)
                 for step in steps:
                     write(step[rank], file)
         return folder

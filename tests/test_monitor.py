@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from importlib import import_module
@@ -15,7 +16,9 @@ import torch
 import lightning_bucketddp
 from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
 from lightning_bucketddp.report.marked_steps import metrics_of
+from lightning_bucketddp.report.page_content import page_content
 from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, path_of, read
+from lightning_bucketddp.report.run_files import read_run
 from tests.jobs.recording import assert_in_order
 from tests.ranks import run_on_ranks
 from tests.scripts.monitored import Fitted, fit, logged_in_csv, refusal
@@ -145,6 +148,23 @@ def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> No
     assert "Late bucket: " in rank_zero.printed
     assert "Memory: " in rank_zero.printed
     assert rank_one.printed == ""
+    # The page of the run says the same.
+    content = page_content(read_run(tmp_path / FOLDER))
+    step = content["typical"]
+    said = [float(ms) for ms in re.findall(r"│ +([\d.]+) │ +[\d.]+ │", rank_zero.printed)]
+    assert said == pytest.approx([*step["phases"].values(), step["step"]], abs=0.006)  # rounded twice
+    assert list(step["phases"]) == NAMES
+    assert content["ranks"][step["straggler"]]["rank"] == 1
+    for pattern, expected in (
+        (r"Communication: ([\d.]+) ms", step["communication"]),
+        (r"Slowest rank: 1 on .*, ([\d.]+) ms \(", step["stragglerBy"]),
+        (r"It waits ([\d.]+) ms, for the network alone\.", content["ranks"][1]["exposed"]),
+        (r" of the ([\d.]+) ms exposed are spent on it\.", step["phases"]["exposed"]),
+    ):
+        [ms] = re.findall(pattern, rank_zero.printed)
+        assert float(ms) == pytest.approx(expected, abs=0.006)
+    for number, text in enumerate(content["suggestions"], start=1):
+        assert f"Suggestion {number}: {text}\n" in rank_zero.printed
     # Rank 0 waits from the end of its own backward on, before rank 1 has begun its own.
     by_rank = [statistics.median(step.exposed_s for step in steps_of(tmp_path, rank)) for rank in range(2)]
     assert by_rank[0] > max(0.015, by_rank[1])
@@ -168,10 +188,13 @@ def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_thinned_and_logged_all_the_same(tmp_path: Path) -> None:
-    run_on_ranks(fit, directory=tmp_path, monitor=EVERY, max_epochs=3, thin_after=4, loggers=True, log_every_n_steps=1)
+    options = {"max_epochs": 3, "thin_after": 4, "loggers": True, "log_every_n_steps": 1}
+    rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, **options)
     steps = [[step.step for step in steps_of(tmp_path / "csv" / "0", rank)] for rank in range(2)]
     assert steps[0] == steps[1] == [0, 1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 27]
     assert list(logged_in_csv(tmp_path)) == list(range(30))
+    # The summary is of those that can be read again.
+    assert "bucketddp: 12 recorded steps on 2 ranks" in rank_zero.printed
 
 
 def test_a_rank_alone_has_no_buckets(tmp_path: Path) -> None:

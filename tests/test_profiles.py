@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.plan import BucketPlan
+from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.timeline import simulate
 from lightning_bucketddp.report.profiles import plan_in, profile_of, reduced_backward
 from lightning_bucketddp.report.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
@@ -37,33 +37,37 @@ def test_gradients_arrive_evenly_between_the_completions_of_buckets() -> None:
     assert profile.num_ranks == 2
 
 
+# Of 1 and 4 MiB.
+DIFFERENT = RecordedPlan(1, [RecordedBucket(["b"], [MIB]), RecordedBucket(["a"], [4 * MIB])])
+REDUCED = replace(STEP, buckets=[BucketTimes(104, 104, 106), BucketTimes(110, 110, 115)])
+
+
 def test_the_plan_that_was_recorded_is_simulated_as_it_was() -> None:
-    steps = [replace(STEP, step=n, buckets=[BucketTimes(104, 104, 107), BucketTimes(110, 110, 113)]) for n in range(3)]
-    profile = profile_of(PLAN, steps, num_ranks=2)
+    steps = [replace(REDUCED, step=n) for n in range(3)]
+    profile = profile_of(DIFFERENT, steps, num_ranks=2)
     assert profile is not None
-    plan = plan_in(profile, PLAN)
-    assert plan == [BucketPlan((0, 1)), BucketPlan((2, 3))]
-    assert simulate(profile, plan, profile.cost).exposed_s == pytest.approx(3)
+    assert profile.cost is not None
+    plan = plan_in(profile, DIFFERENT)
+    assert plan == [BucketPlan((0,)), BucketPlan((1,))]
+    assert simulate(profile, plan, profile.cost).exposed_s == pytest.approx(5)
 
 
 def test_costs_are_those_of_the_reductions() -> None:
-    plan = RecordedPlan(1, [RecordedBucket(["b"], [MIB]), RecordedBucket(["a"], [3 * MIB])])
-    step = replace(STEP, buckets=[BucketTimes(104, 104, 106), BucketTimes(109, 109, 113)])
-    profile = profile_of(plan, [step], num_ranks=2)
+    profile = profile_of(DIFFERENT, [REDUCED], num_ranks=2)
     assert profile is not None
+    assert profile.cost is not None
     assert profile.cost.latency_s == pytest.approx(1)
     assert profile.cost.s_per_byte * MIB == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "cost"), [(2 * MIB, AllReduceCost(0.0, 3 / (2 * MIB))), (1024, AllReduceCost(3.0, 0.0))]
-)
-def test_one_size_tells_either_the_bandwidth_or_the_latency(num_bytes: int, cost: AllReduceCost) -> None:
-    plan = RecordedPlan(1, [RecordedBucket(["a"], [num_bytes]), RecordedBucket([], [])])
-    step = replace(STEP, buckets=[BucketTimes(110, 110, 113), BucketTimes(110, 110, 113)])
-    profile = profile_of(plan, [step], num_ranks=2)
+@pytest.mark.parametrize("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
+def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
+    buckets = [RecordedBucket([name], [size]) for name, size in zip("ba", sizes, strict=True)]
+    profile = profile_of(RecordedPlan(1, buckets), [REDUCED], num_ranks=2)
     assert profile is not None
-    assert profile.cost == cost
+    assert profile.cost is None
+    assert profile.ready_s == [4, 10]
+    assert Profile.from_json(profile.to_json()) == profile
 
 
 def test_what_shows_nothing_gives_no_profile() -> None:

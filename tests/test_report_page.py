@@ -18,7 +18,7 @@ from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan
 from lightning_bucketddp.report.run_files import RunRecord, find_folder, read_run
 from tests.browser import browser, prefer_colour_scheme
 from tests.ranks import run_on_ranks
-from tests.recordings import BACKWARD_S, DATA_S, FORWARD_S, OPTIMIZER_S, STAGGER_S, Recording
+from tests.recordings import BACKWARD_S, DATA_S, FORWARD_S, OPTIMIZER_S, STAGGER_S, TUNING, Recording
 from tests.scripts.monitored import fit
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4, 2: -55.0})
@@ -108,12 +108,37 @@ def test_the_head_says_what_run_it_was(page: Chrome) -> None:
     assert "3.0 GiB" in numbers
 
 
-def test_the_split_is_as_wide_as_the_medians(page: Chrome) -> None:
+def test_the_suggestions_are_those_of_the_summary(driver: Chrome, record: RunRecord, tmp_path: Path) -> None:
+    show(driver, record, tmp_path)
+    items = [item.text for item in all_of(driver, "#suggestions li")]
+    assert len(items) == 2
+    assert items[0].startswith("rank 2 on node0 makes the others wait 15.00 ms, most of it in backward (10.00 ms): ")
+    assert items[1].startswith(
+        "accumulate_grad_batches=2, with twice the global batch, would halve the 6.49 ms that rank 2"
+    )
+    assert text(driver, "#suggestions code") == "accumulate_grad_batches=2"
+    alike = {rank: replace(record.ranks[0], run=ours.run) for rank, ours in record.ranks.items()}
+    for ours in alike.values():
+        ours.steps = {
+            n: replace(s, spans=[span for span in s.spans if span.name != "exposed"]) for n, s in ours.steps.items()
+        }
+    show(driver, replace(record, ranks=alike), tmp_path)
+    assert not driver.find_element(By.ID, "advice").is_displayed()
+    assert "none all alike" in " ".join(text(driver, "#numbers").split())
+    assert driver.get_log("browser") == []
+
+
+def test_the_split_is_as_wide_as_the_phases_are_long(page: Chrome) -> None:
     widths = {bar.get_attribute("class"): bar.rect["width"] for bar in all_of(page, "#split > div")}
     assert list(widths) == ["data", "forward", "backward", "exposed", "optimizer"]
     assert widths["backward"] / widths["forward"] == pytest.approx(BACKWARD_S / FORWARD_S, rel=0.02)
-    assert widths["forward"] / widths["optimizer"] == pytest.approx(FORWARD_S / OPTIMIZER_S, rel=0.05)
-    assert "backward 20.0 ms" in text(page, "#split-legend")
+    # The mean over the ranks, of which one takes half as long again.
+    assert widths["forward"] / widths["optimizer"] == pytest.approx(3.5 / 3 * FORWARD_S / OPTIMIZER_S, rel=0.05)
+    assert "backward 23.3 ms" in text(page, "#split-legend")
+    # They add up to the step.
+    shown = [float(ms) for ms in re.findall(r"([\d.]+) ms", text(page, "#split-legend"))]
+    assert len(shown) == 5
+    assert f"Step\n{sum(shown):.1f} ms" in text(page, "#numbers")
 
 
 def test_every_rank_has_its_bars_where_its_times_are(page: Chrome) -> None:
@@ -306,6 +331,7 @@ def test_other_sizes_are_plotted_with_the_plan_in_use_and_the_optimum(page: Chro
     assert "computed optimum" in text(page, "#sizes-legend")
     waited = 1e3 * TRUE[2].exposed_s
     assert f"compare it with rank 2, which waits for no other: {waited:.2f} ms" in text(page, "#sizes-text")
+    assert f"what was measured has decided: {TUNING}." in text(page, "#sizes-text")
 
 
 def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
@@ -318,7 +344,9 @@ def test_without_a_profile_the_sizes_are_predicted_from_the_buckets(
         assert driver.get_log("browser") == []
         assert len(all_of(driver, "#sizes-plot .current")) == is_known
         assert driver.find_element(By.ID, "sizes-plot").is_displayed() == is_known
-        assert ("too much alike" in text(driver, "#sizes-text")) != is_known
+        # The run has "auto" already.
+        assert "Train with" not in text(driver, "#sizes-text")
+        assert ("cannot be told from this run" in text(driver, "#sizes-text")) != is_known
 
 
 # --- What it does

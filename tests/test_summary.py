@@ -17,7 +17,8 @@ from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.report.record import BucketTimes, RecordedBucket, RecordedPlan, Run, Span, Step, path_of, read
 from lightning_bucketddp.report.record_file import RecordFile, Thinning
 from lightning_bucketddp.report.suggestions import suggestions
-from lightning_bucketddp.report.summary import RankNumbers, Summary, print_summary, slowest_of
+from lightning_bucketddp.report.summary import Summary, print_summary
+from lightning_bucketddp.report.typical_step import RankNumbers, Straggler, TypicalStep
 
 MS = 1e-3
 RUN = Run(0, 2, "a", "cpu", "gloo", num_parameters=4, gradient_bytes=16)
@@ -42,29 +43,35 @@ TWO_BUCKETS = RecordedPlan(1, [RecordedBucket([name], [10 * MIB]) for name in ("
 ONE_BUCKET = RecordedPlan(1, [RecordedBucket(["b", "a"], [10 * MIB] * 2)])
 
 
-def numbers(rank: int = 0, *, exposed: float = 3, data: float = 0, forward: float = 17) -> RankNumbers:
+def numbers(
+    rank: int = 0, *, exposed: float = 3, data: float = 0, forward: float = 17, error: float = 0
+) -> RankNumbers:
     phases = {"data": data, "forward": forward, "backward": 2.0, "exposed": exposed, "optimizer": 1.0}
     return RankNumbers(
         rank=rank,
         host=f"host{rank}",
         num_steps=30,
         phases={name: MS * ms for name, ms in phases.items()},
+        own_error_s=MS * error,
         communication_s=4 * MS,
-        overlap=0.25,
-        bytes_on_wire=20e6,
-        bandwidth=0.25e9,
+        bytes_on_wire=20 * MIB,
         memory_bytes=(rank + 1) * 100 * MIB,
+        waits=(0.2, 0.7),
     )
 
 
+def typical(*ranks: RankNumbers) -> TypicalStep:
+    return TypicalStep(ranks, num_ranks=len(ranks))
+
+
 def suggested(ranks: list[RankNumbers], plan: RecordedPlan | None = TWO_BUCKETS, **options: Any) -> list[str]:
-    return suggestions(ranks, plan, PROFILE, options={**OPTIONS, **options})
+    return suggestions(typical(*ranks), plan, PROFILE, options={**OPTIONS, **options})
 
 
 def test_half_the_bytes_hide_what_the_simulation_says() -> None:
     # 1 to 3 and 3 to 5 ms, of which 3 are exposed; with half the bytes 1 to 2 and 2 to 3 ms.
     assert suggested([numbers(0), numbers(1)]) == [
-        '`reduce_dtype="bf16"` would hide 2.00 of 3.00 ms exposed (9% of the step).',
+        '`reduce_dtype="bf16"` would hide 2.00 of the 3.00 ms exposed (9% of the step).',
         "`accumulate_grad_batches=2`, with twice the global batch, would halve the 3.00 ms exposed (7% of the step).",
     ]
 
@@ -72,7 +79,7 @@ def test_half_the_bytes_hide_what_the_simulation_says() -> None:
 def test_the_simulation_is_scaled_to_what_was_measured() -> None:
     # Reductions of 4 ms: 1 to 5 and 5 to 9 ms, 7 exposed. Halved they are those of the test above.
     [bf16, *_] = suggested([numbers(0, exposed=7), numbers(1, exposed=7)])
-    assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of 7.00 ms exposed (15% of the step).'
+    assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).'
 
 
 @pytest.mark.parametrize(
@@ -83,28 +90,58 @@ def test_what_travels_small_already_is_not_halved(options: dict[str, Any]) -> No
     assert text.startswith("`accumulate_grad_batches=8`")
 
 
+# One bucket of 4 ms from 2 to 6 ms; two of them end at 5 ms.
+WAITING = [numbers(0, exposed=4), numbers(1, exposed=4)]
+
+
 def test_better_buckets_are_suggested_to_who_has_set_a_size() -> None:
-    # One bucket of 4 ms from 2 to 6 ms; two of them end at 5 ms.
-    ranks = [numbers(0, exposed=4), numbers(1, exposed=4)]
-    texts = suggested(ranks, ONE_BUCKET)
+    text = '`bucket_cap_mb="auto"` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step).'
+    assert text in suggested(WAITING, ONE_BUCKET)
+    assert not any("bucket_cap_mb" in text for text in suggested(WAITING, ONE_BUCKET, overlap=False))
+
+
+def test_who_has_auto_is_told_of_no_other_size() -> None:
+    # It has measured what the simulation thinks best, and decided.
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb="auto")
+    assert len(texts) == 2
+    assert not any("bucket_cap_mb" in text for text in texts)
+
+
+@pytest.mark.parametrize("cap", ["auto", 50])
+def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any) -> None:
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, deterministic=True)
     assert (
-        '`bucket_cap_mb="auto"` (2 instead of 1 buckets) would hide 1.00 of 4.00 ms exposed (4% of the step).' in texts
+        "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)." in texts
     )
-    texts = suggested(ranks, ONE_BUCKET, bucket_cap_mb="auto")
-    assert "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of 4.00 ms exposed (4% of the step)." in texts
-    assert not any("bucket_cap_mb" in text for text in suggested(ranks, ONE_BUCKET, overlap=False))
 
 
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:
     # Rank 0 waits 8 ms more than rank 1, which waits for the network alone.
     ranks = [numbers(0, exposed=11), numbers(1, exposed=3, forward=25)]
-    assert slowest_of(ranks) == (ranks[1], pytest.approx(8 * MS))
+    assert typical(*ranks).straggler == Straggler(ranks[1], pytest.approx(8 * MS))
     texts = suggested(ranks)
     assert texts[0] == (
         "rank 1 on host1 makes the others wait 8.00 ms, most of it in forward (8.00 ms): see what else runs there, and"
         " whether its batches are larger (26% of the step)."
     )
-    assert texts[1].startswith('`reduce_dtype="bf16"` would hide 2.00 of 3.00 ms exposed')
+    assert texts[1] == (
+        '`reduce_dtype="bf16"` would hide 2.00 of the 3.00 ms that rank 1, the slowest, waits (6% of the step).'
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "is_late"), [(0.5, 0, False), (0.7, 0, True), (0.7, 0.24, False), (0.7, 0.2, True)]
+)
+def test_a_straggler_is_late_by_more_than_a_little_and_more_than_by_chance(
+    more: float, error: float, is_late: bool
+) -> None:
+    # 3% of what the others take for themselves are 0.6 ms.
+    step = typical(numbers(0, error=error), numbers(1, error=error / 2), numbers(2, forward=17 + more))
+    assert (step.straggler is not None) == is_late
+    assert step.network_wait_s == pytest.approx(3 * MS)
+    [line] = [line for line in Summary.of(step, None, suggestions=[]).lines if line.startswith("Slowest rank: ")]
+    assert (line == "Slowest rank: none, all take about as long.") != is_late
+    assert any("rank 2" in text for text in suggestions(step, None, None, options={})) == is_late
 
 
 @pytest.mark.parametrize(("data", "is_much"), [(2, False), (3, True)])
@@ -125,10 +162,12 @@ def test_there_are_three_at_most_and_the_best_come_first() -> None:
     assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
 
 
-def test_without_a_plan_or_a_profile_of_it_nothing_is_simulated() -> None:
+def test_without_a_plan_or_what_an_all_reduce_costs_nothing_is_simulated() -> None:
     other = RecordedPlan(1, [RecordedBucket(["c"], [4])])
-    assert suggested([numbers(0)], None) == suggested([numbers(0)], other) == []
-    assert suggestions([numbers(0)], TWO_BUCKETS, None, options=OPTIONS) == []
+    assert suggested([numbers(0)], None) == []
+    for plan, profile in ((other, PROFILE), (TWO_BUCKETS, None), (TWO_BUCKETS, replace(PROFILE, cost=None))):
+        [text] = suggestions(typical(numbers(0)), plan, profile, options=OPTIONS)
+        assert text.startswith("`accumulate_grad_batches=2`")
 
 
 STEP = Step(
@@ -142,35 +181,55 @@ STEP = Step(
 )
 
 
-def test_the_numbers_of_a_rank_are_medians_and_travel_as_json() -> None:
-    slow = replace(STEP, spans=[Span("forward", 0.0, 5.0)], memory_bytes=6)
-    found = RankNumbers.of(RUN, [STEP, slow, STEP])
+def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> None:
+    short, long = (replace(STEP, spans=[Span("forward", 0.0, seconds)], memory_bytes=6) for seconds in (5.0, 50.0))
+    found = RankNumbers.of(RUN, [STEP, short, long])
     assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
     assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
-    assert (found.communication_s, found.bandwidth) == (6, 2)
+    assert found.communication_s == 6
+    assert TypicalStep([found], num_ranks=2).bandwidth == 2
     assert RankNumbers.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert RankNumbers.of(RUN, []).step_s == 0
 
 
-def test_the_late_bucket_is_the_one_that_is_waited_for_longest() -> None:
+def test_phases_add_up_to_the_steps_whatever_varies() -> None:
+    # Steps of 9 seconds, of which the same phase is never twice the longest: each phase's median is that of the others.
+    spans = [("forward", 7, 1, 1), ("backward", 1, 7, 1), ("optimizer", 1, 1, 7)]
+    steps = []
+    for n in range(3):
+        ends = [sum(span[1 + n] for span in spans[:i]) for i in range(4)]
+        steps.append(replace(STEP, spans=[Span(spans[i][0], ends[i], ends[i + 1]) for i in range(3)]))
+    assert RankNumbers.of(RUN, steps * 4).step_s == pytest.approx(9)
+
+
+def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
     names = ["d", "c", "b", "a"]
     plan = RecordedPlan(1, [RecordedBucket(["e"], [MIB]), RecordedBucket(names, [MIB] * 4)])
-    summary = Summary.of([numbers(0), numbers(1, exposed=2, forward=18)], plan, [STEP], suggestions=["do this."])
-    assert summary.lines == [
-        "Communication: 4.00 ms, of which 25% is hidden; 19.07 MiB in 2 buckets at 2.00 Gbit/s.",
-        "Late bucket: 2 of 2, 4.00 MiB (`d`, `c` and 2 more): steps wait 3500.00 ms for it.",
-        "Slowest rank: 1 on host1, 1.00 ms (4%) slower than the others.",
+    step = typical(numbers(0, exposed=11), numbers(1, exposed=3, forward=25))
+    assert Summary.of(step, plan, suggestions=["do this."]).lines == [
+        "Communication: 4.00 ms, of which 0% is hidden; 20.00 MiB in 2 buckets at 41.94 Gbit/s.",
+        "Late bucket: 1 of 2, 4.00 MiB (`d`, `c` and 2 more): 4.90 of the 7.00 ms exposed are spent on it.",
+        "Slowest rank: 1 on host1, 8.00 ms (26% of the step) slower than the others. It waits 3.00 ms, for the network"
+        " alone.",
         "Memory: 200 MiB at most, on rank 1.",
         "Suggestion 1: do this.",
     ]
-    earlier = replace(STEP, buckets=[BucketTimes(2.0, 2.0, 7.0), BucketTimes(3.0, 3.0, 8.0)])
-    lines = Summary.of([numbers()], plan, [earlier], suggestions=[]).lines
-    assert lines[1] == "Late bucket: 1 of 2, 1.00 MiB (`e`): steps wait 4000.00 ms for it."
-    assert Summary.of([numbers()], None, [], suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
+    assert Summary.of(typical(numbers()), None, suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
+
+
+def test_the_only_bucket_takes_all_that_is_exposed() -> None:
+    # And the second of two what the first has left.
+    one = replace(STEP, buckets=[BucketTimes(3.0, 3.0, 8.0)])
+    for steps, waits in (([one], [1.0]), ([STEP], [0.3, 0.7])):
+        found = RankNumbers.of(RUN, steps)
+        assert found.waits == pytest.approx(waits)
+        late = TypicalStep([found], num_ranks=2).late_bucket
+        assert late is not None
+        assert (late.index, late.wait_s) == (len(waits) - 1, pytest.approx(5 * waits[-1]))
 
 
 def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(Summary.of([numbers(0), numbers(1)], None, [], suggestions=["[b]do[/b] `this`."]))
+    print_summary(Summary.of(typical(numbers(0), numbers(1)), None, suggestions=["[b]do[/b] `this`."]))
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     title, *_ = printed.splitlines()

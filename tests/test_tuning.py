@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_bucketddp.core.optimum import optimal_plan
 from lightning_bucketddp.core.profile import Profile
+from lightning_bucketddp.core.timeline import simulate
 from lightning_bucketddp.core.tuning import NUM_OBSERVED, NUM_WARM_UP
 from tests.jobs.tuning import (
     Training,
@@ -22,6 +25,7 @@ from tests.jobs.tuning import (
     train_with_an_accident,
 )
 from tests.ranks import run_on_ranks
+from tests.scripts.shown import lines_on_terminal
 from tests.scripts.tuned import fit_wide
 
 # The first backward has no plan; then come those of the first plan, and those of the computed one.
@@ -133,12 +137,29 @@ def test_what_measures_worse_is_taken_back() -> None:
 
 
 def test_what_promises_nothing_is_not_tried() -> None:
-    ranks = run_on_ranks(train_with, is_free=True)
+    ranks = run_on_ranks(train_with, network={"latency_s": 0, "s_per_byte": 0})
     for rank in ranks:
         assert num_buckets(rank) == [3] * 20
         assert rank.num_plans == 1
         assert rank.num_hooks == NUM_PARAMS
     assert ranks[0].messages == ["bucketddp: 3 buckets of up to 25 MiB stay, no other plan promises to be faster."]
+
+
+def test_the_profile_has_the_costs_that_the_plan_was_computed_for() -> None:
+    """Whoever simulates other plans with it finds none that is better, and expects of this one what was expected."""
+    network = {"latency_s": 1e-3, "s_per_byte": 4e-9, "contention": 3.0}
+    [rank, _] = run_on_ranks(train_with, network=network)
+    assert rank.profile is not None
+    profile = Profile.from_json(rank.profile)
+    assert profile.cost is not None
+    assert profile.cost.seconds(10**6) == pytest.approx(3 * 5e-3, rel=0.1)
+    names = [f"layers.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
+    tried = [{names[i] for i in bucket} for bucket in rank.plans[CHANGED_AT]]
+    best = optimal_plan(profile)
+    assert [{profile.specs[i].name for i in bucket.members} for bucket in best] == tried != [set(names)]
+    [message] = rank.messages
+    assert f"predicted to take {1e3 * simulate(profile, best, profile.cost).end_s:.2f} instead of " in message
+    assert message == f"bucketddp: {rank.tuning}."
 
 
 @pytest.mark.parametrize(
@@ -206,3 +227,13 @@ def test_a_trainer_tunes_unless_it_is_deterministic_and_trains_as_ddp(determinis
     assert [rank.has_profile for rank in ours] == [not deterministic, False]
     if deterministic:
         assert [rank.num_plans for rank in ours] == [1, 1]
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+def test_what_was_decided_is_shown_to_who_has_configured_no_logging(root: str, tmp_path: Path) -> None:
+    lines, on_rank_one = run_on_ranks(lines_on_terminal, root=root, directory=str(tmp_path))
+    [decision] = [line for line in lines if "bucket" in line.removeprefix("bucketddp: ")]
+    assert re.search(r"; (they stay|back to 3)\.$|^bucketddp: 3 buckets of up to 25 MiB stay, ", decision)
+    # So is what saving took, where a fit saves by itself.
+    assert sum("held up training for" in line for line in lines) == ("fabric" not in root)
+    assert on_rank_one == []

@@ -9,10 +9,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.callbacks.recorded_fit import RecordedFit
 from lightning_bucketddp.report.marked_steps import metrics_of
-from lightning_bucketddp.report.profiles import plan_in, profile_of
 from lightning_bucketddp.report.record import FOLDER
 from lightning_bucketddp.report.suggestions import suggestions
-from lightning_bucketddp.report.summary import RankNumbers, Summary, print_summary
+from lightning_bucketddp.report.summary import Summary, print_summary
+from lightning_bucketddp.report.typical_step import RankNumbers, TypicalStep
 from lightning_bucketddp.strategies.recording import RecordsSteps
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class StepMonitoring(_Callback):
         self._fit.end_round()
         if self._shows_overlap and self._fit.has_news:
             # The bar goes on showing it until there is another.
-            pl_module.log("overlap_pct", 100 * self._fit.steps[-1].overlap, prog_bar=True, logger=False)
+            pl_module.log("overlap_pct", 100 * self._fit.overlap, prog_bar=True, logger=False)
         if trainer._logger_connector.should_update_logs:
             self._log(trainer, self._fit)
 
@@ -111,7 +111,7 @@ class StepMonitoring(_Callback):
         self._log(trainer, self._fit)
         if self._has_summary:
             # Of all ranks, whether they have recorded anything or not: it is a collective.
-            numbers = RankNumbers.of(self._fit.run, self._fit.steps)
+            numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
             gathered = trainer.strategy.gather_json(numbers.to_json())
             if trainer.is_global_zero:
                 self._summary = _sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
@@ -148,8 +148,6 @@ def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
     if not fit.steps:
         rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
         return None
-    plan = fit.plan
-    profile = fit.profile
-    if plan is not None and (profile is None or plan_in(profile, plan) is None):
-        profile = profile_of(plan, fit.steps, num_ranks=fit.run.world_size)
-    return Summary.of(ranks, plan, fit.steps, suggestions=suggestions(ranks, plan, profile, options=fit.run.options))
+    typical = TypicalStep(ranks, num_ranks=fit.run.world_size)
+    advice = suggestions(typical, fit.plan, fit.profile, options=fit.run.options)
+    return Summary.of(typical, fit.plan, suggestions=advice)

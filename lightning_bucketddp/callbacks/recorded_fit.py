@@ -12,12 +12,10 @@ import torch
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.report.marked_steps import plan_of, step_of
-from lightning_bucketddp.report.record import RecordedPlan, Step
+from lightning_bucketddp.report.record import RecordedPlan, Step, Tuning
 from lightning_bucketddp.report.record_file import RecordFile, Thinning
+from lightning_bucketddp.report.typical_step import NUM_STEPS
 from lightning_bucketddp.strategies.recording import RecordsSteps
-
-# So many steps are kept in memory, for the summary.
-_NUM_KEPT = 1000
 
 
 class RecordedFit:
@@ -33,9 +31,10 @@ class RecordedFit:
 
     def __init__(self, strategy: RecordsSteps, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
-        self.steps: deque[Step] = deque(maxlen=_NUM_KEPT)
-        # The plan of the last step, and whether the last round has added steps to those above.
-        self.plan: RecordedPlan | None = None
+        # Those that are written, if any are: what is read from the file gives the same summary.
+        self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
+        # Of the last step that was read, and whether the last round has brought one.
+        self.overlap = 0.0
         self.has_news = False
         self._strategy = strategy
         self._every_n_rounds = every_n_rounds
@@ -56,6 +55,11 @@ class RecordedFit:
     def profile(self) -> Profile | None:
         """What was measured for `bucket_cap_mb="auto"`, on rank 0."""
         return None if self._strategy.reducer is None else self._strategy.reducer.profile
+
+    @property
+    def plan(self) -> RecordedPlan | None:
+        """The plan of the last step."""
+        return self._plans.get(self.steps[-1].plan) if self.steps else None
 
     @property
     def is_recording(self) -> bool:
@@ -98,11 +102,14 @@ class RecordedFit:
             marked, is_written = self._unread.popleft()
             step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
             if step is not None:
-                self.steps.append(step)
-                self.has_news = True
+                self.overlap, self.has_news = step.overlap, True
                 self._not_taken.append(step)
+                if self._file is None or is_written:
+                    self.steps.append(step)
                 if is_written and self._file is not None:
                     self._file.write(step)
+        if all_of_them:
+            self._write_profile()
 
     def take(self) -> list[Step]:
         """The steps that were read since this was asked."""
@@ -126,11 +133,15 @@ class RecordedFit:
             plan = self._plans[marked.plan] = plan_of(marked.plan, reducer.placement.plan, reducer.specs)
             if self._file is not None:
                 self._file.write(plan)
-        self.plan = self._plans.get(marked.plan)
-        if reducer.profile is not None and reducer.profile is not self._known_profile:
-            self._known_profile = reducer.profile
+        self._write_profile()
+
+    def _write_profile(self) -> None:
+        reducer, profile = self._strategy.reducer, self.profile
+        if reducer is not None and profile is not None and profile is not self._known_profile:
+            self._known_profile = profile
             if self._file is not None:
-                self._file.write(reducer.profile)
+                self._file.write(profile)
+                self._file.write(Tuning(reducer.tuning))
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -45,10 +45,11 @@ def optimal_plan(
 
     Args:
         profile: when each gradient is ready.
-        cost: what an all-reduce costs; None: as the profile has it.
+        cost: what an all-reduce costs; None: as the profile has it, which must know it then.
         ceiling_bytes: the largest bucket; a larger parameter has one of its own.
     """
     specs, cost = profile.specs, cost or profile.cost
+    assert cost is not None
     together: list[int] = []
     ready_s: list[float] = []
     alone: list[list[int]] = []

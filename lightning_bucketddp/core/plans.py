@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Plans:
         reduction: what is done with each bucket.
         stats: counts backwards and plans.
         clock: what time is measured by; None: that of the parameters' device.
+        say: tells the user on rank 0 what was decided.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Plans:
         reduction: Reduction,
         stats: ReducerStats,
         clock: Clock | None,
+        say: Callable[[str], None],
     ) -> None:
         self.specs = [
             spec_of(
@@ -65,13 +67,15 @@ class Plans:
             for name, param in replicas.parameters.items()
         ]
         self.description = "no plan yet"
-        # What was measured last for `bucket_cap_mb="auto"`; on rank 0 only.
+        # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
         self.profile: Profile | None = None
+        self.tuning = ""
         self._replicas = replicas
         self._params = list(replicas.parameters.values())
         self._config = config
         self._collectives = replicas.collectives
         self._stats = stats
+        self._say = say
         self._clock = clock or clock_of(self._collectives.device)
         self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
         self._placements: dict[Trainable, Placement] = {}
@@ -127,6 +131,7 @@ class Plans:
                 collectives=self._collectives,
                 meter=self._meter,
                 clock=self._clock,
+                say=self._say,
             )
         return self._place(backward.trainable, plan, Counter(backward.arrived), backward.streams)
 
@@ -137,7 +142,8 @@ class Plans:
         if better is not None:
             self._better[trainable] = better
         if tuner.is_settled:
-            self.profile = tuner.profile or self.profile
+            if tuner.profile is not None:
+                self.profile, self.tuning = tuner.profile, tuner.story
             del self._tuners[trainable]
 
     def _place(

@@ -19,8 +19,8 @@ class Profile:
         specs: the parameters, in order of arrival, and after them those whose gradients never came.
         ready_s: when the gradient of each that arrived was there.
         backward_s: when backward had ended, without reductions.
-        cost: what an all-reduce costs.
-        num_ranks: between how many ranks that was measured.
+        cost: what an all-reduce costs beside such a backward; None: that was not measured, or nothing could be told.
+        num_ranks: how many ranks there were.
         forward_s: how long the forward before it took; 0: not known.
         optimizer_s: how long the optimizer's step after it took; 0: not known.
     """
@@ -28,7 +28,7 @@ class Profile:
     specs: Sequence[ParameterSpec]
     ready_s: Sequence[float]
     backward_s: float
-    cost: AllReduceCost
+    cost: AllReduceCost | None
     num_ranks: int
     forward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -52,4 +52,5 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         content: dict[str, Any] = json.loads(text)
         specs = [ParameterSpec(**spec) for spec in content.pop("specs")]
-        return cls(specs=specs, cost=AllReduceCost(**content.pop("cost")), **content)
+        cost = content.pop("cost")
+        return cls(specs=specs, cost=None if cost is None else AllReduceCost(**cost), **content)

@@ -12,8 +12,9 @@ Note: one rank
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from lightning_bucketddp.core.wire import CommHookReduction, MeanReduction, Redu
 if TYPE_CHECKING:
     from lightning_bucketddp.core.recorder import StepRecorder
 
+log = logging.getLogger(__name__)
+
 
 class Reducer:
     """Averages the gradients of a module over the ranks while backward runs.
@@ -51,6 +54,7 @@ class Reducer:
         weighting: how much each rank counts; None: all count the same, always.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
+        say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Reducer:
         weighting: Weighting | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
         self.stats = ReducerStats()
@@ -78,7 +83,7 @@ class Reducer:
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )
-        self._plans = Plans(replicas, config, reduction=self._reduction, stats=self.stats, clock=clock)
+        self._plans = Plans(replicas, config, reduction=self._reduction, stats=self.stats, clock=clock, say=say)
         self._num_blocks = 0
         self._backward: BackwardPass | None = None
         self._exchanged: Any = (
@@ -121,6 +126,11 @@ class Reducer:
     def profile(self) -> Profile | None:
         """What was measured for `bucket_cap_mb="auto"`, once that has been decided upon; on rank 0 only."""
         return self._plans.profile
+
+    @property
+    def tuning(self) -> str:
+        """What was tried and decided then, in words."""
+        return self._plans.tuning
 
     @property
     def has_exchanged(self) -> bool:

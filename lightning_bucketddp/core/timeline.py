@@ -88,7 +88,8 @@ def simulate(profile: Profile, plan: Sequence[BucketPlan], cost: AllReduceCost) 
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketPlan], *, end_s: float) -> AllReduceCost:
-    """The profile's cost times the largest factor, within bounds, with which `plan` ends at `end_s`."""
+    """The cost in `profile`, where it must be known, times the largest factor, within bounds, to end at `end_s`."""
+    assert profile.cost is not None
     low, high = 1 / _LARGEST_SCALE, _LARGEST_SCALE
     for _ in range(20):
         middle = (low * high) ** 0.5

@@ -13,7 +13,6 @@ Note: tuning
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,8 +33,6 @@ from lightning_bucketddp.core.optimum import optimal_plan
 from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, has_choice
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.timeline import cost_until, simulate
-
-log = logging.getLogger(__name__)
 
 # With both plans, and the first backward, which has none, this makes 17 backwards.
 NUM_WARM_UP = 3
@@ -75,6 +72,7 @@ class PlanTuner:
         collectives: how to reach the other ranks.
         meter: measures what a reduction costs.
         clock: what time is measured by.
+        say: tells the user on rank 0 what was decided.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class PlanTuner:
         collectives: Collectives,
         meter: CostMeter,
         clock: Clock,
+        say: Callable[[str], None],
     ) -> None:
         self.is_settled = False
         self.profile: Profile | None = None
@@ -95,13 +94,14 @@ class PlanTuner:
         self._collectives = collectives
         self._meter = meter
         self._clock = clock
+        self._say = say
         self._members = [i for bucket in plan for i in bucket.members]
         self._hooks: list[RemovableHandle] = []
         self._num_backwards = 0
         self._current: _Observation | None = None
         self._observed: list[_Observation] = []
         self._first_s: list[float] = []
-        self._story = "no backward could be observed, the plan stays as it is"
+        self.story = "no backward could be observed, the plan stays as it is"
 
     def begin(self) -> None:
         """A synchronised backward begins."""
@@ -162,7 +162,7 @@ class PlanTuner:
         message = None if proposal is None else [asdict(bucket) for bucket in proposal]
         agreed: list[dict[str, Any]] | None = self._collectives.broadcast_json(message)
         if agreed is None:
-            self._settle(self._story)
+            self._settle()
             return None
         return [BucketPlan(tuple(bucket.pop("members")), **bucket) for bucket in agreed]
 
@@ -175,13 +175,15 @@ class PlanTuner:
         cost = cost_until(profile, first, end_s=statistics.median(self._first_s))
         plan = optimal_plan(profile, cost=cost)
         first_s, best_s = (simulate(profile, p, cost).end_s for p in (first, plan))
-        self.profile = profile
+        # With the costs that the plan is computed for: whoever simulates plans later sees what is expected here.
+        self.profile = replace(profile, cost=cost)
         if first_s - best_s < _WORTHWHILE * profile.backward_s:
-            self._story = f"{len(first)} buckets of up to 25 MiB stay, no other plan promises to be faster"
+            self.story = f"{len(first)} buckets of up to 25 MiB stay, no other plan promises to be faster"
             return None
-        self._story = (
-            f"{len(plan)} bucket{'' if len(plan) == 1 else 's'} instead of {len(first)}: backward with reductions"
-            f" predicted to take {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
+        instead = "of other sizes" if len(plan) == len(first) else f"instead of {len(first)}"
+        self.story = (
+            f"{len(plan)} bucket{'' if len(plan) == 1 else 's'} {instead}: backward with reductions predicted to take"
+            f" {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
         )
         return [replace(bucket, members=tuple(order[i] for i in bucket.members)) for bucket in plan]
 
@@ -214,16 +216,17 @@ class PlanTuner:
             first, now = statistics.median(self._first_s), statistics.median(now_s)
             noise = max(statistics.median(abs(s - first) for s in self._first_s), _WORTHWHILE * first)
             is_better = now < first - noise
+            within = ", which is within the noise" if first - noise <= now < first else ""
             outcome = "they stay" if is_better else f"back to {len(self._first_plan)}"
-            self._story += f", measured {now * 1e3:.2f} instead of {first * 1e3:.2f} ms; {outcome}"
+            self.story += f", measured {now * 1e3:.2f} instead of {first * 1e3:.2f} ms{within}; {outcome}"
         is_better = self._collectives.broadcast_json(is_better)
-        self._settle(self._story)
+        self._settle()
         return None if is_better else self._first_plan
 
     def _total_s(self) -> list[float]:
         return [self._clock.seconds(seen.start, seen.reduced) for seen in self._observed]
 
-    def _settle(self, story: str) -> None:
+    def _settle(self) -> None:
         self.close()
         if self._collectives.rank == 0:
-            log.info("bucketddp: %s.", story)
+            self._say(f"bucketddp: {self.story}.")

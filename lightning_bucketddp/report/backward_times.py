@@ -9,17 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_bucketddp.core.cost import AllReduceCost
 from lightning_bucketddp.core.plan import ParameterSpec
 from lightning_bucketddp.core.plans import spec_of
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.replicas import check_parameters, parameters_of, sparse_names_of
-from lightning_bucketddp.report.profiles import profile_of
+from lightning_bucketddp.report.profiles import NO_COST, profile_of
 from lightning_bucketddp.report.record import RecordedPlan, Run, Step, read
 from lightning_bucketddp.usage import UsageError
-
-# Where nothing was measured between ranks.
-NO_COST = AllReduceCost(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,8 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
             )
     # What is made of recorded steps does not know kinds.
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
-    origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks"
+    unknown = "" if profile.cost is not None else f", which does not tell what an all-reduce costs: {NO_COST}"
+    origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks{unknown}"
     return BackwardTimes(profile, "recorded", origin, is_of_cpu=computed_on == "cpu")
 
 
@@ -108,7 +105,7 @@ def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> 
         "an estimate from --backward-ms: gradients in reverse order of registration, each after a time in proportion to"
         " its size"
     )
-    return BackwardTimes(Profile(specs, ready_s, backward_s, NO_COST, num_ranks=1), "estimated", origin)
+    return BackwardTimes(Profile(specs, ready_s, backward_s, cost=None, num_ranks=1), "estimated", origin)
 
 
 def without_times(module: nn.Module, *, device: torch.device) -> BackwardTimes:

@@ -46,7 +46,7 @@ class BucketSizes:
 
 
 def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes:
-    """Simulate all of them on one profile."""
+    """Simulate all of them on one profile, which must know the cost."""
     grid = []
     for cap_mb in _caps_mb(profile):
         caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
@@ -68,6 +68,7 @@ def _caps_mb(profile: Profile) -> list[float]:
 
 
 def _predict(profile: Profile, plan: Sequence[BucketPlan], *, cap_mb: float | None = None) -> Prediction:
+    assert profile.cost is not None
     timeline = simulate(profile, plan, profile.cost)
     if cap_mb is None:
         shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan

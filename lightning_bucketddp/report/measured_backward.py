@@ -15,7 +15,7 @@ from lightning_bucketddp.core.clock import Clock, clock_of
 from lightning_bucketddp.core.hooks import hook
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.core.replicas import parameters_of
-from lightning_bucketddp.report.backward_times import NO_COST, BackwardTimes, specs_of
+from lightning_bucketddp.report.backward_times import BackwardTimes, specs_of
 from lightning_bucketddp.usage import UsageError
 
 _NUM_WARM_UP = 2
@@ -48,7 +48,7 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
         [specs[name] for name in (*arrived, *missing)],
         ready_s,
         max(backward_s, *ready_s, 0.0),
-        NO_COST,
+        cost=None,
         num_ranks=1,
         forward_s=statistics.median(clock.seconds(run.forward_start, run.start) for run in runs),
     )

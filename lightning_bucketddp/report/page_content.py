@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from lightning_bucketddp import __version__
+from lightning_bucketddp.core.config import AUTO
 from lightning_bucketddp.report.aligned import AlignedStep, align, shown_steps
 from lightning_bucketddp.report.bucket_sizes import Prediction, predict_sizes
 from lightning_bucketddp.report.marked_steps import seconds_of
-from lightning_bucketddp.report.profiles import profile_of
-from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan, Step
-from lightning_bucketddp.report.run_files import RankRecord, RunRecord
-
-PHASES = ("data", "forward", "backward", "exposed", "optimizer")
-
-# By which factor sizes must differ for their times to show a line, and not only noise.
-_DIFFERENT = 4
+from lightning_bucketddp.report.profiles import NO_COST
+from lightning_bucketddp.report.record import RecordedBucket, Step
+from lightning_bucketddp.report.run_files import RunRecord
+from lightning_bucketddp.report.suggestions import suggestions
+from lightning_bucketddp.report.typical_step import RankNumbers, TypicalStep
 
 Json = dict[str, Any]
 
 
 def page_content(record: RunRecord) -> Json:
     """Everything that the page's scripts read."""
+    typical = TypicalStep(
+        [
+            RankNumbers.of(ours.run, [ours.steps[number] for number in sorted(ours.steps)])
+            for ours in record.ranks.values()
+        ],
+        num_ranks=record.first.run.world_size,
+    )
     return {
         "version": __version__,
         "folder": str(record.folder.resolve()),
         "problems": list(record.problems),
         "run": _run(record),
-        "ranks": [{"rank": rank, "host": ours.run.host} for rank, ours in record.ranks.items()],
-        "medians": _medians([step for ours in record.ranks.values() for step in ours.steps.values()]),
+        "ranks": [_rank(rank) for rank in typical.ranks],
+        "typical": _typical(typical),
+        "suggestions": suggestions(typical, record.last_plan, record.first.profile, options=record.first.run.options),
         "steps": [_step(align(record, number), ranks=record.ranks) for number in shown_steps(record)],
         "plans": {str(version): _buckets(plan.buckets) for version, plan in record.first.plans.items()},
         "history": _history(record),
-        "sizes": _sizes(record),
+        "sizes": _sizes(record, typical),
+        "noSizes": _why_no_sizes(record),
+        "tuning": record.first.tuning,
     }
 
 
@@ -51,12 +58,26 @@ def _run(record: RunRecord) -> Json:
     }
 
 
-def _medians(steps: list[Step]) -> Json:
-    """The usual step of all ranks together."""
+def _rank(numbers: RankNumbers) -> Json:
     return {
-        "phases": {name: _median_ms(step.seconds(name) for step in steps) for name in PHASES},
-        "step": _median_ms(map(seconds_of, steps)),
-        "communication": _median_ms(step.communication_s for step in steps),
+        "rank": numbers.rank,
+        "host": numbers.host,
+        "step": _ms(numbers.step_s),
+        "own": _ms(numbers.own_s),
+        "exposed": _ms(numbers.exposed_s),
+    }
+
+
+def _typical(typical: TypicalStep) -> Json:
+    straggler = typical.straggler
+    return {
+        "phases": {name: _ms(seconds) for name, seconds in typical.phases.items()},
+        "step": _ms(typical.step_s),
+        "communication": _ms(typical.communication_s),
+        "overlap": typical.overlap,
+        # By place among the ranks; -1: nobody.
+        "straggler": -1 if straggler is None else typical.ranks.index(straggler.rank),
+        "stragglerBy": 0.0 if straggler is None else _ms(straggler.by_s),
     }
 
 
@@ -99,12 +120,10 @@ def _history(record: RunRecord) -> Json:
     }
 
 
-def _sizes(record: RunRecord) -> Json | None:
-    plan, profile = record.last_plan, record.first.profile
-    if profile is None and plan is not None and _tells_cost(plan):
-        slowest = max(record.ranks.values(), key=_own_s)
-        profile = profile_of(plan, list(slowest.steps.values()), num_ranks=slowest.run.world_size)
-    if profile is None or not profile.dense_bytes:
+def _sizes(record: RunRecord, typical: TypicalStep) -> Json | None:
+    plan = record.last_plan
+    profile = None if plan is None else typical.profile(plan, record.first.profile)
+    if profile is None or profile.cost is None or not profile.dense_bytes:
         return None
     sizes = predict_sizes(profile, plan)
     return {
@@ -114,22 +133,18 @@ def _sizes(record: RunRecord) -> Json | None:
     }
 
 
-def _tells_cost(plan: RecordedPlan) -> bool:
-    """Whether the buckets are different enough to tell latency and bandwidth apart."""
-    sizes = [bucket.num_bytes for bucket in plan.buckets if bucket.num_bytes and not bucket.sparse]
-    return bool(sizes) and max(sizes) >= _DIFFERENT * min(sizes)
+def _why_no_sizes(record: RunRecord) -> str:
+    """What is said where no sizes can be predicted."""
+    why = f"What an all-reduce costs at other sizes cannot be told from this run: {NO_COST}."
+    if record.first.run.options.get("bucket_cap_mb") == AUTO:
+        return f'{why} bucket_cap_mb="{AUTO}" measures it if there are several buckets and 17 backwards or more.'
+    return (
+        f'{why} Train with bucket_cap_mb="{AUTO}", which measures it, to see the wait that is predicted for them here.'
+    )
 
 
 def _prediction(prediction: Prediction) -> Json:
     return {"cap": prediction.cap_mb, "buckets": prediction.num_buckets, "exposed": _ms(prediction.exposed_s)}
-
-
-def _own_s(rank: RankRecord) -> float:
-    return statistics.median(seconds_of(step) - step.exposed_s for step in rank.steps.values())
-
-
-def _median_ms(seconds: Iterable[float]) -> float:
-    return _ms(statistics.median(seconds))
 
 
 def _ms(seconds: float) -> float:

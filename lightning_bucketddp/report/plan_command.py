@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, arguments: argparse.Namespace) -> ModulePlan:
     times = _times(named, device, arguments)
     profile = times.profile
-    networks = arguments.network or [MEASURED if profile.num_ranks > 1 else _DEFAULT_NETWORK]
+    networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
     assumed = [find_network(name, profile) for name in networks]
     scalings = [scale(times, config, one, num_ranks=arguments.ranks) for one in assumed if profile.backward_s > 0]
     if scalings:

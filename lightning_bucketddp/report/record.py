@@ -66,6 +66,13 @@ class RecordedPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `bucket_cap_mb="auto"` has predicted, measured and decided, in words."""
+
+    story: str
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that lasts: `data`, `forward`, `backward`, `exposed` (waiting for reductions), `optimizer`."""
 
@@ -133,6 +140,17 @@ class Step:
             before = max(before, bucket.ended_s)
         return spans
 
+    def waits(self) -> list[float]:
+        """How long the step waited while the reduction of each bucket ran; all together at most what was exposed."""
+        return [
+            sum(
+                max(min(span.end_s, reduction.end_s) - max(span.start_s, reduction.start_s), 0.0)
+                for span in self.spans
+                if span.name == "exposed"
+            )
+            for reduction in self.reductions()
+        ]
+
     @property
     def communication_s(self) -> float:
         """How long reductions ran."""
@@ -152,9 +170,9 @@ class Step:
         return min(max(1 - self.exposed_s / communication_s, 0.0), 1.0)
 
 
-Line = Run | RecordedPlan | Step | Profile
+Line = Run | RecordedPlan | Step | Profile | Tuning
 
-_KINDS: dict[str, type] = {"run": Run, "plan": RecordedPlan, "step": Step, "profile": Profile}
+_KINDS: dict[str, type] = {"run": Run, "plan": RecordedPlan, "step": Step, "profile": Profile, "tuning": Tuning}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

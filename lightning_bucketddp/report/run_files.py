@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, read
+from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, Tuning, read
 
 _PATTERN = "rank-*.jsonl"
 
@@ -20,6 +20,7 @@ class RankRecord:
     plans: dict[int, RecordedPlan] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
     profile: Profile | None = None
+    tuning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class RunRecord:
 
     @property
     def last_plan(self) -> RecordedPlan | None:
-        return self.first.plans[max(self.first.plans)] if self.first.plans else None
+        """That of the last step."""
+        steps = self.first.steps
+        return self.first.plans.get(steps[max(steps)].plan)
 
 
 def find_folder(path: Path) -> Path:
@@ -104,6 +107,8 @@ def _read_rank(path: Path) -> RankRecord:
             record.plans[line.version] = line
         elif isinstance(line, Profile):
             record.profile = line
+        elif isinstance(line, Tuning):
+            record.tuning = line.story
         elif line.spans:
             record.steps[line.step] = line
     if record is None or not record.steps:

@@ -13,6 +13,7 @@ from lightning_bucketddp.core.prediction import NETWORKS, Prediction, predict
 from lightning_bucketddp.core.profile import Profile
 from lightning_bucketddp.report.backward_times import BackwardTimes
 from lightning_bucketddp.report.chart import Axis, Series, draw
+from lightning_bucketddp.report.profiles import NO_COST
 from lightning_bucketddp.usage import UsageError
 
 _LARGEST = 1024
@@ -128,6 +129,11 @@ def find_network(text: str, profile: Profile) -> Assumed:
     if text == MEASURED:
         if profile.num_ranks < 2:
             raise UsageError(f"--network {MEASURED} needs a --profile that was recorded with two ranks or more.")
+        if profile.cost is None:
+            raise UsageError(
+                f"--network {MEASURED} needs a --profile that tells what an all-reduce costs: {NO_COST}. Name a"
+                ' network, or record a run with `bucket_cap_mb="auto"`, which measures it.'
+            )
         network = Network.measured(profile.cost, num_ranks=profile.num_ranks)
         return Assumed(network, f"measured between {profile.num_ranks} ranks when the profile was recorded")
     try:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
@@ -256,7 +257,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = getattr(module, "_orig_mod", module)
-        self.reducers[compiled] = Reducer(replicas, self.config, finiteness=finiteness)
+        self.reducers[compiled] = Reducer(replicas, self.config, finiteness=finiteness, say=rank_zero_info)
         self._weights_at_start[compiled] = severities_of(compiled)
         return module
 

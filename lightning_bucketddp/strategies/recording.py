@@ -79,6 +79,7 @@ class RecordsSteps(TrainingHooks):
             options={
                 "bucket_cap_mb": self.config.bucket_cap_mb,
                 "overlap": self.config.overlap,
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
                 "reduce_dtype": self.config.reduce_dtype,
                 "ddp_comm_hook": getattr(self.config.comm_hook, "__qualname__", None),
                 "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),

@@ -222,7 +222,7 @@ class CheckpointHooks(_ParallelStrategy):
             self.wait_for_checkpoints()
         finally:
             if self.is_global_zero and self.checkpoint_stats.num_saves:
-                log.info("bucketddp: %s.", self.checkpoint_stats.describe())
+                rank_zero_info(f"bucketddp: {self.checkpoint_stats.describe()}.")
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
@@ -307,6 +308,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
                 replace(self.config, broadcast_buffers=False),
                 weighting=None if self._participation is None else self._participation.weighting,
                 finiteness=self._make_finiteness(self._replicas),
+                say=rank_zero_info,
             )
             self._whereabouts.describe_backward = self.reducer.describe_backward
         if self.config.broadcast_buffers:

@@ -6,7 +6,6 @@ network of the test's choice would take. So the tuner measures that network, and
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,11 +34,15 @@ WIDTH = 300
 
 
 class VirtualNetwork:
-    """A clock for which all-reduces take their latency and their bytes, one after the other, and all else 1 ms."""
+    """A clock for which all-reduces take their latency and their bytes, one after the other, and all else 1 ms.
 
-    def __init__(self, *, latency_s: float = 1.0, s_per_byte: float = 1e-9) -> None:
+    Beside a backward they take `contention` times as long.
+    """
+
+    def __init__(self, *, latency_s: float = 1.0, s_per_byte: float = 1e-9, contention: float = 1.0) -> None:
         self.latency_s = latency_s
         self.s_per_byte = s_per_byte
+        self.contention = contention
         self._now = 0.0
         self._idle_from = 0.0
 
@@ -55,7 +58,10 @@ class VirtualNetwork:
         original = dist.all_reduce
 
         def timed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._idle_from = max(self._idle_from, self._now) + self.latency_s + tensor.nbytes * self.s_per_byte
+            # What is measured alone has powers of two.
+            slower = 1.0 if tensor.nbytes.bit_count() == 1 else self.contention
+            seconds = slower * (self.latency_s + tensor.nbytes * self.s_per_byte)
+            self._idle_from = max(self._idle_from, self._now) + seconds
             return _TimedWork(original(tensor, *args, **kwargs), self, self._idle_from)
 
         dist.all_reduce = timed
@@ -124,6 +130,7 @@ class Tuned:
     description: str = ""
     num_plans: int = 0
     profile: str | None = None
+    tuning: str = ""
     num_hooks: int = 0
 
 
@@ -137,28 +144,27 @@ def train_beside_torch_ddp(training: Training) -> Tuned:
     ours, bare = Layers().to(device()), Layers().to(device())
     bare.load_state_dict(ours.state_dict())
     network = VirtualNetwork()
-    reducer = _reducer(ours, clock=network)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, bare)]
     outcome = Tuned()
+    reducer = _reducer(ours, clock=network, messages=outcome.messages)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, bare)]
     theirs = _ddp(bare, training)
-    with _recorded_messages(outcome.messages):
-        for step in range(training.steps):
-            if step == training.freezes_at:
-                for model in (ours, bare):
-                    model.layers[1].requires_grad_(False)
-                theirs = _ddp(bare, training)
-            if step == training.slower_at:
-                network.latency_s *= 10
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=training.set_to_none)
-            with network.passes_time():
-                _backwards(ours, training, step, blocked=reducer.no_sync, run=lambda loss: _marked(reducer, loss))
-            outcome.plans.append(_plan(reducer))
-            _backwards(theirs, training, step, blocked=theirs.no_sync, run=lambda loss: loss.backward())
-            _assert_equal_gradients(ours, bare, training, step)
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_equal_on_all_ranks(ours)
+    for step in range(training.steps):
+        if step == training.freezes_at:
+            for model in (ours, bare):
+                model.layers[1].requires_grad_(False)
+            theirs = _ddp(bare, training)
+        if step == training.slower_at:
+            network.latency_s *= 10
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=training.set_to_none)
+        with network.passes_time():
+            _backwards(ours, training, step, blocked=reducer.no_sync, run=lambda loss: _marked(reducer, loss))
+        outcome.plans.append(_plan(reducer))
+        _backwards(theirs, training, step, blocked=theirs.no_sync, run=lambda loss: loss.backward())
+        _assert_equal_gradients(ours, bare, training, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal_on_all_ranks(ours)
     return _ended(outcome, ours, reducer)
 
 
@@ -196,20 +202,25 @@ def _assert_equal_gradients(ours: nn.Module, theirs: nn.Module, training: Traini
 
 
 def train_with(
-    steps: int = 20, *, virtual: bool = True, is_free: bool = False, deterministic: bool = False, **options: Any
+    steps: int = 20,
+    *,
+    virtual: bool = True,
+    network: dict[str, float] | None = None,
+    deterministic: bool = False,
+    **options: Any,
 ) -> Tuned:
     """Train ours alone."""
     torch.manual_seed(3)
     model = Layers().to(device())
-    network = VirtualNetwork(latency_s=0, s_per_byte=0) if is_free else VirtualNetwork()
+    clock = VirtualNetwork(**(network or {}))
     if "comm_hook" in options:
         options["comm_hook"] = getattr(default_hooks, options["comm_hook"])
     outcome = Tuned()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        reducer = _reducer(model, clock=network if virtual else None, **options)
-        with _recorded_messages(outcome.messages), network.passes_time() if virtual else nullcontext():
+        reducer = _reducer(model, clock=clock if virtual else None, messages=outcome.messages, **options)
+        with clock.passes_time() if virtual else nullcontext():
             for step in range(steps):
                 model.zero_grad()
                 _marked(reducer, model(batch(dist.get_rank(), step, 2, WIDTH)).square().mean())
@@ -332,11 +343,13 @@ def train_in_turns() -> list[tuple[int, int]]:
     return sizes
 
 
-def _reducer(model: nn.Module, *, clock: VirtualNetwork | None, **options: Any) -> Reducer:
+def _reducer(
+    model: nn.Module, *, clock: VirtualNetwork | None, messages: list[str] | None = None, **options: Any
+) -> Reducer:
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
-    return Reducer(replicas, ReducerConfig(**options), clock=clock)
+    return Reducer(replicas, ReducerConfig(**options), clock=clock, say=([] if messages is None else messages).append)
 
 
 def _plan(reducer: Reducer) -> list[tuple[int, ...]]:
@@ -349,22 +362,7 @@ def _ended(outcome: Tuned, model: nn.Module, reducer: Reducer) -> Tuned:
     outcome.num_plans = reducer.stats.num_plans
     profile: Profile | None = reducer.profile
     outcome.profile = None if profile is None else profile.to_json()
+    outcome.tuning = reducer.tuning
     outcome.num_hooks = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())  # type: ignore[attr-defined]
     reducer.close()
     return outcome
-
-
-@contextmanager
-def _recorded_messages(messages: list[str]) -> Iterator[None]:
-    """What `tuning` logs."""
-    logger = logging.getLogger("lightning_bucketddp.core.tuning")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

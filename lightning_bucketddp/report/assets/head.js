@@ -13,7 +13,7 @@ const PHASES = {
 const SHORT = { data: "data", forward: "fwd", backward: "bwd", exposed: "wait", finish: "end", optimizer: "opt" };
 
 function drawHead() {
-  const { run, medians, history, ranks } = content;
+  const { run, typical, history, ranks } = content;
   const hosts = new Set(ranks.map(({ host }) => host)).size;
   const first = history.steps[0];
   const last = history.steps[history.steps.length - 1];
@@ -26,7 +26,7 @@ function drawHead() {
     `*${count(history.steps.length, "step")}* recorded, ${number(first)} to ${number(last)}`,
   ].join(" · "));
   setText(byId("options"), options.map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`).join(" · "));
-  document.title = `bucketddp: ${count(run.worldSize, "rank")}, ${inMs(medians.step)} per step`;
+  document.title = `bucketddp: ${count(run.worldSize, "rank")}, ${inMs(typical.step)} per step`;
   byId("problems").hidden = !content.problems.length;
   byId("problems").append(...content.problems.map((problem) => element("li", "", problem)));
   setText(byId("footer"), `Made by bucketddp ${content.version} from ${content.folder}`);
@@ -35,15 +35,13 @@ function drawHead() {
 }
 
 function drawNumbers() {
-  const { medians, history, ranks, run } = content;
-  const own = history.own.map(median);
-  const late = latest(own);
-  const hidden = Math.min(Math.max(1 - medians.phases.exposed / medians.communication, 0), 1);
+  const { typical, ranks, run } = content;
+  const late = typical.straggler;
   const numbers = [
-    ["Step", inMs(medians.step), ""],
-    ["Waiting for communication", inMs(medians.phases.exposed), percent(medians.phases.exposed / total(Object.values(medians.phases)))],
-    ["Communication", inMs(medians.communication), medians.communication ? `${percent(hidden)} hidden` : ""],
-    ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(behind(own, late))}`],
+    ["Step", inMs(typical.step), ""],
+    ["Waiting for communication", inMs(typical.phases.exposed), percent(typical.phases.exposed / typical.step)],
+    ["Communication", inMs(typical.communication), typical.communication ? `${percent(typical.overlap)} hidden` : ""],
+    ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(typical.stragglerBy)}`],
   ];
   if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);
   for (const [term, value, note] of numbers) {
@@ -56,7 +54,7 @@ function drawNumbers() {
 }
 
 function drawSplit() {
-  const phases = Object.entries(content.medians.phases).filter(([, ms]) => ms > 0);
+  const phases = Object.entries(content.typical.phases).filter(([, ms]) => ms > 0);
   const all = total(phases.map(([, ms]) => ms));
   for (const [name, ms] of phases) {
     const share = ms / all;

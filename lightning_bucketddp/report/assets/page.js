@@ -1,8 +1,7 @@
 // The page: what is chosen, and what is drawn anew for it.
 
 const slider = byId("step");
-const own = content.history.own.map(median);
-const late = latest(own);
+const late = content.typical.straggler;
 
 function drawPlots() {
   const chosen = content.steps[Number(slider.value)].number;
@@ -34,22 +33,28 @@ function chooseNearest(number) {
 drawHead();
 makeLanes();
 makeZoomable();
-drawRankTable(own, late);
+drawRankTable(late);
 const isCut = [content.history.own, content.history.step].some((ms) => largest(ms.flat()) > HIGHEST * median(ms.flat()));
-setText(byId("history-text"), `${historyInWords(own, late)} Click a plot to look at that step above.${isCut ? " What took much longer ends at the upper edge." : ""}`);
+setText(byId("history-text"), `${historyInWords(late)} Click a plot to look at that step above.${isCut ? " What took much longer ends at the upper edge." : ""}`);
 const MOST_NAMED = 16; // beyond, the table has the colours
 const named = content.ranks.map(({ rank }, place) => [place === late ? "line late" : "line calm", `rank ${rank}`, colourOf(place)]);
 addLegend(byId("history-legend"), named.length <= MOST_NAMED ? named : [
   ...(late < 0 ? [] : [named[late]]),
   ["", `${late < 0 ? "each rank has a colour of its own" : "the other ranks have colours of their own"}: see the table, or point at a line`],
 ]);
+byId("advice").hidden = !content.suggestions.length;
+byId("suggestions").append(...content.suggestions.map((text) => {
+  const item = element("li");
+  item.append(...text.split("`").map((part, i) => (i % 2 ? element("code", "", part) : part)));
+  return item;
+}));
 byId("sizes").hidden = !Object.values(content.plans).some((buckets) => buckets.length);
 byId("sizes").querySelector("figure").hidden = !content.sizes;
-setText(byId("sizes-text"), content.sizes ? sizesInWords(late) : NO_SIZES);
+setText(byId("sizes-text"), content.sizes ? sizesInWords(late) : content.noSizes);
 if (content.sizes) {
   addLegend(byId("sizes-legend"), [
     ["line sizes", "one size for all buckets"],
-    ["line optimum", 'computed optimum (bucket_cap_mb="auto")'],
+    ["line optimum", "computed optimum"],
     ...(content.sizes.current ? [["current", "the plan in use, at the size of its largest bucket"]] : []),
   ]);
 }

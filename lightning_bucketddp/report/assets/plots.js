@@ -68,7 +68,7 @@ function drawHistory(svg, kind, late, chosen) {
     style: `--rank: ${colourOf(place)}`,
     d: path(values[place].map((ms, i) => (ms === null ? null : `${atX(steps[i]).toFixed(1)},${atY(Math.min(ms, y.max)).toFixed(1)}`))),
   })]));
-  svg.setAttribute("aria-label", `${kind === "own" ? "own time" : "step time"} of ${count(values.length, "rank")} by step; the table below has the medians`);
+  svg.setAttribute("aria-label", `${kind === "own" ? "own time" : "step time"} of ${count(values.length, "rank")} by step; the table below has the typical step`);
   const nearest = (event) => nearestPoint(event, svg, { steps, values, atX, atY });
   describe(svg, svg.getAttribute("aria-label"), () => {
     const { place, i } = nearest(hovered);
@@ -94,14 +94,13 @@ function nearestPoint(event, svg, { steps, values, atX, atY }) {
   return { place: heights.indexOf(smallest(heights)), i };
 }
 
-function historyInWords(own, late) {
-  if (own.length === 1) return "One rank only.";
+function historyInWords(late) {
+  if (content.ranks.length === 1) return "One rank only.";
   if (late < 0) return "No rank is clearly slower than the others.";
-  const more = behind(own, late);
-  return `*Rank ${content.ranks[late].rank}* usually takes *${inMs(more)}* longer than the others, and all wait for it.`;
+  return `*Rank ${content.ranks[late].rank}* usually takes *${inMs(content.typical.stragglerBy)}* longer than the others, and all wait for it.`;
 }
 
-function drawRankTable(own, late) {
+function drawRankTable(late) {
   const table = byId("ranks");
   const row = (cells, tag) => {
     const made = element("tr");
@@ -110,8 +109,8 @@ function drawRankTable(own, late) {
     return made;
   };
   row(["rank", "host", "own time", "step", ""], "th");
-  content.ranks.forEach(({ rank, host }, place) => {
-    const cells = [`${rank}`, host, inMs(own[place]), inMs(median(content.history.step[place])), place === late ? "slowest" : ""];
+  content.ranks.forEach(({ rank, host, own, step }, place) => {
+    const cells = [`${rank}`, host, inMs(own), inMs(step), place === late ? "slowest" : ""];
     row(cells, "td").firstChild.prepend(key(place === late ? "line late" : "line calm", colourOf(place)));
   });
 }
@@ -141,10 +140,6 @@ function drawSizes(svg) {
   if (current) marked("current", 7, "the plan in use", current);
 }
 
-const NO_SIZES =
-  "The buckets of this run are too much alike to tell what an all-reduce costs at other sizes. " +
-  'Train with bucket_cap_mb="auto", which measures it, to see the wait that is predicted for them here.';
-
 function sizesInWords(late) {
   const { current, optimum, byCap } = content.sizes;
   const best = byCap.reduce((a, b) => (b.exposed <= a.exposed ? b : a));
@@ -153,11 +148,13 @@ function sizesInWords(late) {
     `the best single size, *${Number(best.cap.toPrecision(3))} MiB*, waits ${inMs(best.exposed)}.`,
   ];
   if (current) {
-    words.push(`The plan in use is predicted to wait *${inMs(current.exposed)}*, and was measured to wait ${inMs(content.medians.phases.exposed)}.`);
+    words.push(`The plan in use is predicted to wait *${inMs(current.exposed)}*, and was measured to wait ${inMs(content.typical.phases.exposed)}.`);
   }
   if (late >= 0) {
-    const waits = content.history.step[late].map((ms, i) => (ms === null ? null : ms - content.history.own[late][i]));
-    words.push(`The simulator knows no slow ranks, so compare it with rank ${content.ranks[late].rank}, which waits for no other: ${inMs(median(waits))}.`);
+    words.push(`The simulator knows no slow ranks, so compare it with rank ${content.ranks[late].rank}, which waits for no other: ${inMs(content.ranks[late].exposed)}.`);
+  }
+  if (content.tuning) {
+    words.push(`bucket_cap_mb="auto" has tried what the simulator thinks best, and what was measured has decided: ${content.tuning}.`);
   }
   return words.join(" ");
 }
