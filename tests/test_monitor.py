@@ -288,5 +288,5 @@ def test_each_root_has_its_own(root: str) -> None:
     trainer_root = "lightning.pytorch" if root == "lightning" else root
     assert issubclass(callbacks.BucketDDPMonitor, import_module(trainer_root).Callback)
     strategies = import_module(f"lightning_bucketddp.strategies.trainer_{root}")
-    assert strategies.BucketDDPStrategy._monitor_callback is callbacks.BucketDDPMonitor
+    assert strategies.BucketDDPStrategy._callbacks_module == callbacks.__name__
     assert lightning_bucketddp.BucketDDPMonitor.__name__ == "BucketDDPMonitor"

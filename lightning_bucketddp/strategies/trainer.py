@@ -122,7 +122,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | float | None = default_pg_timeout,
+        timeout: float | timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
