@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_bucketddp.core.config import AUTO, ReducerConfig
-from lightning_bucketddp.core.cost import Network
-from lightning_bucketddp.core.prediction import NETWORKS, predict
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import Timeline
+from lightning_bucketddp.config import AUTO, ReducerConfig
+from lightning_bucketddp.planning.cost import Network
+from lightning_bucketddp.planning.prediction import NETWORKS, predict
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import Timeline
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 

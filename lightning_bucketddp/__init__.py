@@ -13,13 +13,13 @@ from lightning_bucketddp_autoload import register_when_imported
 if TYPE_CHECKING:
     from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor, ScaleLearningRate, ScalingMonitor
     from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
-    from lightning_bucketddp.core.arrivals import LateGradientError
-    from lightning_bucketddp.core.divergence import ReplicaDivergedError
-    from lightning_bucketddp.core.failure import RankFailedError
-    from lightning_bucketddp.core.lockstep import OutOfStepError
-    from lightning_bucketddp.core.meeting_point import StartError
-    from lightning_bucketddp.core.nonfinite import NonFiniteError
-    from lightning_bucketddp.core.replicas import ReplicaMismatchError
+    from lightning_bucketddp.comm.lockstep import OutOfStepError
+    from lightning_bucketddp.faults.failure import RankFailedError
+    from lightning_bucketddp.reducer.arrivals import LateGradientError
+    from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+    from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
+    from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
+    from lightning_bucketddp.startup.meeting_point import StartError
     from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 
 __version__ = "0.1.0"
@@ -45,13 +45,13 @@ __all__ = [
 _MODULE_OF_ERROR = {
     "CheckpointReadError": "checkpoint.errors",
     "CheckpointWriteError": "checkpoint.errors",
-    "LateGradientError": "core.arrivals",
-    "NonFiniteError": "core.nonfinite",
-    "OutOfStepError": "core.lockstep",
-    "RankFailedError": "core.failure",
-    "ReplicaDivergedError": "core.divergence",
-    "ReplicaMismatchError": "core.replicas",
-    "StartError": "core.meeting_point",
+    "LateGradientError": "reducer.arrivals",
+    "NonFiniteError": "reducer.nonfinite",
+    "OutOfStepError": "comm.lockstep",
+    "RankFailedError": "faults.failure",
+    "ReplicaDivergedError": "replicas.divergence",
+    "ReplicaMismatchError": "replicas.replicas",
+    "StartError": "startup.meeting_point",
     "UnsafeCheckpointError": "checkpoint.errors",
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.core.reductions import Reductions
+from lightning_bucketddp.reducer.reductions import Reductions
 from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
 from tests.fit_on_gpu import distance
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.report.record import (
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.recording.record import (
     BucketTimes,
     RecordedBucket,
     RecordedPlan,

@@ -1,67 +1,28 @@
-"""The import rule: a part knows only what stands before it, and only three files talk to `torch.distributed`."""
+"""The house: a folder imports only folders below it, only bindings import Lightning, few files talk to other ranks."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 
-CORE_ORDER = [
-    "config",
-    "compiled",
-    "profiling",
-    "capture",
-    "plan",
-    "cost",
-    "profile",
-    "timeline",
-    "optimum",
-    "prediction",
-    "arrivals",
-    "bucket",
-    "single_buckets",
-    "flags",
-    "placement",
-    "hooks",
-    "network",
-    "sockets",
-    "meeting_point",
-    "invitation",
-    "rendezvous",
-    "process_group",
-    "collectives",
-    "failure",
-    "whereabouts",
-    "connections",
-    "peers",
-    "side_channel",
-    "neighbours",
-    "stalls",
-    "signal_wakeup",
-    "termination",
-    "watch",
-    "wire",
-    "clock",
-    "observer",
-    "cost_meter",
-    "tuning",
-    "stats",
-    "lockstep",
-    "weighting",
+# From the bottom to the top.
+FOLDERS = [
+    "comm",
+    "planning",
     "replicas",
-    "fingerprint",
-    "training_state",
-    "divergence",
-    "nonfinite",
-    "recorder",
-    "reductions",
-    "backward_pass",
-    "plans",
     "reducer",
-    "sync_batchnorm",
+    "faults",
+    "startup",
+    "checkpoint",
+    "recording",
+    "commands",
+    "strategies",
+    "callbacks",
 ]
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 # The files that bind shared code to one root of Lightning.
@@ -75,6 +36,10 @@ BINDINGS = {
     "callbacks/lightning_callbacks.py",
     "callbacks/pytorch_lightning_callbacks.py",
 }
+# Before there is a process group, about it, and in it.
+TALK_TO_OTHER_RANKS = {"startup/meeting_point.py", "comm/process_group.py", "comm/collectives.py"}
+# What has to be checked, because it knows torch and must not know more.
+_BELOW_LIGHTNING = FOLDERS[: FOLDERS.index("checkpoint")]
 
 
 def imported_modules(source: str) -> set[str]:
@@ -94,34 +59,60 @@ def _run_time_nodes(node: ast.AST) -> list[ast.AST]:
     return [node, *[found for child in ast.iter_child_nodes(node) for found in _run_time_nodes(child)]]
 
 
+def folders_above(folder: str, source: str) -> set[str]:
+    """The folders that a file in `folder` imports, but that stand above it."""
+    parts = (module.split(".") for module in imported_modules(source) if module.startswith("lightning_bucketddp."))
+    imported = {part[1] for part in parts}
+    return imported & set(FOLDERS[FOLDERS.index(folder) + 1 :])
+
+
 def files(folder: str = "") -> list[Path]:
     return sorted((PACKAGE / folder).rglob("*.py"))
 
 
-def test_every_core_file_has_its_place_in_the_order() -> None:
-    assert {path.stem for path in files("core")} == {"__init__", *CORE_ORDER}
+def test_every_folder_has_its_place() -> None:
+    assert {path.relative_to(PACKAGE).parts[0] for path in files() if path.parent != PACKAGE} == set(FOLDERS)
 
 
-@pytest.mark.parametrize("name", CORE_ORDER)
-def test_core_files_import_only_what_stands_before_them(name: str) -> None:
-    imported = imported_modules((PACKAGE / "core" / f"{name}.py").read_text())
-    ours = {module.removeprefix("lightning_bucketddp.core.") for module in imported if "lightning_bucketddp" in module}
-    assert ours <= set(CORE_ORDER[: CORE_ORDER.index(name)])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
+    above = {str(path.relative_to(PACKAGE)): folders_above(folder, path.read_text()) for path in files(folder)}
+    assert {path: found for path, found in above.items() if found} == {}
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_bindings_import_lightning(path: Path) -> None:
-    roots = {module.partition(".")[0] for module in imported_modules(path.read_text())}
-    if str(path.relative_to(PACKAGE)) not in BINDINGS:
-        assert not roots & set(LIGHTNING)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_of_a_folder_import_each_other_in_one_direction(folder: str) -> None:
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files(folder)}
+    imports = {name: imported_modules(path.read_text()) & modules.keys() for name, path in modules.items()}
+    assert circle(imports) == []
 
 
-@pytest.mark.parametrize("path", files("core"), ids=lambda path: path.name)
-def test_only_three_files_talk_to_torch_distributed(path: Path) -> None:
-    # Before there is a process group, about it, and in it.
-    if path.stem not in ("meeting_point", "process_group", "collectives"):
-        assert not {module for module in imported_modules(path.read_text()) if module.startswith("torch.distributed")}
-        assert "torch.distributed." not in "".join(line.partition("#")[0] for line in _code_lines(path))
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, directly or not; none if there are none."""
+    left = dict(imports)
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_only_the_bindings_import_lightning(folder: str) -> None:
+    paths = files(folder) if folder else sorted(PACKAGE.glob("*.py"))
+    roots = {
+        name: {module.partition(".")[0] for module in imported_modules(path.read_text())} & set(LIGHTNING)
+        for path in paths
+        if (name := str(path.relative_to(PACKAGE))) not in BINDINGS
+    }
+    assert {name: found for name, found in roots.items() if found} == {}
+
+
+@pytest.mark.parametrize("folder", _BELOW_LIGHTNING)
+def test_only_three_files_talk_to_torch_distributed(folder: str) -> None:
+    for path in files(folder):
+        if str(path.relative_to(PACKAGE)) not in TALK_TO_OTHER_RANKS:
+            assert not {m for m in imported_modules(path.read_text()) if m.startswith("torch.distributed")}, path
+            assert "torch.distributed." not in "".join(line.partition("#")[0] for line in _code_lines(path)), path
 
 
 def _code_lines(path: Path) -> list[str]:
@@ -133,9 +124,24 @@ def _code_lines(path: Path) -> list[str]:
     return ast.unparse(tree).splitlines()
 
 
-def test_the_rule_can_fail() -> None:
+def test_the_map_for_newcomers_is_right() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    house = re.search(r"```\n(callbacks .*?)```", text, re.DOTALL)
+    assert house is not None
+    assert [line.split()[0] for line in house[1].splitlines()] == FOLDERS[::-1]
+    places = re.findall(r"^\| .* \| .*`(\w+(?:/\w+)?\.py)`, `([\w.]+)` \|$", text, re.MULTILINE)
+    assert len(places) == 6
+    for path, name in places:
+        assert re.search(rf"\b{re.escape(name)}\b", (PACKAGE / path).read_text()), (path, name)
+
+
+def test_the_rules_can_fail() -> None:
     assert imported_modules("from torch.distributed import all_reduce\nimport lightning.pytorch as pl") == {
         "torch.distributed",
         "lightning.pytorch",
     }
     assert imported_modules("if TYPE_CHECKING:\n    import lightning") == set()
+    assert folders_above("comm", "from lightning_bucketddp.reducer.bucket import Bucket") == {"reducer"}
+    assert folders_above("reducer", "from lightning_bucketddp.comm.collectives import Collectives") == set()
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
+    assert circle({"a": {"b"}, "b": set()}) == []

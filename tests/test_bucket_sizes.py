@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.report.bucket_sizes import predict_sizes
-from lightning_bucketddp.report.record import RecordedBucket, RecordedPlan
+from lightning_bucketddp.commands.report.bucket_sizes import predict_sizes
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.recording.record import RecordedBucket, RecordedPlan
 
 # Each of four gradients of 1 MiB takes one second to make, and one and a half to reduce.
 NAMES = ["d", "c", "b", "a"]

@@ -12,8 +12,8 @@ import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp.core.compiled import graphs_split
-from lightning_bucketddp.core.config import MIB, ReducerConfig
+from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.reducer.compiled import graphs_split
 from tests.ranks import run_on_ranks
 from tests.scripts.compiled import NUM_LAYERS, NUM_STEPS, Compiled, fit, train_with_fabric
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from lightning_bucketddp.checkpoint.leftovers import temporary_name
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.meeting_point import MeetingPoint
-from lightning_bucketddp.doctor import checkpoints, clocks, crew, gpus, interfaces, resources, software, speed
-from lightning_bucketddp.doctor.crew import Crew
-from lightning_bucketddp.doctor.deadline import NeverEnded, within
-from lightning_bucketddp.doctor.examination import Examination, _observe
-from lightning_bucketddp.doctor.finding import Finding, Verdict
-from lightning_bucketddp.doctor.printing import print_findings
+from lightning_bucketddp.commands.doctor import checkpoints, clocks, crew, gpus, interfaces, resources, software, speed
+from lightning_bucketddp.commands.doctor.crew import Crew
+from lightning_bucketddp.commands.doctor.deadline import NeverEnded, within
+from lightning_bucketddp.commands.doctor.examination import Examination, _observe
+from lightning_bucketddp.commands.doctor.finding import Finding, Verdict
+from lightning_bucketddp.commands.doctor.printing import print_findings
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.startup.meeting_point import MeetingPoint
 from tests.disks import forbidden_directory, not_as_root, small_disk
 from tests.programs import Program, no_process_left
 
@@ -124,8 +124,8 @@ def test_a_rank_that_comes_and_is_silent_does_not_hold_it_up(tmp_path: Path) -> 
     port = free_port()
     silent = """if True:
         import time
-        from lightning_bucketddp.core.meeting_point import MeetingPoint
-        from lightning_bucketddp.core.rendezvous import Rendezvous
+        from lightning_bucketddp.startup.meeting_point import MeetingPoint
+        from lightning_bucketddp.startup.rendezvous import Rendezvous
         point = MeetingPoint(address="127.0.0.1", port=int({port}), rank=1, world_size=2, local_rank=1)
         Rendezvous(point, timeout_s=60).meet(listener=None, find_failure=lambda: None)
         time.sleep(6)
@@ -321,7 +321,7 @@ def test_a_directory_that_never_answers_does_not_hold_it_up(tmp_path: Path) -> N
     """Opening a pipe that nobody reads never ends; a process that is stuck ends all the same."""
     code = f"""if True:
         import os, sys
-        from lightning_bucketddp.doctor import checkpoints
+        from lightning_bucketddp.commands.doctor import checkpoints
         from lightning_bucketddp.cli import main
         os.mkfifo({str(tmp_path / "pipe")!r})
         checkpoints.find_leftovers = lambda directory: open({str(tmp_path / "pipe")!r})

@@ -45,11 +45,11 @@ def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Pa
     }
     assert {
         "lightning_bucketddp/py.typed",
-        "lightning_bucketddp/core/reducer.py",
+        "lightning_bucketddp/reducer/reducer.py",
         f"{metadata}/licenses/LICENSE",
     } <= set(names)
     assets = (REPOSITORY / "lightning_bucketddp" / "report" / "assets").iterdir()
-    assert {f"lightning_bucketddp/report/assets/{path.name}" for path in assets} <= set(names)
+    assert {f"lightning_bucketddp/commands/report/assets/{path.name}" for path in assets} <= set(names)
 
 
 def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) -> None:

@@ -15,10 +15,10 @@ import torch
 
 import lightning_bucketddp
 from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
-from lightning_bucketddp.report.marked_steps import metrics_of
-from lightning_bucketddp.report.page_content import page_content
-from lightning_bucketddp.report.record import FOLDER, RecordedPlan, Run, Step, path_of, read
-from lightning_bucketddp.report.run_files import read_run
+from lightning_bucketddp.commands.report.page_content import page_content
+from lightning_bucketddp.recording.marked_steps import metrics_of
+from lightning_bucketddp.recording.record import FOLDER, RecordedPlan, Run, Step, path_of, read
+from lightning_bucketddp.recording.run_files import read_run
 from tests.jobs.recording import assert_in_order
 from tests.ranks import run_on_ranks
 from tests.scripts.monitored import Fitted, fit, logged_in_csv, refusal

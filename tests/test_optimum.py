@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_bucketddp.core.config import MIB, ReducerConfig
-from lightning_bucketddp.core.cost import AllReduceCost, Network
-from lightning_bucketddp.core.optimum import CEILING_BYTES, optimal_plan
-from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, plan_buckets
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import simulate
+from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.planning.cost import AllReduceCost, Network
+from lightning_bucketddp.planning.optimum import CEILING_BYTES, optimal_plan
+from lightning_bucketddp.planning.plan import BucketPlan, ParameterSpec, plan_buckets
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import simulate
 
 
 def profile_of(

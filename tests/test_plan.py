@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from lightning_bucketddp.core.config import MIB, BucketCaps, ReducerConfig
-from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec, plan_buckets
+from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
+from lightning_bucketddp.planning.plan import BucketPlan, ParameterSpec, plan_buckets
 
 
 def specs(*sizes: int, kind: str = "float32") -> list[ParameterSpec]:

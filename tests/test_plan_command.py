@@ -13,14 +13,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.core.config import MIB, ReducerConfig
-from lightning_bucketddp.core.cost import AllReduceCost, Network
-from lightning_bucketddp.core.optimum import optimal_plan
-from lightning_bucketddp.core.plan import ParameterSpec, plan_buckets
-from lightning_bucketddp.core.prediction import NETWORKS
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import simulate
-from lightning_bucketddp.report import record
+from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.planning.cost import AllReduceCost, Network
+from lightning_bucketddp.planning.optimum import optimal_plan
+from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
+from lightning_bucketddp.planning.prediction import NETWORKS
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import simulate
+from lightning_bucketddp.recording import record
 from tests.jobs import configured
 from tests.jobs.planned import plan_of_reducer
 from tests.ranks import run_on_ranks

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.plan import BucketPlan
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import simulate
-from lightning_bucketddp.report.profiles import plan_in, profile_of, reduced_backward
-from lightning_bucketddp.report.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.plan import BucketPlan
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import simulate
+from lightning_bucketddp.recording.profiles import plan_in, profile_of, reduced_backward
+from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
 
 # Two micro-batches; the second backward begins at 100 and is over at 110. Reductions take 1 s and 1 s for each MiB.
 SPANS = [

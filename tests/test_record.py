@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.report.record import (
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.recording.record import (
     BucketTimes,
     Line,
     RecordedBucket,

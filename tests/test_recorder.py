@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_bucketddp.core.clock import Axis, HostClock
-from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.recorder import StepRecorder
-from lightning_bucketddp.core.stats import ReducerStats
-from lightning_bucketddp.report.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
-from lightning_bucketddp.report.record import BucketTimes, Span, Step
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.recording.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
+from lightning_bucketddp.recording.record import BucketTimes, Span, Step
+from lightning_bucketddp.reducer.clock import Axis, HostClock
+from lightning_bucketddp.reducer.recorder import StepRecorder
+from lightning_bucketddp.reducer.stats import ReducerStats
 from tests.jobs.recording import (
     CONFIGS,
     assert_in_order,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bucketddp.core.divergence import find_divergence
-from lightning_bucketddp.core.fingerprint import Checksums, units_of
+from lightning_bucketddp.replicas.divergence import find_divergence
+from lightning_bucketddp.replicas.fingerprint import Checksums, units_of
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.jobs import replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_bucketddp.core.replicas import (
+from lightning_bucketddp.replicas.replicas import (
     _CALLS,
     _PACKAGES,
     _WRAPPERS,

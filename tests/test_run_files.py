@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bucketddp.report.aligned import align, shown_steps
-from lightning_bucketddp.report.record import FOLDER, path_of
-from lightning_bucketddp.report.run_files import find_folder, read_run
+from lightning_bucketddp.commands.report.aligned import align, shown_steps
+from lightning_bucketddp.recording.record import FOLDER, path_of
+from lightning_bucketddp.recording.run_files import find_folder, read_run
 from tests.recordings import STAGGER_S, Recording
 
 # --- Folders

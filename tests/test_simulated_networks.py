@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulated_networks
-from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_bucketddp.core.sockets import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.sockets import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
 from tests.crews import crew
 from tests.jobs import sockets
 from tests.ranks import run_on_ranks

@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bucketddp.core import meeting_point
-from lightning_bucketddp.core.invitation import Card, Invitation
-from lightning_bucketddp.core.meeting_point import StartError, part_of
-from lightning_bucketddp.strategies.launched import LaunchedProcesses
+from lightning_bucketddp.startup import meeting_point
+from lightning_bucketddp.startup.invitation import Card, Invitation
+from lightning_bucketddp.startup.launched import LaunchedProcesses
+from lightning_bucketddp.startup.meeting_point import StartError, part_of
 from lightning_bucketddp.strategies.registration import strategy_class
 from tests.hosts import two_hosts
 from tests.jobs.meetings import ALL_THERE, meet, meet_alone

@@ -10,15 +10,24 @@ from typing import Any
 
 import pytest
 
-from lightning_bucketddp.core.config import MIB
-from lightning_bucketddp.core.cost import AllReduceCost
-from lightning_bucketddp.core.plan import ParameterSpec
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.report.record import BucketTimes, RecordedBucket, RecordedPlan, Run, Span, Step, path_of, read
-from lightning_bucketddp.report.record_file import RecordFile, Thinning
-from lightning_bucketddp.report.suggestions import suggestions
-from lightning_bucketddp.report.summary import Summary, print_summary
-from lightning_bucketddp.report.typical_step import RankNumbers, Straggler, TypicalStep
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.recording.record import (
+    BucketTimes,
+    RecordedBucket,
+    RecordedPlan,
+    Run,
+    Span,
+    Step,
+    path_of,
+    read,
+)
+from lightning_bucketddp.recording.record_file import RecordFile, Thinning
+from lightning_bucketddp.recording.suggestions import suggestions
+from lightning_bucketddp.recording.summary import Summary, print_summary
+from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
 
 MS = 1e-3
 RUN = Run(0, 2, "a", "cpu", "gloo", num_parameters=4, gradient_bytes=16)

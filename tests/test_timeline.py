@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from lightning_bucketddp.core.cost import AllReduceCost, Network
-from lightning_bucketddp.core.plan import BucketPlan, ParameterSpec
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import SimulatedBucket, simulate
+from lightning_bucketddp.planning.cost import AllReduceCost, Network
+from lightning_bucketddp.planning.plan import BucketPlan, ParameterSpec
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import SimulatedBucket, simulate
 
 SIZES = [4_096, 262_144, 2**22, 2**25]
 

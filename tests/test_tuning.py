@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_bucketddp.core.optimum import optimal_plan
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.timeline import simulate
-from lightning_bucketddp.core.tuning import NUM_OBSERVED, NUM_WARM_UP
+from lightning_bucketddp.planning.optimum import optimal_plan
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.timeline import simulate
+from lightning_bucketddp.reducer.tuning import NUM_OBSERVED, NUM_WARM_UP
 from tests.jobs.tuning import (
     Training,
     Tuned,

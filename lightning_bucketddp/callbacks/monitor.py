@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.callbacks.recorded_fit import RecordedFit
-from lightning_bucketddp.report.marked_steps import metrics_of
-from lightning_bucketddp.report.record import FOLDER
-from lightning_bucketddp.report.suggestions import suggestions
-from lightning_bucketddp.report.summary import Summary, print_summary
-from lightning_bucketddp.report.typical_step import RankNumbers, TypicalStep
+from lightning_bucketddp.recording.marked_steps import metrics_of
+from lightning_bucketddp.recording.record import FOLDER
+from lightning_bucketddp.recording.suggestions import suggestions
+from lightning_bucketddp.recording.summary import Summary, print_summary
+from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep
 from lightning_bucketddp.strategies.recording import RecordsSteps
 
 if TYPE_CHECKING:

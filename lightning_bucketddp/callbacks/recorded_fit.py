@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.recorder import MarkedStep, StepRecorder
-from lightning_bucketddp.report.marked_steps import plan_of, step_of
-from lightning_bucketddp.report.record import RecordedPlan, Step, Tuning
-from lightning_bucketddp.report.record_file import RecordFile, Thinning
-from lightning_bucketddp.report.typical_step import NUM_STEPS
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.recording.marked_steps import plan_of, step_of
+from lightning_bucketddp.recording.record import RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.record_file import RecordFile, Thinning
+from lightning_bucketddp.recording.typical_step import NUM_STEPS
+from lightning_bucketddp.reducer.recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.strategies.recording import RecordsSteps
 
 

@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.errors import CheckpointReadError
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 
 _Checkpoint = TypeVar("_Checkpoint")
 _CHUNK_BYTES = 2**20

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
 from lightning_bucketddp.checkpoint.plain_data import from_plain, holds_tensors, is_plain, plain_entries
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 
 # Stands for a tensor that travels on its own, in a dict with its shape and dtype.
 _SLOT = "bucketddp_tensor"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 
 
 def write_on_rank_zero(

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.connections import cut_connections
-from lightning_bucketddp.core.failure import Kind
-from lightning_bucketddp.core.process_group import StoreAccess, abort_device_groups, access_store, leave_process_group
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.side_channel import SideChannel
-from lightning_bucketddp.core.signal_wakeup import SignalWakeup
-from lightning_bucketddp.core.watch import Means, Watch
-from lightning_bucketddp.core.whereabouts import Whereabouts
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.connections import cut_connections
+from lightning_bucketddp.comm.process_group import StoreAccess, abort_device_groups, access_store, leave_process_group
+from lightning_bucketddp.faults.failure import Kind
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
+from lightning_bucketddp.faults.watch import Means, Watch
+from lightning_bucketddp.faults.whereabouts import Whereabouts
+from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.strategies.options import StartMethod
 from lightning_bucketddp.strategies.signals import Interrupts, StopSignals
 

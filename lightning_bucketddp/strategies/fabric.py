@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
-from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.core.compiled import graphs_split
-from lightning_bucketddp.core.config import AUTO, ReducerConfig
-from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.nonfinite import Finiteness
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.whereabouts import OPTIMIZER, Whereabouts
+from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.config import AUTO, ReducerConfig
+from lightning_bucketddp.faults.whereabouts import OPTIMIZER, Whereabouts
+from lightning_bucketddp.reducer.compiled import graphs_split
+from lightning_bucketddp.reducer.nonfinite import Finiteness
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.ending import Ending, EndsTogether
 from lightning_bucketddp.strategies.fabric_saving import FabricCheckpointHooks
 from lightning_bucketddp.strategies.options import (

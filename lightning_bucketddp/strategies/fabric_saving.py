@@ -16,10 +16,10 @@ from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Sev
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.ending import torn
 from lightning_bucketddp.strategies.replica_checks import ReplicaChecks
 

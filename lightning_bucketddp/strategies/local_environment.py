@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_bucketddp.core.meeting_point import StartError, explain_port_in_use
-
-LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
+from lightning_bucketddp.startup.launched import LAUNCHER_PID
+from lightning_bucketddp.startup.meeting_point import StartError, explain_port_in_use
 
 
 class HoldsPort:

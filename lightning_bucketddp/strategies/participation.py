@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.lockstep import Lockstep, Occasion
-from lightning_bucketddp.core.weighting import Weighting
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.strategies.skipped_step import SkippedStep, accept_skipped_steps
 from lightning_bucketddp.strategies.uneven_data import UnevenData
 

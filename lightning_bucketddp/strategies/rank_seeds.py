@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
 from lightning_bucketddp.checkpoint.plain_data import from_plain, to_plain
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

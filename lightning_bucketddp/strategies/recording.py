@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.strategies.training import TrainingHooks
 
 # Whoever records has imported them; every other start would have to wait for them.
 if TYPE_CHECKING:
-    from lightning_bucketddp.core.recorder import MarkedStep, StepRecorder
-    from lightning_bucketddp.report.record import Run
+    from lightning_bucketddp.recording.record import Run
+    from lightning_bucketddp.reducer.recorder import MarkedStep, StepRecorder
 
 
 class RecordsSteps(TrainingHooks):
@@ -59,7 +59,7 @@ class RecordsSteps(TrainingHooks):
 
     def describe_run(self) -> Run:
         """What stays the same in a fit."""
-        from lightning_bucketddp.report.record import Run
+        from lightning_bucketddp.recording.record import Run
 
         assert self.reducer is not None
         trainer, specs = self._module.trainer, self.reducer.specs

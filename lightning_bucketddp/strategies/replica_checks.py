@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.divergence import Divergence, ReplicaDivergedError, find_divergence
-from lightning_bucketddp.core.fingerprint import Checksums
-from lightning_bucketddp.core.lockstep import Lockstep, Occasion
-from lightning_bucketddp.core.training_state import PendingDigest, TrainingState
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
+from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
+from lightning_bucketddp.replicas.fingerprint import Checksums
+from lightning_bucketddp.replicas.training_state import PendingDigest, TrainingState
 
 log = logging.getLogger(__name__)
 

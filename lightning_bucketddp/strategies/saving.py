@@ -22,11 +22,11 @@ from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.stats import CheckpointStats
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.whereabouts import SAVING, Whereabouts
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.ending import torn
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.stats import ReducerStats
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.replicas.replicas import Replicas
 
 
 class SharedBuffers:

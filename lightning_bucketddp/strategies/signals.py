@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.signal_wakeup import SignalWakeup
-from lightning_bucketddp.core.watch import SAME_CTRL_C_WITHIN_S, Watch
-from lightning_bucketddp.core.whereabouts import Whereabouts
+from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
+from lightning_bucketddp.faults.watch import SAME_CTRL_C_WITHIN_S, Watch
+from lightning_bucketddp.faults.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

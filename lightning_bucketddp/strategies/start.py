@@ -12,11 +12,11 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.core.meeting_point import MeetingPoint
-from lightning_bucketddp.core.network import gloo_between_hosts
-from lightning_bucketddp.core.rendezvous import Rendezvous
-from lightning_bucketddp.core.sockets import SETTINGS, open_more_sockets
-from lightning_bucketddp.strategies.launched import LaunchedProcesses
+from lightning_bucketddp.comm.network import gloo_between_hosts
+from lightning_bucketddp.comm.sockets import SETTINGS, open_more_sockets
+from lightning_bucketddp.startup.launched import LaunchedProcesses
+from lightning_bucketddp.startup.meeting_point import MeetingPoint
+from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.strategies.local_environment import HoldsPort
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync

@@ -16,11 +16,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
-from lightning_bucketddp.core.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.core.config import AUTO, ReducerConfig
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.whereabouts import Whereabouts
+from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.config import AUTO, ReducerConfig
+from lightning_bucketddp.faults.whereabouts import Whereabouts
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.binding import accept_in_every_root, follow_root
 from lightning_bucketddp.strategies.ending import Ending
 from lightning_bucketddp.strategies.options import (

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.optim import Optimizer
 
-from lightning_bucketddp.core.compiled import graphs_split
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.nonfinite import Finiteness
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.whereabouts import OPTIMIZER
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.whereabouts import OPTIMIZER
+from lightning_bucketddp.reducer.compiled import graphs_split
+from lightning_bucketddp.reducer.nonfinite import Finiteness
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.ending import EndsTogether
 from lightning_bucketddp.strategies.participation import Participation
 from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig, ReplicaChecks, training_state

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_bucketddp.core.lockstep import Lockstep, Occasion
+from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
 
 # Py_TPFLAGS_HEAPTYPE: Python lets an object change from such a class to another one.
 _DEFINED_IN_PYTHON = 1 << 9

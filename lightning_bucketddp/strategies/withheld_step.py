@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_bucketddp.core.nonfinite import Finiteness
+from lightning_bucketddp.reducer.nonfinite import Finiteness
 
 
 class _Withheld(Exception):

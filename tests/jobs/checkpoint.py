@@ -18,7 +18,7 @@ from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_bucketddp.checkpoint.background import drain, raised_once
 from lightning_bucketddp.checkpoint.rank_zero import write_on_rank_zero
 from lightning_bucketddp.checkpoint.writer import CheckpointWriter
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 from tests.ranks import device
 
 

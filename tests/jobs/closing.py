@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 from tests.ranks import device
 
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.recorder import StepRecorder
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.weighting import Weighting
-from lightning_bucketddp.report.marked_steps import step_of
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.recording.marked_steps import step_of
+from lightning_bucketddp.reducer.recorder import StepRecorder
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig
 from tests.jobs.models import batch
 from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_bucketddp.core.meeting_point import MeetingPoint, StartError
-from lightning_bucketddp.core.rendezvous import Rendezvous
+from lightning_bucketddp.startup.meeting_point import MeetingPoint, StartError
+from lightning_bucketddp.startup.rendezvous import Rendezvous
 
 ALL_THERE = "all there"
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.core.nonfinite import NonFiniteError
-from lightning_bucketddp.core.reducer import Reducer
+from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+from lightning_bucketddp.reducer.reducer import Reducer
 from tests.jobs.comm_hooks import HOOKS
 from tests.jobs.models import CASES, WIDTH, batch
 from tests.jobs.parity import build_reducer, counted_all_reduces

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.plans import _ALONE_FROM_BYTES
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.stats import ReducerStats
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.plans import _ALONE_FROM_BYTES
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.replicas.replicas import Replicas
 from tests.jobs.models import CASES, Case
 from tests.ranks import device
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.core.recorder import StepRecorder
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.report.marked_steps import step_of
-from lightning_bucketddp.report.record import Step
+from lightning_bucketddp.recording.marked_steps import step_of
+from lightning_bucketddp.recording.record import Step
+from lightning_bucketddp.reducer.recorder import StepRecorder
+from lightning_bucketddp.reducer.reducer import Reducer
 from tests.jobs.models import CASES, WIDTH, batch
 from tests.jobs.parity import build_reducer
 from tests.ranks import device

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.core.arrivals import LateGradientError
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import ReplicaMismatchError, Replicas
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.arrivals import LateGradientError
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
 from tests.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
 from tests.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer, counted_all_reduces
 from tests.ranks import device

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.divergence import ReplicaDivergedError
-from lightning_bucketddp.core.fingerprint import Checksums, units_of
-from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import ReplicaMismatchError, Replicas
-from lightning_bucketddp.core.training_state import TrainingState
-from lightning_bucketddp.core.weighting import Weighting
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
+from lightning_bucketddp.replicas.fingerprint import Checksums, units_of
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
+from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.replica_checks import ReplicaCheckConfig, ReplicaChecks, training_state
 from tests.jobs.models import batch, mlp
 from tests.jobs.parity import assert_equal_on_all_ranks

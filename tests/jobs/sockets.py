@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.core.meeting_point import part_of
-from lightning_bucketddp.core.process_group import access_store
-from lightning_bucketddp.core.sockets import open_more_sockets
+from lightning_bucketddp.comm.process_group import access_store
+from lightning_bucketddp.comm.sockets import open_more_sockets
+from lightning_bucketddp.startup.meeting_point import part_of
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from tests.scripts.fit import Regression, lightning
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm
 from tests.ranks import device
 
 NUM_CHANNELS = 3

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.jobs.sync_batchnorm import NUM_CHANNELS, TwiceNormalized, assert_same_training, convert_and_copy, random_rows
 from tests.ranks import device
 

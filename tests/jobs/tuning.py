@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp.core import plans
-from lightning_bucketddp.core.bucket import Bucket
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.placement import Placement
-from lightning_bucketddp.core.profile import Profile
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.reducer import plans
+from lightning_bucketddp.reducer.bucket import Bucket
+from lightning_bucketddp.reducer.placement import Placement
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import Replicas
 from tests.jobs.models import batch
 from tests.jobs.parity import assert_equal_on_all_ranks
 from tests.ranks import device

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.core.collectives import Collectives
-from lightning_bucketddp.core.config import ReducerConfig
-from lightning_bucketddp.core.lockstep import Lockstep
-from lightning_bucketddp.core.reducer import Reducer
-from lightning_bucketddp.core.replicas import Replicas
-from lightning_bucketddp.core.weighting import Weighting
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.replicas import Replicas
 from tests.jobs.parity import assert_equal_on_all_ranks
 from tests.ranks import device
 

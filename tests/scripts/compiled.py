@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.core.reductions import Reductions
+from lightning_bucketddp.reducer.reductions import Reductions
 from lightning_bucketddp.strategies import fabric_lightning, trainer_lightning
 from tests.scripts.trainers import like_torchrun, make_trainer
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
-from lightning_bucketddp.core.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.ranks import device
 from tests.scripts import models

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_bucketddp.core.whereabouts import Whereabouts
+from lightning_bucketddp.faults.whereabouts import Whereabouts
 
 NUM_LOOKS = 1_000
 DEPTH = 2

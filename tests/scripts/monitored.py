@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.callbacks import recorded_fit
 from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
-from lightning_bucketddp.core.clock import HostClock
-from lightning_bucketddp.report.record_file import Thinning
+from lightning_bucketddp.recording.record_file import Thinning
+from lightning_bucketddp.reducer.clock import HostClock
 from tests.scripts import models
 from tests.scripts.rank_seeds import said_about
 from tests.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer

@@ -1,0 +1,1 @@
+"""Talking to other ranks: collectives, process groups, and the networks below them."""

@@ -1,0 +1,291 @@
+"""Talking to the other ranks in a process group; backend differences live here.
+
+Note: lent tensors
+    A thread of gloo's lets go of an operation a moment after it has ended. Should it be the last that holds a tensor of
+    Python's, it needs the interpreter for that; but the end of a group waits for its threads, and does not let go of
+    the interpreter: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
+    gloo has let go of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from lightning_bucketddp.comm.network import gloo_between_hosts
+
+# Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
+_BROADCAST_CHUNK_BYTES = 64 * 2**20
+# Longer than a thread waits for its turn on a busy machine.
+_LETS_GO_WITHIN_S = 1.0
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Make the result usable: blocks the host on CPU, the current stream on GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGather:
+    """A gather in flight."""
+
+    work: dist.Work
+    gathered: list[Tensor]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self.work.is_completed())
+
+    def wait(self) -> list[Tensor]:
+        """The tensors of all ranks, by rank."""
+        self.work.wait()
+        return self.gathered
+
+
+class Collectives:
+    """Collectives over one process group, for tensors on one device.
+
+    Args:
+        device: where the tensors live; objects travel through tensors on it.
+        group: the process group; the default group if None.
+        timeout: how long a collective of the further groups may take; None: torch's default.
+    """
+
+    def __init__(
+        self, device: torch.device, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
+        # Of a further group between hosts: what its operations may still hold (Note: lent tensors).
+        self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
+        self.device = device
+        self._timeout = timeout
+        self._world = dist.group.WORLD
+        assert self._world is not None  # whoever makes this has initialised torch.distributed
+        self.group = group if group is not None else self._world
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self._group_averages = self._probe_average()
+        self._side_group: Collectives | None = None
+        self._host_group: Collectives | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process group is still there: nobody has destroyed it, or destroyed it and made another."""
+        return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def close_host_groups(self) -> None:
+        """Give back what the further groups between hosts hold: each has threads and a connection to every rank.
+
+        Nothing may be under way in them: the end of a group waits for it, and all threads of the program do.
+        """
+        for name in ("_side_group", "_host_group"):
+            further: Collectives | None = getattr(self, name)
+            if further is not None and self.is_open and further.has_all_back():
+                setattr(self, name, None)
+                dist.destroy_process_group(further.group)
+
+    def has_all_back(self) -> bool:
+        """Whether nothing is lent any more; waits a little for it. Not for groups that are not to be closed."""
+        if self._lent is None:
+            return False
+        deadline = time.monotonic() + _LETS_GO_WITHIN_S
+        while not (is_back := all(map(_is_only_ours, self._lent))) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return is_back
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """`tensor` for an operation of this group (Note: lent tensors)."""
+        if self._lent is None:
+            return tensor
+        while self._lent and _is_only_ours(self._lent[0]):
+            self._lent.popleft()
+        self._lent.append(tensor.detach())
+        return self._lent[-1]
+
+    def side_group(self) -> Collectives:
+        """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
+        if self._side_group is None:
+            self._side_group = self._new_group(self.device, backend=None)
+        return self._side_group
+
+    def host_group(self) -> Collectives:
+        """The same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
+        if self._host_group is None:
+            self._host_group = self._new_group(torch.device("cpu"), backend="gloo")
+        return self._host_group
+
+    def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
+        ranks = dist.get_process_group_ranks(self.group)
+        with gloo_between_hosts():
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        return Collectives(device, group=group, timeout=self._timeout)
+
+    def start_mean(self, tensor: Tensor) -> Pending:
+        """Start replacing a real `tensor` by its mean over the ranks."""
+        # fp16 is divided before the sum in any case: the sum of a few large gradients overflows.
+        if self._group_averages and tensor.dtype != torch.float16:
+            return self._start_all_reduce(tensor, dist.ReduceOp.AVG)
+        tensor.mul_(1 / self.world_size)
+        return self._start_all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+        dist.all_reduce(self._lend(tensor), op=dist.ReduceOp.SUM, group=self.group)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """This tensor of every rank, by rank; shape and dtype must be equal everywhere."""
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather([self._lend(part) for part in gathered], self._lend(tensor), group=self.group)
+        return gathered
+
+    def start_gather(self, tensor: Tensor) -> PendingGather:
+        """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        lent = [self._lend(part) for part in gathered]
+        return PendingGather(dist.all_gather(lent, self._lend(tensor), group=self.group, async_op=True), gathered)
+
+    def gather_rows(self, tensor: Tensor) -> list[Tensor]:
+        """This tensor of every rank, by rank; the number of rows may differ between ranks."""
+        num_rows = torch.tensor([tensor.shape[0]], device=self.device)
+        rows_by_rank = [int(n) for n in torch.cat(self.gather(num_rows)).tolist()]
+        padded = tensor.new_zeros((max(rows_by_rank), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        return [rows[:n] for rows, n in zip(self.gather(padded), rows_by_rank, strict=True)]
+
+    def send(self, tensor: Tensor, *, destination: int) -> None:
+        """Give a dense `tensor` to rank `destination`, which must `receive` it."""
+        self._exchange(dist.isend, tensor.contiguous(), peer=destination)
+
+    def receive(self, tensor: Tensor, *, source: int) -> None:
+        """Overwrite a contiguous `tensor` with the one that rank `source` sends."""
+        self._exchange(dist.irecv, tensor, peer=source)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """This JSON value of every rank, by rank."""
+        return [_from_bytes(raw) for raw in self.gather_rows(_to_bytes(value, self.device))]
+
+    def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
+        """The JSON value that `source` has; the others' values are ignored."""
+        raw = _to_bytes(value if self.rank == source else None, self.device)
+        size = torch.tensor([raw.numel()], device=self.device)
+        self._broadcast(size, source)
+        if self.rank != source:
+            raw = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self._broadcast(raw, source)
+        return _from_bytes(raw)
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        """Overwrite `tensors` with those of `source`, many at a time."""
+        with torch.no_grad():
+            for chunk in _chunks_of_one_dtype(tensors):
+                flat = torch.cat([t.reshape(-1) for t in chunk])
+                self._broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
+                if self.rank != source:
+                    pieces = torch.split(flat, [t.numel() for t in chunk])
+                    for tensor, piece in zip(chunk, pieces, strict=True):
+                        # A graph kept for a second backward may hold this tensor: it gets rank `source`'s value
+                        # without the "modified by an inplace operation" error.
+                        with _unsafe_preserve_version_counter(tensor):
+                            tensor.copy_(piece.view_as(tensor))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(self._lend(tensor), src=dist.get_global_rank(self.group, source), group=self.group)
+
+    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, peer: int) -> None:
+        if tensor.numel() == 0:
+            return
+        # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
+        # has and does not make another one for each pair of ranks.
+        raw = tensor.view(-1).view(torch.uint8)
+        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, peer), self.group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+        work: dist.Work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        return work
+
+    def _probe_average(self) -> bool:
+        """Whether the backend averages by itself: NCCL does, others may not.
+
+        gloo can since torch 2.10 or so, but in a thread and a pass of its own, when the tensor has left the caches.
+        """
+        if self.device.type == "cpu":
+            return False
+        try:
+            probe = torch.ones(1, device=self.device)
+            self._start_all_reduce(probe, dist.ReduceOp.AVG).wait()
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+
+def files_of_collectives() -> tuple[str, ...]:
+    """The files in which a thread is that waits for other ranks."""
+    return (__file__, dist.distributed_c10d.__file__)
+
+
+def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:
+    """`tensor` of every rank, stacked by rank; gradients flow back to the rank that gave the tensor if wanted."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        gathered: Tensor = _AllGather.apply(tensor, group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _AllGather(torch.autograd.Function):
+    """Ours, because `torch.distributed.nn.functional.all_gather` warns since torch 2.13."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_output.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None
+
+
+def _is_only_ours(tensor: Tensor) -> bool:
+    return int(tensor._use_count()) == 1  # type: ignore[attr-defined]
+
+
+def _chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        chunk: list[Tensor] = []
+        for tensor in same_dtype:
+            if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
+                yield chunk
+                chunk = []
+            chunk.append(tensor)
+        yield chunk
+
+
+def _to_bytes(value: Any, device: torch.device) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+
+
+def _from_bytes(raw: Tensor) -> Any:
+    return json.loads(bytes(raw.tolist()))

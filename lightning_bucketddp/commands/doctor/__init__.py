@@ -1,0 +1,1 @@
+"""`bucketddp doctor`: is this machine ready for a long run?"""

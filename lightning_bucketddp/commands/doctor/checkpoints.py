@@ -1,0 +1,147 @@
+"""The directory for checkpoints: whether rank 0 can write there, how fast, and how much."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file
+from lightning_bucketddp.checkpoint.leftovers import find_leftovers
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted, ranks_by
+from lightning_bucketddp.commands.doctor.resources import GIB
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.startup.invitation import name_ranks
+
+_THEME = Theme("Checkpoints")
+_TRIAL_BYTES = 64 * MIB
+_BLOCK_BYTES = 4 * MIB
+_TRIAL_NAME = ".bucketddp-doctor-{pid}"
+_SLOW_BYTES_PER_S = 50e6
+_LITTLE_SPACE = 10 * GIB
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_OF_THE_CONTAINER = {"overlay", "aufs"}
+
+
+def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
+    """On rank 0, which writes checkpoints, try it; the others, which read them, see whether it is there."""
+    if directory is None:
+        return None
+    seen: dict[str, Any] = {"directory": str(directory.absolute()), "exists": os.path.isdir(directory)}
+    if rank > 0 or not seen["exists"]:
+        return seen
+    try:
+        leftovers = find_leftovers(str(directory))
+        seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
+        seen |= {"file_system": _file_system(directory), "free": shutil.disk_usage(directory).free}
+        return seen | _write_trial(directory)
+    except OSError as error:
+        return seen | {"error": error.strerror or str(error)}
+
+
+def never_ended(directory: Path, *, rank: int, timeout_s: float) -> dict[str, Any]:
+    """What there is to say of a directory that does not answer."""
+    silence = f"it did not answer within {timeout_s:g} s"
+    return {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
+
+
+def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """What rank 0 has tried, and whether all ranks find it."""
+    seen = ranks[0]["checkpoints"]
+    if seen is None:
+        yield _THEME.note(
+            "No directory was looked at.", "Pass `--checkpoints DIR` with the one that checkpoints go to."
+        )
+        return
+    if not seen["exists"]:
+        yield _THEME.error(
+            f"There is no directory {seen['directory']}.", "Check the name, and that its disk is mounted; or make it."
+        )
+        return
+    yield from _judge_writing(seen)
+    if "free" in seen:
+        yield from _judge_place(seen)
+    without = ranks_by(ranks, _finds_directory).get(False)
+    if without:
+        yield _THEME.warning(
+            f"There is no directory {seen['directory']} on {name_ranks(without)}: resuming reads it on all.",
+            "Put checkpoints on a file system that all hosts share.",
+        )
+
+
+def _finds_directory(observed: Observation) -> bool:
+    return bool(observed["checkpoints"] and observed["checkpoints"]["exists"])
+
+
+def _judge_writing(seen: Observation) -> Iterator[Finding]:
+    directory = seen["directory"]
+    if seen["error"] is not None:
+        yield _THEME.error(
+            f"A checkpoint cannot be written to {directory}: {seen['error']}.",
+            "Make room there, get the right to write there, or choose another directory.",
+        )
+        return
+    speed = seen["num_bytes"] / max(seen["seconds"], 1e-9)
+    text = (
+        f"A file of {seen['num_bytes'] / MIB:.1f} MiB was written to {directory}, flushed and renamed in"
+        f" {seen['seconds']:.2f} s: {speed / MIB:,.0f} MiB/s"
+    )
+    if speed < _SLOW_BYTES_PER_S:
+        waits = f"A checkpoint of 1 GiB holds training up for {GIB / speed:.0f} s"
+        yield _THEME.warning(f"{text}. {waits}.", "Pass `async_checkpoints=True` to the strategy, or use a local disk.")
+    else:
+        yield _THEME.ok(f"{text}.")
+
+
+def _judge_place(seen: Observation) -> Iterator[Finding]:
+    kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
+    if kind in _IN_MEMORY or kind in _OF_THE_CONTAINER:
+        end = "the machine stops" if kind in _IN_MEMORY else "the container is removed"
+        yield _THEME.warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
+    if seen["free"] < _LITTLE_SPACE:
+        yield _THEME.warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
+    else:
+        yield _THEME.ok(f"{free} ({kind or 'unknown file system'}).")
+    if seen["num_leftovers"]:
+        yield _THEME.note(
+            f"{counted(seen['num_leftovers'], 'temporary file')} of saves, {seen['leftover_bytes'] / MIB:,.1f} MiB: of"
+            " saves that are under way, or that were killed.",
+            "Nothing to do: the next save removes those whose writers are gone.",
+        )
+
+
+def _write_trial(directory: Path) -> dict[str, Any]:
+    """Write a file as checkpoints are written."""
+    path = directory / _TRIAL_NAME.format(pid=os.getpid())
+    block = os.urandom(_BLOCK_BYTES)  # so that no file system can make it small
+    start = time.perf_counter()
+    try:
+        with atomic_file(str(path)) as file:
+            for _ in range(_TRIAL_BYTES // _BLOCK_BYTES):
+                file.write(block)
+        seconds = time.perf_counter() - start
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return {"error": None, "num_bytes": _TRIAL_BYTES, "seconds": seconds}
+
+
+def _file_system(directory: Path) -> str | None:
+    """The kind of the file system that is mounted at, or nearest above, `directory`."""
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            found[before.split()[4].replace("\\040", " ")] = after.split()[0]
+    path = directory.resolve()
+    return next((found[str(place)] for place in (path, *path.parents) if str(place) in found), None)
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):  # removed meanwhile
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,1 @@
+"""`bucketddp plan`: the buckets of a module, and predicted steps."""

@@ -1,0 +1,1 @@
+"""`bucketddp report`: the page of a recorded run."""

@@ -1,0 +1,78 @@
+"""The recorded steps as a Chrome trace, which Perfetto shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_bucketddp.commands.report.aligned import AlignedStep, align, shown_steps
+from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, Span
+from lightning_bucketddp.recording.run_files import RunRecord
+
+_COMPUTE, _COMMUNICATION = 1, 2
+_NUM_NAMED = 3
+
+Event = dict[str, Any]
+
+
+def make_trace(record: RunRecord) -> str:
+    """The trace of the steps that the page shows, too: a process for each rank, with a lane for each kind of work.
+
+    Steps follow each other on the clock of the first rank, so those that it has not recorded have no place.
+    """
+    steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
+    zero_s = min((step.start_s for step in steps), default=0.0)
+    events = [
+        *_names(record),
+        *(event for step in steps for event in _step_events(record, step, zero_s)),
+    ]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+
+
+def _names(record: RunRecord) -> Iterator[Event]:
+    for rank, ours in record.ranks.items():
+        process = {"ph": "M", "pid": rank}
+        yield {**process, "name": "process_name", "args": {"name": f"rank {rank} ({ours.run.host})"}}
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
+        for lane, name in ((_COMPUTE, "compute"), (_COMMUNICATION, "communication")):
+            yield {**process, "tid": lane, "name": "thread_name", "args": {"name": name}}
+            yield {**process, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}}
+
+
+def _step_events(record: RunRecord, step: AlignedStep, zero_s: float) -> Iterator[Event]:
+    plan = record.first.plans.get(step.plan)
+    for rank, ours in step.ranks.items():
+        for span in ours.spans:
+            bar = {**_bar(span, zero_s), "pid": rank, "tid": _COMPUTE}
+            yield {**bar, "cat": "compute", "args": {"step": step.number}}
+        buckets = plan.buckets if plan is not None else []
+        for index, reduction in enumerate(ours.reductions()):
+            known = {"step": step.number, **(_describe(buckets[index]) if index < len(buckets) else {})}
+            bar = {**_bar(reduction, zero_s), "pid": rank, "tid": _COMMUNICATION}
+            yield {**bar, "cat": "reduction", "args": {**known, **_waits(ours.buckets[index], reduction)}}
+            # An arrow from the moment in backward at which the bucket was complete.
+            arrow = {"name": "ready", "cat": "ready", "id": f"{step.number}.{rank}.{index}", "pid": rank}
+            yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": _us(ours.buckets[index].ready_s - zero_s)}
+            yield {**arrow, "ph": "f", "bp": "e", "tid": _COMMUNICATION, "ts": bar["ts"]}
+
+
+def _waits(times: BucketTimes, reduction: Span) -> Event:
+    return {
+        "ready to launch (ms)": round(1e3 * (times.launched_s - times.ready_s), 3),
+        "launch to start (ms)": round(1e3 * (reduction.start_s - times.launched_s), 3),
+    }
+
+
+def _describe(bucket: RecordedBucket) -> Event:
+    more = len(bucket.parameters) - _NUM_NAMED
+    names = ", ".join(bucket.parameters[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return {"bytes": bucket.num_bytes, "parameters": names}
+
+
+def _bar(span: Span, zero_s: float) -> Event:
+    return {"name": span.name, "ph": "X", "ts": _us(span.start_s - zero_s), "dur": _us(span.seconds)}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,1 @@
+"""From a gradient that autograd has made to its mean over the ranks, while backward runs."""

@@ -1,0 +1,125 @@
+"""Gradients that travel together, and the parameters they belong to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.reducer.arrivals import Arrivals
+
+# Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
+_ALIGN_BYTES = 64
+
+
+class Bucket:
+    """Dense gradients of some parameters, side by side in one buffer.
+
+    Args:
+        params: the members, in order of arrival; all of one dtype and on one device.
+        arrivals: when the bucket is complete.
+        num_flags: spare elements at the end of the buffer that travel with the gradients.
+        device: where the buffer lives.
+        may_be_resized: a communication hook gets the buffer and may resize it. A gradient then has the whole buffer as
+            its storage, because a part of it would be left behind. Otherwise each has its part, so that `torch.save`
+            and `copy.deepcopy` of one gradient do not take all others along.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        arrivals: Arrivals,
+        num_flags: int,
+        device: torch.device,
+        may_be_resized: bool,
+    ) -> None:
+        self.params = list(params)
+        self.arrivals = arrivals
+        dtype = params[0].dtype if params else torch.float32
+        align = max(_ALIGN_BYTES // dtype.itemsize, 1)
+        offsets: list[int] = []
+        numel = 0
+        for param in params:
+            offsets.append(numel)
+            numel += -(-param.numel() // align) * align
+        num_reals = numel * (2 if dtype.is_complex else 1)
+        # Zeros, not empty: the padding is summed too and must never hold a NaN.
+        self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
+        self.flags = self.wire[num_reals:]
+        # All gradients in one, as real numbers.
+        self.numbers = gradients = self.wire[:num_reals]
+        self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
+        self._offsets = offsets
+        self._may_be_resized = may_be_resized
+        self.views = self.views_of(self.buffer)
+        # Measured, not known: it depends on the interpreter how many references a call itself holds.
+        self._references_of_ours = sys.getrefcount(self.views[0]) if self.views else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.wire.nbytes
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients in the buffer, by member."""
+        return self.views
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """The members' gradients in a buffer with the layout of this bucket's."""
+        return [self._view(buffer, position) for position in range(len(self.params))]
+
+    def collect(self) -> list[int]:
+        """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
+        grads = [param.grad for param in self.params]
+        views = self.views
+        outside = [position for position, grad in enumerate(grads) if grad is not views[position]]
+        for position in outside:
+            if sys.getrefcount(views[position]) > self._references_of_ours:
+                self._part_with(position)
+        sources = [grad for position in outside if (grad := grads[position]) is not None]
+        missing: list[int] = []
+        if len(sources) < len(outside):
+            missing = [position for position in outside if grads[position] is None]
+            outside = [position for position in outside if grads[position] is not None]
+        if outside:
+            torch._foreach_copy_([views[position] for position in outside], sources)
+            for position in outside:
+                self.params[position].grad = views[position]
+        return missing
+
+    def _part_with(self, position: int) -> None:
+        """Somebody has kept the gradient of an earlier backward: it stays as it is, in a storage of its own."""
+        self.views[position].data = self.views[position].clone()
+        self.views[position] = self._view(self.buffer, position)
+
+    def _view(self, buffer: Tensor, position: int) -> Tensor:
+        param = self.params[position]
+        offset = buffer.storage_offset() + self._offsets[position]
+        strides = gradient_strides(param)
+        if self._may_be_resized:
+            return buffer.as_strided(param.shape, strides, offset)
+        start = offset * buffer.itemsize
+        storage = buffer.untyped_storage()[start : start + param.numel() * buffer.itemsize]
+        return buffer.new_empty(0).set_(storage, 0, param.shape, strides)
+
+    def zero(self, positions: Sequence[int]) -> None:
+        """Contribute nothing for these members."""
+        torch._foreach_zero_([self.views[position] for position in positions])
+
+    def attach(self, position: int) -> None:
+        """Give a member the gradient that is in the buffer."""
+        self.params[position].grad = self.views[position]
+
+
+def gradient_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it is dense (channels_last included): fused optimizers demand them."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return torch.empty(param.shape, device="meta").stride()
+            expected *= size
+    return param.stride()

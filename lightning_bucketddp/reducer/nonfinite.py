@@ -1,0 +1,282 @@
+"""Numbers that are not finite: which rank has them, and what is done about it.
+
+Note: verdict
+    Behind the used-flags the last bucket carries one element per bucket and two per rank. A rank writes the digest of
+    its loss and that of its gradients into its own two and those of its buckets into theirs, and one into the others.
+    A digest is finite if, and only if, all that was looked at is; it is so small that it stays finite in whatever dtype
+    travels. A mean over the ranks leaves an element infinite or nan if one rank had it so, and finite otherwise. So all
+    ranks come to the same conclusion from numbers that travel anyway, and have nothing to exchange even then.
+
+Note: names
+    The reduction has spread a number that is not finite to all ranks, where it is found in the gradient of the same
+    parameter. That is looked for in the buckets that the verdict names, and only when there is something to say. What
+    mixes the parameters of a bucket has all of them named: clipping by norm (see the next note), or a communication
+    hook that is spared it.
+
+Note: when the host knows
+    Reading the verdict makes the host wait for the device, in each step. With `raise` and `skip` it must, because what
+    comes next depends on it. With `warn` nothing does: on a GPU the verdict is copied without waiting, and read when
+    the next backward begins. By then gradients may have been clipped, but the buckets are not filled again yet. On a
+    CPU reading is free, and done at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.reducer.capture import is_being_captured
+from lightning_bucketddp.reducer.placement import AnyBucket, Placement
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.replicas.replicas import Replicas
+
+log = logging.getLogger(__name__)
+
+# The digest of the largest number: the sum over 2,000 buckets fits into fp16, and no factor is too small for its dtype.
+_DIGEST_OF_LARGEST = 16.0
+
+_OUTCOMES = {
+    "warn": "It goes into the weights of all ranks; `on_nonfinite='raise'` or `on_nonfinite='skip'` prevents that.",
+    "scaler": "The GradScaler skips the step if gradients are not finite, either.",
+    "skip": "The optimizer's step is skipped on all ranks.",
+}
+_WHAT_HELPS = "look at the data of that rank, clip gradients or lower the learning rate"
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is infinite or nan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A verdict on its way to the host."""
+
+    verdict: Tensor
+    arrived: torch.cuda.Event | None
+    placement: Placement | None
+    where: str
+
+
+class Finiteness:
+    """Looks at losses and gradients of this rank, and at the verdict on those of all ranks.
+
+    Args:
+        replicas: the module's parameters.
+        config: what is looked at, and what is done when it is not finite.
+        where: what to call the step that is being taken; None: count backwards.
+        has_scaler: a GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        config: ReducerConfig,
+        *,
+        where: Callable[[], str] | None = None,
+        has_scaler: bool = False,
+    ) -> None:
+        self._names = list(replicas.parameters)
+        self._rank = replicas.collectives.rank
+        self._device = replicas.collectives.device
+        self._response = config.on_nonfinite
+        self._checks_gradients = config.check_gradients and not has_scaler
+        self._travels_as = REDUCE_DTYPES.get(config.reduce_dtype or "")
+        # What a hook with a memory (PowerSGD) has once seen would come back in all further steps.
+        self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
+        self._where = where
+        self._has_scaler = has_scaler
+        self._loss: Tensor | None = None
+        # Smallest and largest number by bucket; None: all are finite.
+        self._extremes: list[tuple[Tensor, Tensor] | None] = []
+        self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
+        self._unread: _Unread | None = None
+        self._on_host: Tensor | None = None
+        self._spoiled: dict[int, Tensor] = {}
+
+    def see_loss(self, loss: Tensor) -> None:
+        """The loss of the backward that comes next, as the user computed it."""
+        if loss.is_floating_point():
+            digest = loss.detach().sum() * _scale(loss.dtype)
+            # Those of earlier micro-batches, which have not been reduced, count too.
+            self._loss = digest if self._loss is None else self._loss + digest
+
+    def begin(self, stats: ReducerStats) -> None:
+        """A backward begins."""
+        self._extremes.clear()  # of one that has not ended
+        self.catch_up(stats)
+        if self._spoiled:
+            # A gradient that is gone spoils nothing any more.
+            self._spoiled = {key: param for key, param in self._spoiled.items() if param.grad is not None}
+
+    def see_bucket(self, bucket: AnyBucket) -> None:
+        """Look at what this rank contributes, bucket by bucket."""
+        if not self._checks_gradients:
+            return
+        numbers = bucket.numbers
+        self._extremes.append(_extremes(numbers, dtype=self._travels_as or numbers.dtype))
+        if self._spares_hook:
+            numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
+
+    def write(self, placement: Placement) -> None:
+        """Add what this rank knows of itself to the last bucket, whose elements are all one."""
+        flags = placement.flags
+        if any(self._extremes):
+            zero = flags.elements.new_zeros(())
+            digests = _digests([(zero, zero) if extremes is None else extremes for extremes in self._extremes])
+            flags.of_buckets.copy_(digests)
+            flags.of_gradients[self._rank].copy_(digests.sum())
+        self._extremes.clear()
+        if self._loss is not None:
+            flags.of_losses[self._rank].copy_(self._loss)
+            self._loss = None
+
+    def read(self, placement: Placement, stats: ReducerStats) -> None:
+        """The gradients of all ranks are there, and with them the verdict: act on it, now or later."""
+        self._act_on(placement.flags.verdict, placement, stats)
+
+    def read_without_others(self, stats: ReducerStats) -> None:
+        """There is one rank, whose gradients nobody has looked at: act on its loss."""
+        if self._loss is not None:
+            verdict = torch.stack([self._loss, torch.zeros_like(self._loss)])
+            self._loss = None
+            self._act_on(verdict, None, stats)
+
+    def _act_on(self, verdict: Tensor, placement: Placement | None, stats: ReducerStats) -> None:
+        if is_being_captured(self._device):
+            return
+        if not self.reads_late:
+            self._judge(verdict, placement, stats)
+            return
+        on_device = verdict.device.type == "cuda"
+        if self._on_host is None or self._on_host.shape != verdict.shape:
+            self._on_host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=on_device)
+        self._on_host.copy_(verdict, non_blocking=True)
+        arrived = torch.cuda.current_stream(verdict.device).record_event() if on_device else None
+        self._unread = _Unread(self._on_host, arrived, placement, self._here(stats))
+
+    def catch_up(self, stats: ReducerStats) -> None:
+        """Read what has not been read."""
+        unread, self._unread = self._unread, None
+        if unread is not None and not is_being_captured(self._device):
+            if unread.arrived is not None:
+                unread.arrived.synchronize()
+            self._judge(unread.verdict, unread.placement, stats, where=unread.where)
+
+    def withholds(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer must not use its gradients. Asked once: they are expected to be gone afterwards."""
+        if not self._spoiled:
+            return False
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        withheld = not self._spoiled.keys().isdisjoint(params)
+        for param in params:
+            self._spoiled.pop(param, None)
+        return withheld
+
+    def _here(self, stats: ReducerStats) -> str:
+        return f"backward {stats.num_backwards}" if self._where is None else self._where()
+
+    def _judge(
+        self, verdict: Tensor, placement: Placement | None, stats: ReducerStats, *, where: str | None = None
+    ) -> None:
+        if math.isfinite(verdict.sum().item()):
+            return
+        elements = verdict.tolist()
+        num_buckets = 0 if placement is None else len(placement.buckets)
+        of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
+        of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
+        losses = {rank: loss for rank, loss in enumerate(of_losses) if not math.isfinite(loss)}
+        ranks = [rank for rank, digest in enumerate(of_gradients) if not math.isfinite(digest) and rank not in losses]
+        if not losses and not ranks:
+            return  # a sum of finite numbers that is none
+        stats.num_nonfinite += 1
+        has_to_tell = self._response == "raise" or _is_power_of_ten(stats.num_nonfinite)
+        # A loss that is not finite has made all gradients so: their names would say nothing.
+        names = self._named(placement, of_buckets) if placement and has_to_tell and not losses else []
+        if placement is not None and self._response == "skip":
+            self._spoil(placement)
+        if has_to_tell:
+            self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
+
+    def _named(self, placement: Placement, of_buckets: Sequence[float]) -> list[str]:
+        """The parameters whose gradients are not finite (Note: names)."""
+        named: list[str] = []
+        for bucket, plan, digest in zip(placement.buckets, placement.plan, of_buckets, strict=True):
+            if not math.isfinite(digest):
+                finite = [bool(gradient.isfinite().all()) for gradient in bucket.gradients]
+                # A lone gradient may be gone by now.
+                found = [i for i, is_finite in zip(plan.members, finite, strict=bool(finite)) if not is_finite]
+                named += [self._names[i] for i in found or plan.members]
+        return named
+
+    def _spoil(self, placement: Placement) -> None:
+        """See to it that no optimizer uses these gradients."""
+        # Zeros, also in the padding: what is left there would be in the next reductions of some communication hooks.
+        placement.zero()
+        params = [param for bucket in placement.buckets for param in bucket.params]
+        self._spoiled.update({id(param): param for param in params if param.grad is not None})
+
+    def _tell(self, where: str, what: str, count: int) -> None:
+        if self._response == "raise":
+            raise NonFiniteError(
+                f"Not finite in {where}: {what}. No optimizer has used it, the weights are as they were. To find the"
+                f" cause, {_WHAT_HELPS}; or pass `on_nonfinite='skip'` to the strategy to leave such steps out."
+            )
+        if self._rank != 0:
+            return
+        so_far = "" if count == 1 else f" ({count} steps so far)"
+        outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
+        log.warning(
+            "bucketddp: not finite in %s%s: %s. %s To find the cause, %s.", where, so_far, what, outcome, _WHAT_HELPS
+        )
+
+
+def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """The smallest and the largest of `numbers`; None: they are known to be finite, also as `dtype`."""
+    # Three times as fast on a CPU. Infinite also where no number is, but their squares are too large.
+    is_quick = numbers.device.type == "cpu" and numbers.dim() == 1
+    if is_quick and torch.dot(numbers, numbers).item() < _largest(dtype) * _largest(dtype):
+        return None
+    # Not `isfinite`, which takes ten times as long.
+    low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
+    return low.to(dtype), high.to(dtype)
+
+
+def _digests(extremes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """For each pair a number that is finite if, and only if, both are."""
+    lows, highs = [low for low, _ in extremes], [high for _, high in extremes]
+    scales = [_scale(low.dtype) for low in lows]
+    differences = torch._foreach_sub(torch._foreach_mul(highs, scales), torch._foreach_mul(lows, scales))
+    return torch.stack([difference.float() for difference in differences])
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max)
+
+
+def _scale(dtype: torch.dtype) -> float:
+    return _DIGEST_OF_LARGEST / _largest(dtype)
+
+
+def _is_power_of_ten(count: int) -> bool:
+    return str(count).strip("0") == "1"
+
+
+def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str]) -> str:
+    parts = []
+    if losses:
+        parts.append("the loss on " + ", ".join(f"rank {rank} ({loss})" for rank, loss in losses.items()))
+    if ranks:
+        on_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        of_names = f" of {', '.join(f'`{name}`' for name in names[:3])}{more}" if names else ""
+        parts.append(f"the gradient{'' if len(names) == 1 else 's'}{of_names} on {on_ranks}")
+    return " and ".join(parts)

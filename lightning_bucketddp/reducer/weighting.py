@@ -1,0 +1,104 @@
+"""How much each rank's gradients count in the mean.
+
+Note: weighted mean
+    Each micro-batch comes with a weight. What is wanted is the sum of the weighted gradients over the sum of the
+    weights, over all ranks and all micro-batches of a step. Losses are multiplied by their weights before backward;
+    the reduction takes the plain mean over the ranks; and because all ranks exchange the sums of their weights while
+    backward runs, one factor per step makes that mean the weighted one. It is exactly 1 when nobody weighs or skips.
+
+    The factor is for the gradients of this step alone. What an earlier backward has already made final (two losses,
+    one after the other) is put aside meanwhile.
+
+Note: one set of trainable parameters
+    Buckets of different sets must not meet: gloo ends the process, NCCL waits or adds up what does not belong together.
+    Each rank tells its set when a backward begins and looks at the others' when it ends, or at once if its own has
+    changed. So a rank whose set has changed alone launches nothing, and all ranks learn of it before they wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
+from lightning_bucketddp.reducer.stats import ReducerStats
+
+
+class Weighting:
+    """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
+
+    Args:
+        lockstep: the exchange with the other ranks.
+        by_weight: the mean is over all weight there is, whatever the number of micro-batches. Otherwise each
+            micro-batch is meant to have weight one, and only what falls short of that is made up for.
+        needs_every_weight: refuse a backward whose weight nobody has told.
+    """
+
+    def __init__(self, lockstep: Lockstep, *, by_weight: bool, needs_every_weight: bool) -> None:
+        self.nobody_contributed = False
+        self.trainable_differs = False
+        self._trainable: tuple[bool, ...] | None = None
+        self._trainable_id = 0
+        self._needs_every_weight = by_weight or needs_every_weight
+        self._lockstep = lockstep
+        self._by_weight = by_weight
+        self._weights: list[float] = []
+        self._num_skipped = 0
+        self._put_aside: list[tuple[Tensor, Tensor]] | None = None
+
+    def add(self, weight: float, *, skipped: bool = False) -> None:
+        """The weight of the micro-batch whose backward comes next."""
+        self._weights.append(weight)
+        self._num_skipped += skipped
+
+    def refuse_unweighted(self) -> None:
+        """A backward begins that nobody has announced."""
+        if self._needs_every_weight:
+            raise RuntimeError(
+                "`loss.backward()` was called directly, so the loss could not be weighted. With `gradient_weight` or"
+                " `uneven_data`, call `self.manual_backward(loss)`."
+            )
+
+    def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
+        """A backward begins. If it synchronises, tell the other ranks what the gradients of this step weigh here.
+
+        Whether `factor` must be asked for before anything is launched (Note: one set of trainable parameters).
+        """
+        if self._by_weight and self._put_aside is None:
+            self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
+            for param, _ in self._put_aside:
+                param.grad = None
+        has_changed = syncs and trainable != self._trainable
+        if has_changed:
+            self._trainable = trainable
+            self._trainable_id = int.from_bytes(hashlib.blake2b(bytes(trainable), digest_size=6).digest(), "big")
+        if syncs:
+            full_weight = bool(self._weights) if self._by_weight else len(self._weights)
+            self._lockstep.send(
+                Occasion.STEP,
+                weight=sum(self._weights),
+                full_weight=full_weight,
+                num_skipped=self._num_skipped,
+                trainable=self._trainable_id,
+            )
+            self._weights.clear()
+            self._num_skipped = 0
+        return has_changed
+
+    def factor(self, stats: ReducerStats) -> float:
+        """What the plain mean over the ranks has to be multiplied by."""
+        notes = self._lockstep.receive()
+        self.trainable_differs = len({note.trainable for note in notes}) > 1
+        stats.num_skipped += sum(note.num_skipped for note in notes)
+        weight = sum(note.weight for note in notes)
+        full_weight = sum(note.full_weight for note in notes)
+        self.nobody_contributed = weight == 0 and full_weight > 0
+        return full_weight / weight if weight > 0 else 1.0
+
+    def end(self) -> None:
+        """The gradients of the step are final: those that were put aside come back."""
+        for param, earlier in self._put_aside or ():
+            param.grad = earlier if param.grad is None else param.grad.add_(earlier)
+        self._put_aside = None

@@ -1,0 +1,1 @@
+"""The same weights and buffers on every rank: comparing, broadcasting, checking, SyncBatchNorm."""

@@ -1,0 +1,256 @@
+"""One module on every rank: the same parameters, with rank 0's values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from lightning_bucketddp.comm.collectives import Collectives
+
+# Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
+_RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+# What exchanges gradients or weights by itself: classes that a module is wrapped in, and those that a call turns it, or
+# its parameters, into. By name, because importing them takes seconds, and only those of these packages.
+_WRAPPERS = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "_FabricModule",
+}
+_CALLS = {
+    "DDP": "`replicate`",
+    "DTensor": "`fully_shard` or `parallelize_module`",
+    "FSDPModule": "`fully_shard`",
+    "ReplicateModule": "`replicate`",
+}
+_PACKAGES = {"apex", "deepspeed", "fairscale", "lightning", "lightning_fabric", "pytorch_lightning", "torch"}
+
+# What a rank says of each of its tensors, by name.
+Description = dict[str, dict[str, Any]]
+
+
+class ReplicaMismatchError(RuntimeError):
+    """The ranks do not hold the same module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferSlot:
+    """Where a buffer hangs. Looked up at each use: modules replace their buffers, and drop them."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+    def tensor(self) -> Tensor | None:
+        buffer: Tensor | None = getattr(self.owner, self.key, None)
+        return buffer
+
+
+class Replicas:
+    """The state of `module` that all ranks share.
+
+    Names in `module._ddp_params_and_buffers_to_ignore` are left out, as torch DDP does. Tied parameters count once.
+
+    Args:
+        module: the module, the same on every rank.
+        collectives: how to reach the other ranks.
+        defer_norm_statistics: the running statistics of normalisation layers are left alone by `broadcast_buffers`.
+            Training never reads them, so whoever knows when an evaluation begins need not keep them equal before.
+    """
+
+    def __init__(self, module: nn.Module, collectives: Collectives, *, defer_norm_statistics: bool = True) -> None:
+        ignored = _ignored_names(module)
+        self.collectives = collectives
+        self._module_type = type(module).__name__
+        self.parameters = parameters_of(module)
+        check_parameters(module, self.parameters)
+        self._parallel_already = find_parallel_submodule(module, self.parameters)
+        self.sparse_names = sparse_names_of(module, self.parameters)
+        self._norm_statistics: list[_BufferSlot] = []
+        self._other_buffers: list[_BufferSlot] = []
+        for prefix, owner in module.named_modules():
+            has_statistics = defer_norm_statistics and isinstance(owner, _NormBase)
+            for key, _ in owner.named_buffers(recurse=False):
+                is_deferred = has_statistics and key in _RUNNING_STATISTICS
+                slots = self._norm_statistics if is_deferred else self._other_buffers
+                name = f"{prefix}.{key}" if prefix else key
+                if name not in ignored:
+                    slots.append(_BufferSlot(name, owner, key))
+
+    def are_outdated(self, module: nn.Module) -> bool:
+        """Whether parameters were added to `module`, taken from it or replaced since this was made."""
+        now = parameters_of(module)
+        return list(now) != list(self.parameters) or any(now[name] is not self.parameters[name] for name in now)
+
+    def check_trainable(self) -> None:
+        """Raise if there is nothing to train."""
+        if not any(param.requires_grad for param in self.parameters.values()):
+            raise ValueError(
+                f"`{self._module_type}` has no parameter that requires a gradient, so there is nothing to train."
+                " Unfreeze a parameter, or run `validate`, `test` or `predict`."
+            )
+
+    def agree(self) -> None:
+        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers.
+
+        Also if something else makes a part of the module parallel, on whatever rank.
+        """
+        mine = self._describe()
+        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+        digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
+        if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
+            where = "" if len(ranks) == self.collectives.world_size else f" on {_ranks(ranks)}"
+            raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
+        if len(set(digests)) > 1:
+            raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
+
+    def refuse_trainable(self, trainable: Sequence[bool]) -> NoReturn:
+        """Raise on every rank, naming a parameter that only some of them train. All ranks must call this."""
+        mine = {name: {"requires_grad": is_on} for name, is_on in zip(self.parameters, trainable, strict=True)}
+        # Between the hosts: buckets may be under way elsewhere that nobody will wait for any more.
+        raise ReplicaMismatchError(explain_difference(self.collectives.host_group().gather_json(mine)))
+
+    def broadcast(self) -> None:
+        """Overwrite parameters and buffers with those of rank 0."""
+        self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
+        self.broadcast_all_buffers()
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's buffers, deferred ones excepted.
+
+        A layer in evaluation mode reads its statistics in training too (a mean teacher): those are not deferred.
+        """
+        self.collectives.broadcast_tensors(list(self.shared_buffers().values()))
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers that `broadcast_buffers` keeps equal, by name."""
+        read_now = [slot for slot in self._norm_statistics if not slot.owner.training]
+        return _tensors([*self._other_buffers, *read_now])
+
+    def broadcast_all_buffers(self) -> None:
+        """Give every rank rank 0's buffers, deferred ones too."""
+        self.collectives.broadcast_tensors(list(_tensors([*self._other_buffers, *self._norm_statistics]).values()))
+
+    def _describe(self) -> Description:
+        buffers = _tensors([*self._norm_statistics, *self._other_buffers])
+        return {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype),
+                "stride": list(tensor.stride()),
+                "requires_grad": tensor.requires_grad,
+            }
+            for name, tensor in {**self.parameters, **buffers}.items()
+        }
+
+
+def _tensors(slots: list[_BufferSlot]) -> dict[str, Tensor]:
+    """The buffers that are still there, by name."""
+    return {slot.name: tensor for slot in slots if (tensor := slot.tensor()) is not None}
+
+
+def _ignored_names(module: nn.Module) -> set[str]:
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that ranks share, by name."""
+    ignored = _ignored_names(module)
+    return {name: param for name, param in module.named_parameters() if name not in ignored}
+
+
+def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
+    """The first submodule with some of `parameters` that something else makes parallel, and the class that says so."""
+    # Not by name: a module and its wrapper may both be submodules.
+    ours = {id(param) for param in parameters.values()}
+    for name, submodule in module.named_modules():
+        tensors = [type(param) for param in submodule.parameters(recurse=False) if id(param) in ours]
+        for base in dict.fromkeys(base for kind in (type(submodule), *tensors) for base in kind.__mro__):
+            is_known = base.__name__ in _WRAPPERS | _CALLS.keys() and base.__module__.partition(".")[0] in _PACKAGES
+            if is_known and any(id(param) in ours for param in submodule.parameters()):
+                return name or type(module).__name__, base.__name__
+    return None
+
+
+def explain_parallel(name: str, kind: str, *, where: str) -> str:
+    """Why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
+    if kind in _WRAPPERS:
+        found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
+    else:
+        found, remedy = f"was made parallel by {_CALLS[kind]}", "Leave that call out"
+    return (
+        f"`{name}` {found}{where}, but this strategy averages the gradients of all submodules by itself. {remedy}, or"
+        " name its parameters in `_ddp_params_and_buffers_to_ignore`."
+    )
+
+
+def explain_difference(by_rank: list[Description]) -> str:
+    """The first difference between rank 0's description and another rank's, in words."""
+    remedy = (
+        " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze"
+        " the same parameters everywhere."
+    )
+    reference = by_rank[0]
+    for name in dict.fromkeys(name for description in by_rank for name in description):
+        if (without := [rank for rank, d in enumerate(by_rank) if name not in d]) and len(without) < len(by_rank):
+            having = [rank for rank, d in enumerate(by_rank) if name in d]
+            return f"`{name}` exists on {_ranks(having)} but not on {_ranks(without)}.{remedy}"
+        for aspect, expected in reference[name].items():
+            if differing := [rank for rank, d in enumerate(by_rank) if d[name][aspect] != expected]:
+                actual = by_rank[differing[0]][name][aspect]
+                return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {_ranks(differing)}.{remedy}"
+    orders = [list(description) for description in by_rank]
+    place, names = next((i, names) for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+    differing = [rank for rank, name in enumerate(names) if name != names[0]]
+    return (
+        f"The ranks register their parameters or buffers in different order: number {place} is `{names[0]}` on rank 0"
+        f" but `{names[differing[0]]}` on {_ranks(differing)}.{remedy}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def sparse_names_of(module: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Those of `parameters` whose gradients are sparse."""
+    sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
+    return {name for name, param in parameters.items() if id(param) in sparse_weights}
+
+
+def check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise if ranks cannot share `parameters` of `module`."""
+    kind = type(module).__name__
+    if lazy := [name for name, param in parameters.items() if is_lazy(param)]:
+        raise ValueError(
+            f"`{kind}` has parameters without a shape yet: {_some(lazy)}. Run one batch through the module before"
+            " training, for example in `configure_model` or `setup`."
+        )
+    names_by_device: dict[torch.device, list[str]] = {}
+    for name, param in parameters.items():
+        names_by_device.setdefault(param.device, []).append(name)
+    if len(names_by_device) > 1:
+        places = "; ".join(f"{_some(names)} on {device}" for device, names in names_by_device.items())
+        raise ValueError(
+            f"`{kind}` has parameters on several devices: {places}. Each process trains on one device: move the whole"
+            " module there, or leave that to Lightning."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _has_sparse_gradient(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
