@@ -48,7 +48,7 @@ def test_the_wheel_holds_the_package_the_autoload_file_and_the_licence(wheel: Pa
         "lightning_bucketddp/reducer/reducer.py",
         f"{metadata}/licenses/LICENSE",
     } <= set(names)
-    assets = (REPOSITORY / "lightning_bucketddp" / "report" / "assets").iterdir()
+    assets = (REPOSITORY / "lightning_bucketddp" / "commands" / "report" / "assets").iterdir()
     assert {f"lightning_bucketddp/commands/report/assets/{path.name}" for path in assets} <= set(names)
 
 

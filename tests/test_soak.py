@@ -16,7 +16,7 @@ from tests.soak.round import HANG, LEFTOVER, LOSS, NUM_STEPS, STATUS, WEIGHTS, W
 from tests.soak.tally import Tally
 from tests.soak.trial import FAULTS, LAUNCHERS, Trial
 
-# What a program writes that has come to its sixth step on both ranks.
+# What a program writes that has come to its sixth step on both ranks. From then on it may get signals.
 PROGRESS = """
 import json, os, pathlib, signal, subprocess, sys, time
 
@@ -25,7 +25,8 @@ def write(name, content):
     path.with_suffix(".tmp").write_text(json.dumps(content))
     path.with_suffix(".tmp").replace(path)
 
-for rank in (0, 1):
+HANDLER
+for rank in (1, 0):
     write(f"progress{rank}", {"pid": os.getpid(), "step": 6})
 """
 
@@ -42,10 +43,10 @@ def trial(**changes: Any) -> Trial:
     return Trial(**{**usual, **changes})
 
 
-def outcome_of(code: str, directory: Path, what: Trial) -> Outcome:
+def outcome_of(code: str, directory: Path, what: Trial, *, handler: str = "") -> Outcome:
     """What the soak finds about a program that only pretends to train."""
     script, disk = directory / "script.py", directory / "disk"
-    script.write_text(PROGRESS + code)
+    script.write_text(PROGRESS.replace("HANDLER", handler) + code)
     disk.mkdir(exist_ok=True)
     arena = Arena(directory=directory, checkpoints=disk, patience_s=1.5, script=script)
     return run_round(what, arena, expected_weights="right")
@@ -56,8 +57,8 @@ def kinds(outcome: Outcome) -> set[str]:
 
 
 def test_a_program_that_does_not_end_is_a_hang(tmp_path: Path) -> None:
-    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
-    outcome = outcome_of(ignoring, tmp_path, trial())
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    outcome = outcome_of("time.sleep(1000)", tmp_path, trial(), handler=ignoring)
     assert HANG in kinds(outcome)
     pid = json.loads((tmp_path / "progress0.json").read_text())["pid"]
     assert not Path(f"/proc/{pid}").exists()  # it is killed
@@ -69,8 +70,8 @@ def test_a_process_that_stays_is_a_leftover(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_early_with_status_zero_is_wrong(tmp_path: Path) -> None:
-    pretending = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(1000)"
-    assert STATUS in kinds(outcome_of(pretending, tmp_path, trial()))
+    pretending = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
+    assert STATUS in kinds(outcome_of("time.sleep(1000)", tmp_path, trial(), handler=pretending))
 
 
 @pytest.mark.parametrize(
