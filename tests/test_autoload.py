@@ -127,6 +127,7 @@ def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> No
     assert works == "True"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("missing", "root", "fabric_root", "module"),
     [

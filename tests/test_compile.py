@@ -100,6 +100,7 @@ def test_a_graph_without_a_backward_stays_whole() -> None:
         assert rank.num_graphs == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_up_to_rounding(eager: list[Compiled], tmp_path: Path) -> None:
     how = {"compile_with": "inductor", "limit_val_batches": 0, "cache": tmp_path}

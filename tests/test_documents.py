@@ -30,6 +30,8 @@ NOT_RUN = {
     "torchrun --nnodes 2": "needs two nodes",
     "make soak": "takes minutes; tests/test_soak.py runs rounds of it",
 }
+# Pages whose commands take half a minute of a core.
+LONG = {"observability.md"}
 # By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.
 NEEDS_LIGHTNING = {"weights_only=False": (2, 6)}
 
@@ -51,7 +53,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", with_blocks("python", *SHELL))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in with_blocks("python", *SHELL)],
+)
 def test_code_and_commands_run(page: str, directory: Path) -> None:
     code = [block for block in PAGES[page] if block.kind == "python" and runs_here(block)]
     scripts = [block for block in code if block.file_name]

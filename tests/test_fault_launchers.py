@@ -74,6 +74,7 @@ def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
 
 
+@pytest.mark.long
 def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path: Path) -> None:
     ended = end_of("spawn", tmp_path, fault={"what": "raise", "where": "training", "rank": 1, "step": 7})
     # torch shows the error of the rank that ends first.
