@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import HashStore
 
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.stalls import Stalls
+from lightning_bucketddp.faults.whereabouts import Whereabouts
 from tests.crews import Ended, crew
 from tests.scripts.faults import LINGERING_S, Fault, fit
 
@@ -163,6 +168,22 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> Non
         r"backward of batch 3 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )
     assert re.search(where, ended.output[0]), ended.output[0]
+
+
+def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
+    store = HashStore()
+    here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
+    progress = Whereabouts(waiting_in=(__file__,))
+    progress.follow_this_thread()
+    progress.since -= 10
+    stalls = Stalls(here, progress, warn_after_s=0.1, timeout_s=1)
+    beat = {"where": "forward", "seconds": 10, "waits": False, "process": "", "stack": ""}
+    there.beat({**beat, "count": 1})
+    stalls.waits_too_long()
+    stalls.anticipate_timeout()
+    threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
+    [behind] = stalls.find_behind([], can_ask=True)
+    assert behind.what == "it has been there for 10 s"
 
 
 def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:

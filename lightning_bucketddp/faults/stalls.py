@@ -49,6 +49,14 @@ class Behind:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Beats:
+    """The last beats of the other ranks, and when they were asked for."""
+
+    at: float
+    by_rank: dict[int, dict[str, Any]]
+
+
 class Stalls:
     """Tells the others where this rank is, and reports, once, whom it has waited for too long.
 
@@ -72,7 +80,7 @@ class Stalls:
         self._waits_since = 0.0
         self._has_warned = False
         # What the others had last said shortly before the time-out; None: it is far.
-        self._beats_before: dict[int, dict[str, Any] | None] | None = None
+        self._heard: _Beats | None = None
 
     def beat(self) -> None:
         """Say where this rank is, if it is time to."""
@@ -102,19 +110,20 @@ class Stalls:
             self._waits_in_phase = here.num_phases if here.is_waiting else -1
             self._waits_since = now
             self._has_warned = False
-            self._beats_before = None
+            self._heard = None
             return False
         return not self._has_warned and now - self._waits_since > self._warn_after_s
 
     def anticipate_timeout(self) -> None:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
         is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
-        if self._waits_in_phase != -1 and is_near and self._beats_before is None:
-            self._beats_before = self._last_beats()
+        if self._waits_in_phase != -1 and is_near and self._heard is None:
+            self._heard = self._listen()
 
-    def _last_beats(self) -> dict[int, dict[str, Any] | None]:
+    def _listen(self) -> _Beats:
         others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
-        return {rank: self._channel.last_beat_of(rank) for rank in others}
+        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
+        return _Beats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
         """Say whom this rank waits for, unless another one that waits has said so already."""
@@ -135,12 +144,10 @@ class Stalls:
         stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
         if not can_ask:
             return [Behind(rank, stopped) for rank in frozen]
-        before = self._beats_before
-        if before is None:
-            before = self._last_beats()
-            time.sleep(_SILENCE_S)
-        beats = {rank: beat for rank, beat in self._last_beats().items() if beat is not None}
-        silent = [rank for rank, beat in beats.items() if (before[rank] or beat)["count"] == beat["count"]]
+        before = self._heard or self._listen()
+        time.sleep(max(before.at + _SILENCE_S - time.monotonic(), 0))
+        beats = self._listen().by_rank
+        silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
         behind = [_silent(r, beats[r], stopped if r in frozen else "it no longer answers") for r in silent]
         behind += [
             _behind(r, b, f"it has been there for {b['seconds']:.0f} s")
