@@ -180,6 +180,7 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     beat = {"where": "forward", "seconds": 10, "waits": False, "process": "", "stack": ""}
     there.beat({**beat, "count": 1})
     stalls.waits_too_long()
+    assert stalls.nears_timeout()
     stalls.anticipate_timeout()
     threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
     [behind] = stalls.find_behind([], can_ask=True)

@@ -114,11 +114,14 @@ class Stalls:
             return False
         return not self._has_warned and now - self._waits_since > self._warn_after_s
 
+    def nears_timeout(self) -> bool:
+        """Return whether it is time to `anticipate_timeout`."""
+        is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
+        return self._waits_in_phase != -1 and is_near and self._heard is None
+
     def anticipate_timeout(self) -> None:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
-        is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
-        if self._waits_in_phase != -1 and is_near and self._heard is None:
-            self._heard = self._listen()
+        self._heard = self._listen()
 
     def _listen(self) -> _Beats:
         others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)

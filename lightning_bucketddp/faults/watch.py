@@ -127,7 +127,8 @@ class Watch:
     def receive_signal(self, number: int) -> None:
         """Stop all ranks, because this process has received a signal. Does nothing that a handler may not."""
         if self._announcement.acquire(blocking=False):  # by the handler or by the watch, whoever knows first
-            log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, _name_of(number))
+            name = signal.Signals(number).name
+            log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, name)
         self.request_stop(number)
 
     def request_stop(self, number: int) -> None:
@@ -288,7 +289,8 @@ class Watch:
             self._stop_if_asked(now)
             if self._stalls.waits_too_long():
                 self._stalls.warn(self._neighbours.frozen(), can_ask=self._can_ask)
-            self._asking(self._stalls.anticipate_timeout)
+            if self._stalls.nears_timeout():
+                self._asking(self._stalls.anticipate_timeout)
             return
         assert self._failed_at is not None
         if self._verdict is None and (
@@ -329,10 +331,6 @@ class Watch:
         assert self._failure is not None
         self._neighbours.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._termination.part(self._failure)
-
-
-def _name_of(number: int) -> str:
-    return signal.Signals(number).name
 
 
 def _is_timeout(error: BaseException) -> bool:
