@@ -58,6 +58,11 @@ class Termination:
         return self._ending_at is not None
 
     @property
+    def ending_for_s(self) -> float:
+        """How long ago the thread has raised; 0 if it has not."""
+        return 0.0 if self._ending_at is None else time.monotonic() - self._ending_at
+
+    @property
     def has_parted(self) -> bool:
         """Whether this rank no longer waits for others."""
         return self._parted_at is not None

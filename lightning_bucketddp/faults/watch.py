@@ -103,6 +103,7 @@ class Watch:
         self._signalled_at: float | None = None
         # A signal has come again: nobody shall be waited for any more.
         self._shall_not_wait = False
+        self._callbacks_shall_not_wait = False
         self._announcement = threading.Lock()
         self._wake = threading.Event()
         self._settled = threading.Event()
@@ -227,13 +228,13 @@ class Watch:
             self._tell(death)
 
     def _notice_signal(self, number: int) -> None:
-        now = time.monotonic()
-        self._signalled_at = self._signalled_at or now
-        has_come_again = now - self._signalled_at > SAME_CTRL_C_WITHIN_S
         if self.is_ending:
-            self._shall_not_wait |= has_come_again
+            # Not the one by which it ends, which is seen here a moment later.
+            self._callbacks_shall_not_wait |= self._termination.ending_for_s > SAME_CTRL_C_WITHIN_S
         elif self._failure is None:  # or else it is ours (`interrupt`)
-            self._shall_not_wait |= has_come_again and number == signal.SIGINT
+            now = time.monotonic()
+            self._signalled_at = self._signalled_at or now
+            self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
             self.receive_signal(number)
 
     def _exchange(self) -> None:
@@ -298,7 +299,7 @@ class Watch:
         ):
             self._verdict = _APART
             self._asking(self._decide_to_part)
-        if self._shall_not_wait and self.is_ending and self._whereabouts.is_waiting:
+        if self._callbacks_shall_not_wait and self._whereabouts.is_waiting:
             self._verdict = _APART  # callbacks wait for a rank that does not come
         if self._verdict == _APART:
             self._part()
