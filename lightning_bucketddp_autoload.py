@@ -76,7 +76,7 @@ class _RegisteringLoader(Loader):
 
 def _register(root: str) -> None:
     try:
-        import_module("lightning_bucketddp.strategies.registration").register(root)
+        import_module("lightning_bucketddp.bindings.registration").register(root)
     except Exception as error:
         warnings.warn(
             f'`{root}` will not know strategy="bucketddp": registering it raised {type(error).__name__}: {error}.'

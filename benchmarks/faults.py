@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tests.crews import crew
-from tests.scripts.faults import Fault, fit
+from tests.support.crews import crew
+from tests.support.scripts.faults import Fault, fit
 
 TIMEOUT_S = 8
 FAULTS = {

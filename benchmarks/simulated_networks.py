@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.planning.cost import Network
-from lightning_bucketddp.planning.prediction import NETWORKS, predict
-from lightning_bucketddp.planning.profile import Profile
-from lightning_bucketddp.planning.timeline import Timeline
+from lightning_bucketddp.planning.all_reduce_cost import Network
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
+from lightning_bucketddp.planning.simulation import Timeline
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 

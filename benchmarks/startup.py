@@ -29,12 +29,12 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def seconds_of_program(strategy: str) -> float:
-    """Run `tests/scripts/fit.py` with `strategy` and return how long it took."""
+    """Run `tests/support/scripts/fit.py` with `strategy` and return how long it took."""
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "RESULTS": directory}
         began = time.monotonic()
         subprocess.run(
-            [sys.executable, "-m", "tests.scripts.fit", strategy],
+            [sys.executable, "-m", "tests.support.scripts.fit", strategy],
             cwd=REPOSITORY,
             env=environment,
             check=True,

@@ -137,7 +137,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     collectives.world_size = world_size
 
     def bucket_bytes() -> list[int]:
-        return [] if reducer.placement is None else [bucket.num_bytes for bucket in reducer.placement.buckets]
+        return [] if reducer.bucket_set is None else [bucket.num_bytes for bucket in reducer.bucket_set.buckets]
 
     return Attached(model, reducer.no_sync, bucket_bytes, reducer)
 

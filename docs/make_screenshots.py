@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.cli import main
-from tests.browser import browser, prefer_colour_scheme
+from tests.support.browser import browser, prefer_colour_scheme
 
 IMAGES = Path(__file__).parent / "images"
 NUM_RANKS = 3

@@ -7,20 +7,24 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_bucketddp.strategies.registration import strategy_class
+from lightning_bucketddp.bindings.registration import binding_of
 from lightning_bucketddp_autoload import register_when_imported
 
 if TYPE_CHECKING:
-    from lightning_bucketddp.callbacks.lightning_callbacks import BucketDDPMonitor, ScaleLearningRate, ScalingMonitor
+    from lightning_bucketddp.bindings.trainer_lightning import (
+        BucketDDPMonitor,
+        BucketDDPStrategy,
+        ScaleLearningRate,
+        ScalingMonitor,
+    )
     from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
-    from lightning_bucketddp.comm.lockstep import OutOfStepError
+    from lightning_bucketddp.comm.step_exchange import OutOfStepError
     from lightning_bucketddp.faults.failure import RankFailedError
-    from lightning_bucketddp.reducer.arrivals import LateGradientError
+    from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
     from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
     from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
-    from lightning_bucketddp.startup.meeting_point import StartError
-    from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+    from lightning_bucketddp.startup.store import StartError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,13 +49,13 @@ __all__ = [
 _MODULE_OF_ERROR = {
     "CheckpointReadError": "checkpoint.errors",
     "CheckpointWriteError": "checkpoint.errors",
-    "LateGradientError": "reducer.arrivals",
+    "LateGradientError": "reducer.bucket",
     "NonFiniteError": "reducer.nonfinite",
-    "OutOfStepError": "comm.lockstep",
+    "OutOfStepError": "comm.step_exchange",
     "RankFailedError": "faults.failure",
     "ReplicaDivergedError": "replicas.divergence",
     "ReplicaMismatchError": "replicas.replicas",
-    "StartError": "startup.meeting_point",
+    "StartError": "startup.store",
     "UnsafeCheckpointError": "checkpoint.errors",
 }
 
@@ -59,11 +63,8 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BucketDDPStrategy":
-        return strategy_class(_trainer_root())
-    if name in ("BucketDDPMonitor", "ScaleLearningRate", "ScalingMonitor"):
-        root = _trainer_root().removesuffix(".pytorch")
-        return getattr(import_module(f"lightning_bucketddp.callbacks.{root}_callbacks"), name)
+    if name in ("BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor"):
+        return getattr(binding_of(_trainer_root()), name)
     if name in _MODULE_OF_ERROR:
         return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF_ERROR[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 # Their assertions are those of the tests that call them.
-pytest.register_assert_rewrite("tests.programs", "tests.commands")
+pytest.register_assert_rewrite("tests.support.programs", "tests.support.commands")
 
-from tests import warm  # noqa: E402
-from tests.ranks import close_pools  # noqa: E402
+from tests.support import warm  # noqa: E402
+from tests.support.ranks import close_pools  # noqa: E402
 
 # A background job, or one under `nohup`, is started with signals ignored, and so would be what it starts. A handler,
 # even one that does nothing, is not handed down.

@@ -23,21 +23,18 @@ FOLDERS = [
     "commands",
     "strategies",
     "callbacks",
+    "bindings",
 ]
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-# The files that bind shared code to one root of Lightning.
-BINDINGS = {
+# Public import paths of what `bindings/` defines; nothing but that import is in them.
+PUBLIC_PATHS = {
     "strategies/trainer_lightning.py",
     "strategies/trainer_pytorch_lightning.py",
     "strategies/fabric_lightning.py",
     "strategies/fabric_lightning_fabric.py",
-    "checkpoint/lightning_io.py",
-    "checkpoint/lightning_fabric_io.py",
-    "callbacks/lightning_callbacks.py",
-    "callbacks/pytorch_lightning_callbacks.py",
 }
 # Before there is a process group, about it, and in it.
-TALK_TO_OTHER_RANKS = {"startup/meeting_point.py", "comm/process_group.py", "comm/collectives.py"}
+TALK_TO_OTHER_RANKS = {"startup/store.py", "comm/process_group.py", "comm/collectives.py"}
 # What has to be checked, because it knows torch and must not know more.
 _BELOW_LIGHTNING = FOLDERS[: FOLDERS.index("checkpoint")]
 
@@ -77,7 +74,7 @@ def test_every_folder_has_its_place() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     above = {str(path.relative_to(PACKAGE)): folders_above(folder, path.read_text()) for path in files(folder)}
-    assert {path: found for path, found in above.items() if found} == {}
+    assert {path: found for path, found in above.items() if found and path not in PUBLIC_PATHS} == {}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -102,7 +99,7 @@ def test_only_the_bindings_import_lightning(folder: str) -> None:
     roots = {
         name: {module.partition(".")[0] for module in imported_modules(path.read_text())} & set(LIGHTNING)
         for path in paths
-        if (name := str(path.relative_to(PACKAGE))) not in BINDINGS
+        if not (name := str(path.relative_to(PACKAGE))).startswith("bindings/")
     }
     assert {name: found for name, found in roots.items() if found} == {}
 
@@ -116,17 +113,25 @@ def test_only_three_files_talk_to_torch_distributed(folder: str) -> None:
 
 
 def _code_lines(path: Path) -> list[str]:
-    """The file without its docstrings."""
+    """Return the lines of a file without its docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree).splitlines()
+    return [line for line in ast.unparse(tree).splitlines() if line != "pass"]
+
+
+@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+def test_public_import_paths_lead_to_the_bindings(path: str) -> None:
+    name = path.removesuffix(".py").replace("/", ".")
+    binding = name.replace("strategies.", "lightning_bucketddp.bindings.")
+    code = _code_lines(PACKAGE / path)
+    assert code == [f"from {binding} import BucketDDPStrategy", "__all__ = ['BucketDDPStrategy']"]
 
 
 def test_the_map_for_newcomers_is_right() -> None:
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
-    house = re.search(r"```\n(callbacks .*?)```", text, re.DOTALL)
+    house = re.search(r"```\n(bindings .*?)```", text, re.DOTALL)
     assert house is not None
     assert [line.split()[0] for line in house[1].splitlines()] == FOLDERS[::-1]
     places = re.findall(r"^\| .* \| .*`(\w+(?:/\w+)?\.py)`, `([\w.]+)` \|$", text, re.MULTILINE)

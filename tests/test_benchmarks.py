@@ -16,7 +16,7 @@ from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, ddp_variants, our_variants, with_unused
-from tests.jobs.benches import Failing
+from tests.support.jobs.benches import Failing
 
 OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]

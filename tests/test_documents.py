@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import __version__ as lightning_version
 
-from tests.commands import run_commands
-from tests.fences import Block, blocks_of
-from tests.messages import unknown_words
-from tests.programs import REPOSITORY
-from tests.ranks import run_on_ranks
-from tests.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
+from tests.support.commands import run_commands
+from tests.support.fences import Block, blocks_of
+from tests.support.messages import unknown_words
+from tests.support.programs import REPOSITORY
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
 
 PAGES = {path.name: blocks_of(path) for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]}
 SHELL = ("console", "bash")
@@ -28,7 +28,7 @@ NOT_RUN = {
     "make docs": "makes a virtual environment; CI runs it",
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
-    "make soak": "takes minutes; tests/test_soak.py runs rounds of it",
+    "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
 }
 # Pages whose commands take half a minute of a core.
 LONG = {"observability.md"}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_commands
-from tests.programs import REPOSITORY
-from tests.test_clusters import unused_job_id
-from tests.test_startup import free_port
+from tests.startup.test_clusters import unused_job_id
+from tests.startup.test_startup import free_port
+from tests.support.commands import run_commands
+from tests.support.programs import REPOSITORY
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.interpreter import run_code, run_python
+from tests.support.interpreter import run_code, run_python
 
 REPOSITORY = Path(__file__).parents[1]
 

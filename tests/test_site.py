@@ -13,8 +13,8 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from tests.browser import browser
-from tests.programs import REPOSITORY
+from tests.support.browser import browser
+from tests.support.programs import REPOSITORY
 
 # By how many pixels the longest line of a block reaches beyond it.
 _CUT = "return [...document.querySelectorAll('pre > code')].map((code) => code.scrollWidth - code.clientWidth)"

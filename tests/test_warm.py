@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.hosts import held
-from tests.programs import processes_of
+from tests.support import warm
+from tests.support.hosts import held
+from tests.support.programs import processes_of
 
 LOOK = """
 import json, os, sys

@@ -1,1 +1,1 @@
-"""Callbacks for training on many ranks. Lightning is known only in `lightning_callbacks` and its twin."""
+"""Callbacks for training on many ranks, less their Lightning base class."""

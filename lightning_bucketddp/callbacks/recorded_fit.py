@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.recording.marked_steps import plan_of, step_of
 from lightning_bucketddp.recording.record import RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.record_file import RecordFile, Thinning
 from lightning_bucketddp.recording.typical_step import NUM_STEPS
-from lightning_bucketddp.reducer.recorder import MarkedStep, StepRecorder
+from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.strategies.recording import RecordsSteps
 
 
@@ -45,7 +45,7 @@ class RecordedFit:
         self._num_batches = 0
         self._thinning = Thinning()
         self._is_written = False
-        self._plans: dict[int, RecordedPlan] = {}
+        self._plan_cache: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
         self._file = None if folder is None else RecordFile(folder, rank=self.run.rank)
         if self._file is not None:
@@ -59,7 +59,7 @@ class RecordedFit:
     @property
     def plan(self) -> RecordedPlan | None:
         """The plan of the last step."""
-        return self._plans.get(self.steps[-1].plan) if self.steps else None
+        return self._plan_cache.get(self.steps[-1].plan) if self.steps else None
 
     @property
     def is_recording(self) -> bool:
@@ -129,8 +129,8 @@ class RecordedFit:
         reducer = self._strategy.reducer
         assert reducer is not None
         self._unread.append((marked, self._is_written))
-        if reducer.placement is not None and marked.plan not in self._plans:
-            plan = self._plans[marked.plan] = plan_of(marked.plan, reducer.placement.plan, reducer.specs)
+        if reducer.bucket_set is not None and marked.plan not in self._plan_cache:
+            plan = self._plan_cache[marked.plan] = plan_of(marked.plan, reducer.bucket_set.plan, reducer.specs)
             if self._file is not None:
                 self._file.write(plan)
         self._write_profile()

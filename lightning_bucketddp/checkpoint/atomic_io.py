@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
-from lightning_bucketddp.checkpoint.reading import read_checkpoint
+from lightning_bucketddp.checkpoint.safe_loading import read_checkpoint
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _TorchCheckpointIO

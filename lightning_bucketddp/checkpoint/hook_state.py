@@ -24,8 +24,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
-from lightning_bucketddp.checkpoint.plain_data import from_plain, holds_tensors, is_plain, plain_entries
+from lightning_bucketddp.checkpoint.rank_state import (
+    from_plain,
+    gather_to_rank_zero,
+    holds_tensors,
+    is_plain,
+    plain_entries,
+)
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 

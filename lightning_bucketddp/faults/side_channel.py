@@ -63,12 +63,12 @@ class SideChannel:
         """This rank has raised by itself; how many have by now."""
         return int(self._store.add(self._key("num_raised"), 1))
 
-    def decide(self, verdict: str) -> str:
+    def decide(self, decision: str) -> str:
         """What becomes of the group; the first to say so decides."""
-        return self._set_first("verdict", verdict).decode()
+        return self._set_first("decision", decision).decode()
 
-    def verdict(self) -> str | None:
-        text = self._get("verdict")
+    def decision(self) -> str | None:
+        text = self._get("decision")
         return None if text is None else text.decode()
 
     def request_stop(self, number: int) -> None:

@@ -31,7 +31,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
+class BucketSpec:
     """The parameters of one bucket, by index, in the order in which their gradients arrive.
 
     A bucket without members is legal: it carries the used-flags when no other bucket can.
@@ -50,7 +50,7 @@ class _OpenBucket:
 
 def plan_buckets(
     specs: Sequence[ParameterSpec], *, arrived: Sequence[int], missing: Sequence[int], caps: BucketCaps
-) -> list[BucketPlan]:
+) -> list[BucketSpec]:
     """Place parameters into buckets and put the buckets in the order in which they can leave.
 
     Args:
@@ -74,16 +74,16 @@ def complete_plan(
     arrived: Sequence[int],
     missing: Sequence[int],
     caps: BucketCaps,
-) -> list[BucketPlan]:
+) -> list[BucketSpec]:
     """The plan that begins with `buckets` for all that arrived and is dense; see `plan_buckets`."""
     dense_missing = [i for i in missing if not specs[i].sparse]
     dense = [*buckets, *_by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)]
-    sparse = [BucketPlan((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
-    plan = [BucketPlan(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
+    sparse = [BucketSpec((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
+    plan = [BucketSpec(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
     return _with_room_for_flags(plan, specs)
 
 
-def has_choice(plan: Sequence[BucketPlan]) -> bool:
+def has_choice(plan: Sequence[BucketSpec]) -> bool:
     """Whether other sizes of buckets would make another plan."""
     return sum(_has_buffer(bucket) for bucket in plan) > 1
 
@@ -125,7 +125,7 @@ def _split_tail(specs: Sequence[ParameterSpec], members: list[int], tail_bytes: 
     return [head, tail] if head else [tail]
 
 
-def _with_room_for_flags(plan: list[BucketPlan], specs: Sequence[ParameterSpec]) -> list[BucketPlan]:
+def _with_room_for_flags(plan: list[BucketSpec], specs: Sequence[ParameterSpec]) -> list[BucketSpec]:
     """Put a bucket with a buffer last: what is only known then, which parameters were used, travels in it."""
     if plan and _has_buffer(plan[-1]):
         return plan
@@ -135,9 +135,9 @@ def _with_room_for_flags(plan: list[BucketPlan], specs: Sequence[ParameterSpec])
         if _has_buffer(bucket) and sum(specs[i].num_bytes for i in bucket.members) <= _MAY_BE_LAST_BYTES
     ]
     if not small:
-        return [*plan, BucketPlan(())]
+        return [*plan, BucketSpec(())]
     return [bucket for bucket in plan if bucket is not small[-1]] + small[-1:]
 
 
-def _has_buffer(bucket: BucketPlan) -> bool:
+def _has_buffer(bucket: BucketSpec) -> bool:
     return not (bucket.sparse or bucket.alone)

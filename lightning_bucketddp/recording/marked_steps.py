@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.plan import BucketPlan, ParameterSpec
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
 from lightning_bucketddp.reducer.clock import Axis
-from lightning_bucketddp.reducer.recorder import MarkedStep
+from lightning_bucketddp.reducer.step_recorder import MarkedStep
 
 
 def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None:
@@ -35,7 +35,7 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
     )
 
 
-def plan_of(version: int, buckets: Sequence[BucketPlan], specs: Sequence[ParameterSpec]) -> RecordedPlan:
+def plan_of(version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> RecordedPlan:
     """A plan as it is written down; `specs` are those of all parameters."""
     return RecordedPlan(
         version,

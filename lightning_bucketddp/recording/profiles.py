@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_bucketddp.planning.cost import AllReduceCost
-from lightning_bucketddp.planning.plan import BucketPlan, ParameterSpec
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.recording.record import RecordedBucket, RecordedPlan, Span, Step
 
 _REDUCING = ("backward", "exposed")
@@ -95,14 +95,14 @@ def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> 
     return None if backward is None else backward.profile(plan, num_ranks=num_ranks)
 
 
-def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketPlan] | None:
+def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
     """`plan` by position in `profile`; None: the profile is of other parameters."""
     position = {spec.name: i for i, spec in enumerate(profile.specs)}
     members = [[position.get(name) for name in bucket.parameters] for bucket in plan.buckets]
     if {i for bucket in members for i in bucket} != set(position.values()):
         return None
     return [
-        BucketPlan(tuple(i for i in found if i is not None), sparse=bucket.sparse)
+        BucketSpec(tuple(i for i in found if i is not None), sparse=bucket.sparse)
         for found, bucket in zip(members, plan.buckets, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.backward_profile import Profile
 
 FOLDER = "bucketddp"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.recording.record import FOLDER, RecordedPlan, Run, Step, Tuning, read
 
 _PATTERN = "rank-*.jsonl"

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost
-from lightning_bucketddp.planning.prediction import predict
-from lightning_bucketddp.planning.profile import Profile
-from lightning_bucketddp.planning.timeline import simulate
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import predict
+from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.profiles import plan_in
 from lightning_bucketddp.recording.record import RecordedPlan
 from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_bucketddp.planning.cost import share_of_a_link
-from lightning_bucketddp.planning.profile import Profile
-from lightning_bucketddp.planning.timeline import cost_until
+from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.simulation import cost_until
 from lightning_bucketddp.recording.marked_steps import seconds_of
 from lightning_bucketddp.recording.profiles import BackwardNumbers, plan_in
 from lightning_bucketddp.recording.record import RecordedPlan, Run, Step

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_bucketddp.reducer.placement import Placement
-from lightning_bucketddp.reducer.reductions import Reductions
+from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 
 if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.recorder import StepRecorder
-    from lightning_bucketddp.reducer.tuning import PlanTuner
+    from lightning_bucketddp.reducer.plan_tuner import PlanTuner
+    from lightning_bucketddp.reducer.step_recorder import StepRecorder
 
 
 class Alive:
@@ -35,8 +35,8 @@ class BackwardPass:
 
     trainable: tuple[bool, ...]
     syncs: bool
-    reductions: Reductions | None
-    placement: Placement | None
+    reductions: LaunchQueue | None
+    bucket_set: BucketSet | None
     factor: float | None = None
     tuner: PlanTuner | None = None
     recorder: StepRecorder | None = None

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.reducer.capture import is_being_captured
-from lightning_bucketddp.reducer.placement import AnyBucket, Placement
+from lightning_bucketddp.reducer.bucket_set import AnyBucket, BucketSet
+from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 
@@ -61,7 +61,7 @@ class _Unread:
 
     verdict: Tensor
     arrived: torch.cuda.Event | None
-    placement: Placement | None
+    bucket_set: BucketSet | None
     where: str
 
 
@@ -125,9 +125,9 @@ class Finiteness:
         if self._spares_hook:
             numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
 
-    def write(self, placement: Placement) -> None:
+    def write(self, bucket_set: BucketSet) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""
-        flags = placement.flags
+        flags = bucket_set.flags
         if any(self._extremes):
             zero = flags.elements.new_zeros(())
             digests = _digests([(zero, zero) if extremes is None else extremes for extremes in self._extremes])
@@ -138,9 +138,9 @@ class Finiteness:
             flags.of_losses[self._rank].copy_(self._loss)
             self._loss = None
 
-    def read(self, placement: Placement, stats: ReducerStats) -> None:
+    def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
         """The gradients of all ranks are there, and with them the verdict: act on it, now or later."""
-        self._act_on(placement.flags.verdict, placement, stats)
+        self._act_on(bucket_set.flags.verdict, bucket_set, stats)
 
     def read_without_others(self, stats: ReducerStats) -> None:
         """There is one rank, whose gradients nobody has looked at: act on its loss."""
@@ -149,18 +149,18 @@ class Finiteness:
             self._loss = None
             self._act_on(verdict, None, stats)
 
-    def _act_on(self, verdict: Tensor, placement: Placement | None, stats: ReducerStats) -> None:
+    def _act_on(self, verdict: Tensor, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
         if is_being_captured(self._device):
             return
         if not self.reads_late:
-            self._judge(verdict, placement, stats)
+            self._judge(verdict, bucket_set, stats)
             return
         on_device = verdict.device.type == "cuda"
         if self._on_host is None or self._on_host.shape != verdict.shape:
             self._on_host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=on_device)
         self._on_host.copy_(verdict, non_blocking=True)
         arrived = torch.cuda.current_stream(verdict.device).record_event() if on_device else None
-        self._unread = _Unread(self._on_host, arrived, placement, self._here(stats))
+        self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
 
     def catch_up(self, stats: ReducerStats) -> None:
         """Read what has not been read."""
@@ -168,7 +168,7 @@ class Finiteness:
         if unread is not None and not is_being_captured(self._device):
             if unread.arrived is not None:
                 unread.arrived.synchronize()
-            self._judge(unread.verdict, unread.placement, stats, where=unread.where)
+            self._judge(unread.verdict, unread.bucket_set, stats, where=unread.where)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer must not use its gradients. Asked once: they are expected to be gone afterwards."""
@@ -184,12 +184,12 @@ class Finiteness:
         return f"backward {stats.num_backwards}" if self._where is None else self._where()
 
     def _judge(
-        self, verdict: Tensor, placement: Placement | None, stats: ReducerStats, *, where: str | None = None
+        self, verdict: Tensor, bucket_set: BucketSet | None, stats: ReducerStats, *, where: str | None = None
     ) -> None:
         if math.isfinite(verdict.sum().item()):
             return
         elements = verdict.tolist()
-        num_buckets = 0 if placement is None else len(placement.buckets)
+        num_buckets = 0 if bucket_set is None else len(bucket_set.buckets)
         of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
         of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
         losses = {rank: loss for rank, loss in enumerate(of_losses) if not math.isfinite(loss)}
@@ -199,16 +199,16 @@ class Finiteness:
         stats.num_nonfinite += 1
         has_to_tell = self._response == "raise" or _is_power_of_ten(stats.num_nonfinite)
         # A loss that is not finite has made all gradients so: their names would say nothing.
-        names = self._named(placement, of_buckets) if placement and has_to_tell and not losses else []
-        if placement is not None and self._response == "skip":
-            self._spoil(placement)
+        names = self._named(bucket_set, of_buckets) if bucket_set and has_to_tell and not losses else []
+        if bucket_set is not None and self._response == "skip":
+            self._spoil(bucket_set)
         if has_to_tell:
             self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
-    def _named(self, placement: Placement, of_buckets: Sequence[float]) -> list[str]:
+    def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float]) -> list[str]:
         """The parameters whose gradients are not finite (Note: names)."""
         named: list[str] = []
-        for bucket, plan, digest in zip(placement.buckets, placement.plan, of_buckets, strict=True):
+        for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
                 finite = [bool(gradient.isfinite().all()) for gradient in bucket.gradients]
                 # A lone gradient may be gone by now.
@@ -216,11 +216,11 @@ class Finiteness:
                 named += [self._names[i] for i in found or plan.members]
         return named
 
-    def _spoil(self, placement: Placement) -> None:
+    def _spoil(self, bucket_set: BucketSet) -> None:
         """See to it that no optimizer uses these gradients."""
         # Zeros, also in the padding: what is left there would be in the next reductions of some communication hooks.
-        placement.zero()
-        params = [param for bucket in placement.buckets for param in bucket.params]
+        bucket_set.zero()
+        params = [param for bucket in bucket_set.buckets for param in bucket.params]
         self._spoiled.update({id(param): param for param in params if param.grad is not None})
 
     def _tell(self, where: str, what: str, count: int) -> None:

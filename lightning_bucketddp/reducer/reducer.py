@@ -22,25 +22,25 @@ import torch
 from torch.autograd import Variable
 
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.planning.profile import Profile
-from lightning_bucketddp.reducer.arrivals import late_gradient
 from lightning_bucketddp.reducer.backward_pass import Alive, BackwardPass
-from lightning_bucketddp.reducer.capture import is_being_captured
+from lightning_bucketddp.reducer.bucket import late_gradient
+from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
-from lightning_bucketddp.reducer.hooks import GradientHooks, take_over
+from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
+from lightning_bucketddp.reducer.graphs import is_being_captured
+from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.placement import Placement
-from lightning_bucketddp.reducer.plans import Plans
+from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.profiling import phase
-from lightning_bucketddp.reducer.reductions import Reductions
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.reducer.wire import CommHookReduction, MeanReduction, Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 
 if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.recorder import StepRecorder
+    from lightning_bucketddp.reducer.step_recorder import StepRecorder
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Reducer:
         replicas.check_trainable()
         self.stats = ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
-        self.placement: Placement | None = None
+        self.bucket_set: BucketSet | None = None
         # Set while a step is recorded.
         self.recorder: StepRecorder | None = None
         self.replicas = replicas
@@ -83,54 +83,56 @@ class Reducer:
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )
-        self._plans = Plans(replicas, config, reduction=self._reduction, stats=self.stats, clock=clock, say=say)
-        self._num_blocks = 0
+        self._plan_cache = PlanCache(
+            replicas, config, reduction=self._reduction, stats=self.stats, clock=clock, say=say
+        )
+        self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._exchanged: Any = (
             torch.Event(self._collectives.device) if self._collectives.device.type == "cuda" else None
         )
-        self._steps_aside = (
+        self._is_passthrough = (
             self._collectives.world_size == 1
             and config.comm_hook is None
             and config.on_nonfinite == "warn"
             and weighting is None
         )
         take_over(replicas.parameters)
-        self._hooks = GradientHooks([] if self._steps_aside else self._params, self._act_on_gradient, self.close)
+        self._hooks = GradientHooks([] if self._is_passthrough else self._params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         self._hooks.remove()
-        self._plans.close()
-        self.placement = None
+        self._plan_cache.close()
+        self.bucket_set = None
 
     def describe(self) -> str:
         """What was planned and done so far, in one line."""
         stats = self.stats
         return (
-            f"{self._plans.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
+            f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
             f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
         )
 
     def describe_backward(self) -> str:
         """Which bucket a backward has come to, in words."""
         reductions = None if self._backward is None else self._backward.reductions
-        return "" if reductions is None else reductions.describe(self._plans.specs)
+        return "" if reductions is None else reductions.describe(self._plan_cache.specs)
 
     @property
     def specs(self) -> list[ParameterSpec]:
         """What plans know of each parameter; a plan's members are indices into this."""
-        return self._plans.specs
+        return self._plan_cache.specs
 
     @property
     def profile(self) -> Profile | None:
         """What was measured for `bucket_cap_mb="auto"`, once that has been decided upon; on rank 0 only."""
-        return self._plans.profile
+        return self._plan_cache.profile
 
     @property
     def tuning(self) -> str:
         """What was tried and decided then, in words."""
-        return self._plans.tuning
+        return self._plan_cache.tuning
 
     @property
     def has_exchanged(self) -> bool:
@@ -140,11 +142,11 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate on this rank only. What counts is where backward runs, not forward."""
-        self._num_blocks += 1
+        self._no_sync_depth += 1
         try:
             yield
         finally:
-            self._num_blocks -= 1
+            self._no_sync_depth -= 1
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -152,7 +154,7 @@ class Reducer:
 
         An exception inside does not keep this rank from the collectives that the others are waiting in.
         """
-        if self._steps_aside:
+        if self._is_passthrough:
             self.finiteness.begin(self.stats)
             yield
             self._finish_alone()
@@ -165,7 +167,7 @@ class Reducer:
 
     def _finish_alone(self) -> None:
         """Note: one rank."""
-        if self._num_blocks == 0:
+        if self._no_sync_depth == 0:
             self.stats.num_backwards += 1
             with torch.no_grad():
                 self.finiteness.read_without_others(self.stats)
@@ -174,17 +176,17 @@ class Reducer:
         """The gradient of this parameter is the first of all, or the last of its bucket, or there is no plan."""
         backward = self._backward
         if backward is None or backward.died:
-            backward = self._begin_inside()
+            backward = self._begin_from_hook()
             if not self._hooks.completes(index):
                 return
-        placement = backward.placement
-        if placement is None:
+        bucket_set = backward.bucket_set
+        if bucket_set is None:
             self._observe(index, backward)
             return
-        bucket_index = placement.index_of_bucket[index]
-        bucket = placement.buckets[bucket_index]
+        bucket_index = bucket_set.index_of_bucket[index]
+        bucket = bucket_set.buckets[bucket_index]
         if bucket.arrivals.launched:
-            raise late_gradient(self._plans.specs[index].name, bucket=bucket_index, rank=self._collectives.rank)
+            raise late_gradient(self._plan_cache.specs[index].name, bucket=bucket_index, rank=self._collectives.rank)
         if backward.reductions is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
             bucket.collect()
@@ -199,27 +201,27 @@ class Reducer:
             self._finish(self._backward, died=True)
         self.finiteness.begin(self.stats)
         trainable = tuple([param.requires_grad for param in self._params])
-        syncs = self._num_blocks == 0
+        syncs = self._no_sync_depth == 0
         factor = None
         if self._weighting is not None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable):
             factor = self._factor(trainable)
-        if self._plans.will_change(trainable):
+        if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
-            self.placement = None
+            self.bucket_set = None
             self._hooks.begin(None)
-        placement = self._plans.placement(trainable)
-        self._hooks.begin(placement)
+        bucket_set = self._plan_cache.bucket_set(trainable)
+        self._hooks.begin(bucket_set)
         recorder = (
             self.recorder if syncs and self.recorder and not is_being_captured(self._collectives.device) else None
         )
-        reductions = self._reductions(placement, recorder) if syncs and placement is not None else None
-        tuner = self._plans.tuner(trainable) if syncs else None
-        self._backward = BackwardPass(trainable, syncs, reductions, placement, factor, tuner, recorder)
+        reductions = self._reductions(bucket_set, recorder) if syncs and bucket_set is not None else None
+        tuner = self._plan_cache.tuner(trainable) if syncs else None
+        self._backward = BackwardPass(trainable, syncs, reductions, bucket_set, factor, tuner, recorder)
         if tuner is not None:
             tuner.begin()
         return self._backward
 
-    def _begin_inside(self) -> BackwardPass:
+    def _begin_from_hook(self) -> BackwardPass:
         if self._weighting is not None:
             self._weighting.refuse_unweighted()
         backward = self._begin()
@@ -275,16 +277,16 @@ class Reducer:
                 self._weighting.end()
             if self._config.broadcast_buffers:
                 self.replicas.broadcast_buffers()
-        self.placement = backward.placement
+        self.bucket_set = backward.bucket_set
         self.stats.num_backwards += 1
         if self._exchanged is not None and not is_being_captured(self._collectives.device):
             self._exchanged.record()
-        assert self.placement is not None  # there were reductions
+        assert self.bucket_set is not None  # there were reductions
         with torch.no_grad():
             if not died:
-                self.finiteness.read(self.placement, self.stats)
+                self.finiteness.read(self.bucket_set, self.stats)
             if backward.tuner is not None:
-                self._plans.end(backward.trainable)
+                self._plan_cache.end(backward.trainable)
 
     def _factor(self, trainable: tuple[bool, ...]) -> float:
         if self._weighting is None:
@@ -294,13 +296,13 @@ class Reducer:
             self.replicas.refuse_trainable(trainable)
         return factor
 
-    def _first_reductions(self, backward: BackwardPass) -> Reductions:
-        backward.placement = self._plans.make(backward)
-        return self._reductions(backward.placement, backward.recorder)
+    def _first_reductions(self, backward: BackwardPass) -> LaunchQueue:
+        backward.bucket_set = self._plan_cache.make(backward)
+        return self._reductions(backward.bucket_set, backward.recorder)
 
-    def _reductions(self, placement: Placement, recorder: StepRecorder | None) -> Reductions:
-        return Reductions(
-            placement,
+    def _reductions(self, bucket_set: BucketSet, recorder: StepRecorder | None) -> LaunchQueue:
+        return LaunchQueue(
+            bucket_set,
             reduction=self._reduction,
             collectives=self._collectives,
             finiteness=self.finiteness,

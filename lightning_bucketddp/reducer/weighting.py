@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.reducer.stats import ReducerStats
 
 
@@ -30,19 +30,19 @@ class Weighting:
     """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
 
     Args:
-        lockstep: the exchange with the other ranks.
+        exchange: the exchange with the other ranks.
         by_weight: the mean is over all weight there is, whatever the number of micro-batches. Otherwise each
             micro-batch is meant to have weight one, and only what falls short of that is made up for.
         needs_every_weight: refuse a backward whose weight nobody has told.
     """
 
-    def __init__(self, lockstep: Lockstep, *, by_weight: bool, needs_every_weight: bool) -> None:
+    def __init__(self, exchange: StepExchange, *, by_weight: bool, needs_every_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
         self._trainable: tuple[bool, ...] | None = None
         self._trainable_id = 0
         self._needs_every_weight = by_weight or needs_every_weight
-        self._lockstep = lockstep
+        self._exchange = exchange
         self._by_weight = by_weight
         self._weights: list[float] = []
         self._num_skipped = 0
@@ -76,8 +76,8 @@ class Weighting:
             self._trainable_id = int.from_bytes(hashlib.blake2b(bytes(trainable), digest_size=6).digest(), "big")
         if syncs:
             full_weight = bool(self._weights) if self._by_weight else len(self._weights)
-            self._lockstep.send(
-                Occasion.STEP,
+            self._exchange.send(
+                MessageKind.STEP,
                 weight=sum(self._weights),
                 full_weight=full_weight,
                 num_skipped=self._num_skipped,
@@ -89,11 +89,11 @@ class Weighting:
 
     def factor(self, stats: ReducerStats) -> float:
         """What the plain mean over the ranks has to be multiplied by."""
-        notes = self._lockstep.receive()
-        self.trainable_differs = len({note.trainable for note in notes}) > 1
-        stats.num_skipped += sum(note.num_skipped for note in notes)
-        weight = sum(note.weight for note in notes)
-        full_weight = sum(note.full_weight for note in notes)
+        messages = self._exchange.receive()
+        self.trainable_differs = len({message.trainable for message in messages}) > 1
+        stats.num_skipped += sum(message.num_skipped for message in messages)
+        weight = sum(message.weight for message in messages)
+        full_weight = sum(message.full_weight for message in messages)
         self.nobody_contributed = weight == 0 and full_weight > 0
         return full_weight / weight if weight > 0 else 1.0
 

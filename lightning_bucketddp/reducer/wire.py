@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import Bucket
-from lightning_bucketddp.reducer.single_buckets import LoneBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import Bucket, LoneBucket, SparseBucket
 
 
 class Reduction(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.replicas.fingerprint import Checksums, PendingChecksums, units_of
+from lightning_bucketddp.replicas.checksums import Checksums, PendingChecksums, units_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,168 @@
-"""How the ranks of a run make sure that all of them are there, before they make a process group."""
+"""How the ranks of a run make sure that all of them are there, before they make a process group.
+
+Note: rendezvous
+    Rank 0 opens a round in the store. Every other rank joins it, or objects: to another world size, to a rank that is
+    taken. Rank 0 waits for all to join or for an objection and writes down the outcome, one for all ranks. The store
+    may hold what an earlier start has left there, as torchrun's does after a restart: each round has an identity, and
+    one that has an outcome when a rank first sees it is over.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from lightning_bucketddp.startup.invitation import Card, Invitation, explain_taken, name_ranks, name_some
-from lightning_bucketddp.startup.meeting_point import POLL_S, MeetingPoint, Patience, StartError, part_of
+from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    world_size: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+class RendezvousRound:
+    """One start: the info of the rank 0 that wants it, and what the others say (Note: rendezvous)."""
+
+    def __init__(self, store: Store, host: RankInfo) -> None:
+        self.host = host
+        self._keys = part_of(store, host.identity)
+        # It may be over for who sees it only now.
+        self.is_open = not self._keys.check(["outcome"])
+        self._own_objection: str | None = None
+
+    @classmethod
+    def find(cls, store: Store) -> RendezvousRound | None:
+        """The newest one."""
+        return cls(store, _info_of(store.get("round"))) if store.check(["round"]) else None
+
+    def post(self, store: Store) -> None:
+        """Make it the newest one."""
+        self.join(self.host)
+        store.set("round", _json(self.host))
+
+    def join(self, info: RankInfo) -> None:
+        """Join, or object."""
+        if info.world_size != self.host.world_size:
+            self.object(
+                f"Rank 0 ({self.host}) was started as one of {self.host.world_size}, but rank {info.rank} ({info}) as"
+                f" one of {info.world_size}. Start every node with the same `devices` and `num_nodes`, and give"
+                " different runs different ports (`MASTER_PORT`)."
+            )
+        elif (there := _info_of(self._keys.compare_set(_join_key(info.rank), "", _json(info)))) != info:
+            self.object(explain_taken(there, info))
+
+    def object(self, why: str) -> None:
+        """Have rank 0 refuse the start; the first objection counts."""
+        self._own_objection = why
+        self._keys.compare_set("objection", "", json.dumps(why))
+
+    def objection(self) -> str | None:
+        return str(json.loads(self._keys.get("objection"))) if self._keys.check(["objection"]) else None
+
+    def decide(self, why_not: str | None) -> None:
+        """Start, or not and why."""
+        self._keys.set("outcome", json.dumps(why_not))
+
+    def is_accepted(self, info: RankInfo) -> bool:
+        """Whether there is a outcome that all start; raises if it is that they do not, or do so without this rank."""
+        if not self._keys.check(["outcome"]):
+            return False
+        why_not = json.loads(self._keys.get("outcome")) or self._own_objection
+        self.leave(info)
+        if why_not is not None:
+            raise StartError(why_not)
+        return True
+
+    def leave(self, info: RankInfo) -> None:
+        """Tell rank 0 that it need not stay for this rank."""
+        self._keys.set(_left_key(info.rank), "")
+
+    def all_have_joined(self) -> bool:
+        return bool(self._keys.check([_join_key(rank) for rank in range(self.host.world_size)]))
+
+    def all_have_left(self) -> bool:
+        there = set(range(1, self.host.world_size)) - set(self.missing())
+        return bool(self._keys.check([_left_key(rank) for rank in there]))
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.host.world_size) if not self._keys.check([_join_key(rank)])]
+
+    def present(self) -> list[RankInfo]:
+        """The infos of those who have answered."""
+        missing = self.missing()
+        return [_info_of(self._keys.get(_join_key(r))) for r in range(self.host.world_size) if r not in missing]
+
+
+def explain_taken(there: RankInfo, info: RankInfo) -> str:
+    """What to do about two processes of one rank."""
+    return (
+        f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
+        " and different runs different ports (`MASTER_PORT`)."
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The first of `ranks` by number."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {name_some(ranks)}"
+
+
+def _join_key(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _left_key(rank: int) -> str:
+    return f"left/{rank}"
+
+
+def _json(info: RankInfo) -> str:
+    return json.dumps(asdict(info))
+
+
+def _info_of(raw: bytes) -> RankInfo:
+    return RankInfo(**json.loads(raw))
+
+
+def name_some(things: Sequence[object]) -> str:
+    """The first of `things`, and how many more there are."""
+    named = ", ".join(map(str, things[:_MAX_NAMED]))
+    return named if len(things) <= _MAX_NAMED else f"{named} and {len(things) - _MAX_NAMED} more"
+
 
 # How long rank 0 stays, so that the others can read why nothing starts.
 _FAREWELL_S = 2.0
 # How long a thread that has no more reason to wait may take to say so.
 _GRACE_S = 2.0
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+# Thousands of ranks ask less often, so that together they ask no more than the store can join.
 _POLL_PER_RANK_S = 0.0005
-# The last rank to come gets its answer soon. It asks less and less often, up to the interval of the others.
+# The last rank to come gets its join soon. It asks less and less often, up to the interval of the others.
 _FIRST_POLL_S = 0.005
 
 
 class Rendezvous:
-    """Where the ranks of a run meet (Note: invitation).
+    """Where the ranks of a run meet (Note: rendezvous).
 
     Args:
         point: where the store is.
@@ -34,11 +170,11 @@ class Rendezvous:
         option: what a user has to change for a longer time.
     """
 
-    def __init__(self, point: MeetingPoint, *, timeout_s: float, option: str = "start_timeout_s") -> None:
+    def __init__(self, point: StoreAddress, *, timeout_s: float, option: str = "start_timeout_s") -> None:
         self._point = point
         self._option = option
-        self._card = Card(rank=point.rank, world_size=point.world_size)
-        self._patience = Patience(timeout_s)
+        self._info = RankInfo(rank=point.rank, world_size=point.world_size)
+        self._deadline = Deadline(timeout_s)
         self._poll_s = max(POLL_S, _POLL_PER_RANK_S * point.world_size)
 
     def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> Store:
@@ -49,99 +185,99 @@ class Rendezvous:
             find_failure: asked again and again for a reason why waiting is in vain.
         """
         meeting: futures.Future[Store] = futures.Future()
-        # In a thread, because torch waits for ever for the answer of a program that listens and is not a store. If it
+        # In a thread, because torch waits for ever for the join of a program that listens and is not a store. If it
         # does, the thread ends with the process.
         threading.Thread(target=self._run, args=(meeting, listener), daemon=True, name="bucketddp-start").start()
-        last_moment_s = self._patience.timeout_s + _FAREWELL_S + _GRACE_S
+        last_moment_s = self._deadline.timeout_s + _FAREWELL_S + _GRACE_S
         while not futures.wait([meeting], timeout=POLL_S).done:
-            if self._patience.failure is None and (failure := find_failure()) is not None:
-                self._patience.failure = failure
-                last_moment_s = min(last_moment_s, self._patience.waited_s + _FAREWELL_S + _GRACE_S)
-            if self._patience.waited_s > last_moment_s:
-                silence = "something listens there and does not answer, maybe another program"
-                why = self._point.explain_unreachable(silence, self._patience.timeout_s)
-                raise StartError(self._patience.failure or why)
+            if self._deadline.failure is None and (failure := find_failure()) is not None:
+                self._deadline.failure = failure
+                last_moment_s = min(last_moment_s, self._deadline.waited_s + _FAREWELL_S + _GRACE_S)
+            if self._deadline.waited_s > last_moment_s:
+                silence = "something listens there and does not join, maybe another program"
+                why = self._point.explain_unreachable(silence, self._deadline.timeout_s)
+                raise StartError(self._deadline.failure or why)
         return meeting.result()
 
     def _run(self, meeting: futures.Future[Store], listener: socket.socket | None) -> None:
         try:
-            server = self._point.open_server(listener, patience=self._patience) if self._point.is_host else None
-            whole_store = self._point.connect(patience=self._patience)
+            server = self._point.open_server(listener, deadline=self._deadline) if self._point.is_host else None
+            whole_store = self._point.connect(deadline=self._deadline)
             del server  # which is the store's now
             store = part_of(whole_store, "bucketddp/start")
-            invitation = self._invite(store) if self._card.rank == 0 else self._join(store)
+            rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
             # Not the whole: process groups do not know that an earlier one has used the same names.
-            meeting.set_result(part_of(whole_store, f"bucketddp/group/{invitation.host.identity}"))
+            meeting.set_result(part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}"))
         except BaseException as error:
             meeting.set_exception(error)
 
-    def _invite(self, store: Store) -> Invitation:
-        invitation = Invitation(store, self._card)
-        invitation.post(store)
-        while not invitation.all_have_answered():
-            if (why_not := self._find_objection(store, invitation)) is not None:
-                invitation.decide(why_not)
-                self._take_leave(invitation)
+    def _open_round(self, store: Store) -> RendezvousRound:
+        rdzv = RendezvousRound(store, self._info)
+        rdzv.post(store)
+        while not rdzv.all_have_joined():
+            if (why_not := self._find_objection(store, rdzv)) is not None:
+                rdzv.decide(why_not)
+                self._take_leave(rdzv)
                 raise StartError(why_not)
-            self._patience.report(lambda: f"{name_ranks(invitation.missing())} to join at {self._point}")
+            self._deadline.report(lambda: f"{name_ranks(rdzv.missing())} to join at {self._point}")
             time.sleep(self._poll_s)
-        invitation.decide(None)
-        return invitation
+        rdzv.decide(None)
+        return rdzv
 
-    def _find_objection(self, store: Store, invitation: Invitation) -> str | None:
-        newest = Invitation.find(store)
-        if newest is not None and newest.host != self._card:
-            newest.object(explain_taken(self._card, newest.host))
-            return explain_taken(self._card, newest.host)
-        return invitation.objection() or self._reason_to_give_up(invitation)
+    def _find_objection(self, store: Store, rdzv: RendezvousRound) -> str | None:
+        newest = RendezvousRound.find(store)
+        if newest is not None and newest.host != self._info:
+            newest.object(explain_taken(self._info, newest.host))
+            return explain_taken(self._info, newest.host)
+        return rdzv.objection() or self._reason_to_give_up(rdzv)
 
-    def _take_leave(self, invitation: Invitation) -> None:
+    def _take_leave(self, rdzv: RendezvousRound) -> None:
         until = time.monotonic() + _FAREWELL_S
-        while not invitation.all_have_left() and time.monotonic() < until:
+        while not rdzv.all_have_left() and time.monotonic() < until:
             time.sleep(self._poll_s)
 
-    def _join(self, store: Store) -> Invitation:
+    def _join(self, store: Store) -> RendezvousRound:
         try:
-            return self._wait_for_verdict(store)
+            return self._wait_for_outcome(store)
         except StartError:
             raise
         except RuntimeError as error:
             raise StartError(
-                f"Rank {self._card.rank} lost the connection to {self._point} before all ranks had joined: the process"
+                f"Rank {self._info.rank} lost the connection to {self._point} before all ranks had joined: the process"
                 " of rank 0 has ended. Its output says why."
             ) from error
 
-    def _wait_for_verdict(self, store: Store) -> Invitation:
-        invitation: Invitation | None = None
+    def _wait_for_outcome(self, store: Store) -> RendezvousRound:
+        rdzv: RendezvousRound | None = None
         poll_s = _FIRST_POLL_S
         while True:
-            newest = Invitation.find(store)
-            if newest is not None and (invitation is None or newest.host != invitation.host):
-                invitation = newest
-                if invitation.is_open:
-                    invitation.answer(self._card)
-            if invitation is not None and invitation.is_open and invitation.is_accepted(self._card):
-                return invitation
-            if (why_not := self._reason_to_give_up(invitation)) is not None:
-                if invitation is not None:
-                    invitation.object(why_not)
-                    invitation.leave(self._card)
+            newest = RendezvousRound.find(store)
+            if newest is not None and (rdzv is None or newest.host != rdzv.host):
+                rdzv = newest
+                if rdzv.is_open:
+                    rdzv.join(self._info)
+            if rdzv is not None and rdzv.is_open and rdzv.is_accepted(self._info):
+                return rdzv
+            if (why_not := self._reason_to_give_up(rdzv)) is not None:
+                if rdzv is not None:
+                    rdzv.object(why_not)
+                    rdzv.leave(self._info)
                 raise StartError(why_not)
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, self._poll_s)
 
-    def _reason_to_give_up(self, invitation: Invitation | None) -> str | None:
-        if self._patience.failure is not None or not self._patience.is_over:
-            return self._patience.failure
-        where = f"at {self._point} within {self._patience.timeout_s:g} s"
-        if invitation is not None and not invitation.is_open:
-            what = f"Rank {self._card.rank} found {where} only a start without it, of rank 0 ({invitation.host})."
+    def _reason_to_give_up(self, rdzv: RendezvousRound | None) -> str | None:
+        if self._deadline.failure is not None or not self._deadline.is_over:
+            return self._deadline.failure
+        where = f"at {self._point} within {self._deadline.timeout_s:g} s"
+        if rdzv is not None and not rdzv.is_open:
+            what = f"Rank {self._info.rank} found {where} only a start without it, of rank 0 ({rdzv.host})."
         else:
-            missing = [0] if invitation is None else invitation.missing()
-            what = f"{name_ranks(missing).capitalize()} of {self._card.world_size} did not join {where}."
-        there = [] if invitation is None else invitation.present()
+            missing = [0] if rdzv is None else rdzv.missing()
+            what = f"{name_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
+        there = [] if rdzv is None else rdzv.present()
         if there:
-            what += f" {len(there)} did, from host {name_some(sorted({card.host for card in there}))}."
+            what += f" {len(there)} did, from host {name_some(sorted({info.host for info in there}))}."
         return (
             f"{what} Look at the output of what is missing; check that every node was started, with the same `devices`"
             " and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes longer, pass a"

@@ -15,19 +15,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of
-from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.faults.whereabouts import OPTIMIZER, Whereabouts
-from lightning_bucketddp.reducer.compiled import graphs_split
+from lightning_bucketddp.faults.progress import OPTIMIZER, Progress
+from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.consistency import (
+    OnDivergence,
+    ReplicaCheckConfig,
+    ReplicaChecks,
+    training_state,
+)
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.training_state import TrainingState
-from lightning_bucketddp.strategies.ending import Ending, EndsTogether
-from lightning_bucketddp.strategies.fabric_saving import FabricCheckpointHooks
+from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
+from lightning_bucketddp.strategies.fault_handling import FaultHandler, HandlesFaults
+from lightning_bucketddp.strategies.nonfinite_step import scaler_of, step_unless_withheld
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -41,14 +48,7 @@ from lightning_bucketddp.strategies.options import (
     resolve_start_method,
     settle_torch_options,
 )
-from lightning_bucketddp.strategies.replica_checks import (
-    OnDivergence,
-    ReplicaCheckConfig,
-    ReplicaChecks,
-    training_state,
-)
 from lightning_bucketddp.strategies.start import StartsTogether
-from lightning_bucketddp.strategies.withheld_step import scaler_of, step_unless_withheld
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -56,7 +56,7 @@ else:
     _ParallelStrategy = object
 
 
-class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether, StartsTogether, _ParallelStrategy):
+class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults, StartsTogether, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
     Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -193,8 +193,8 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         self._optimizers: list[Optimizer] = []
         self._collectives: Collectives | None = None
         self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
-        self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
-        self._ending: Ending | None = None
+        self._progress = Progress(waiting_in=files_of_collectives())
+        self._fault_handler: FaultHandler | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
@@ -217,7 +217,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:
-            self._whereabouts.enter("the training loop")
+            self._progress.enter("the training loop")
             ending = self._begin_watching()
             ending.report_uncaught()
             ending.handle_interrupts()
@@ -252,7 +252,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
         replicas_differ_by_design = isinstance(self.config.comm_state, PostLocalSGDState)
         if self._checks is None and self._collectives.world_size > 1 and not replicas_differ_by_design:
             self._checks = ReplicaChecks(
-                self._collectives, self._check_config, lockstep=Lockstep(self._collectives), has_notes=False
+                self._collectives, self._check_config, exchange=StepExchange(self._collectives), has_messages=False
             )
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
@@ -271,7 +271,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
             num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         with ExitStack() as scopes:
-            scopes.enter_context(self._whereabouts.during("backward"))
+            scopes.enter_context(self._progress.during("backward"))
             for reducer in self._taking_part(module):
                 reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward())
@@ -298,7 +298,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, EndsTogether,
 
         checks = [reducer.finiteness for reducer in self.reducers.values()]
         closure_or_none = closure or (lambda: None)
-        with self._whereabouts.during(OPTIMIZER):
+        with self._progress.during(OPTIMIZER):
             return step_unless_withheld(step, optimizer, checks, closure=closure_or_none, precision=self.precision)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

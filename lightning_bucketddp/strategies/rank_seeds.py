@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_bucketddp.checkpoint.per_rank import gather_to_rank_zero
-from lightning_bucketddp.checkpoint.plain_data import from_plain, to_plain
+from lightning_bucketddp.checkpoint.rank_state import from_plain, gather_to_rank_zero, to_plain
 from lightning_bucketddp.comm.collectives import Collectives
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,19 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.strategies.training import TrainingHooks
+from lightning_bucketddp.strategies.trainer_step import TrainingHooks
 
 # Whoever records has imported them; every other start would have to wait for them.
 if TYPE_CHECKING:
     from lightning_bucketddp.recording.record import Run
-    from lightning_bucketddp.reducer.recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 
 
 class RecordsSteps(TrainingHooks):
     """The part of a strategy that tells a recorder what a step does; in other steps it does nothing."""
 
-    # The module that has the `BucketDDPMonitor` of the root.
-    _callbacks_module: ClassVar[str]
+    # The `BucketDDPMonitor` of the root.
+    _monitor_class: ClassVar[Any]
     _has_monitor: bool
     _collectives: Collectives | None
     # Set while steps are recorded.
@@ -38,7 +37,7 @@ class RecordsSteps(TrainingHooks):
         super().setup_environment()
         if not self._has_monitor or self.lightning_module is None:
             return
-        monitor: type = import_module(self._callbacks_module).BucketDDPMonitor
+        monitor: type = self._monitor_class()
         callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, monitor) for callback in callbacks):
             callbacks.append(monitor())
@@ -134,11 +133,11 @@ class RecordsSteps(TrainingHooks):
     def _complete_step(self, recorder: StepRecorder) -> None:
         assert self.reducer is not None
         assert self._on_recorded is not None
-        placement = self.reducer.placement
+        bucket_set = self.reducer.bucket_set
         marked = recorder.complete(
             self.reducer.stats,
             # The trainer counts this one later.
             step=self._module.trainer.global_step,
-            plan=0 if placement is None else placement.version,
+            plan=0 if bucket_set is None else bucket_set.version,
         )
         self._on_recorded(marked)

@@ -2,7 +2,7 @@
 
 Note: agreeing on a step
     A handler runs between two instructions of one rank, while others wait in a collective for that rank: it must not
-    raise, nor call a collective of its own. So it only takes note. The note goes to all ranks with the next
+    raise, nor call a collective of its own. So it only makes a note, which goes to all ranks with the next
     synchronised backward, and all of them stop after that step, with nothing lost. If there is no such backward in
     time (validation, a very long step), the watch stops them where they are.
 """
@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_bucketddp.comm.lockstep import Lockstep
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
-from lightning_bucketddp.faults.watch import SAME_CTRL_C_WITHIN_S, Watch
-from lightning_bucketddp.faults.whereabouts import Whereabouts
+from lightning_bucketddp.faults.watchdog import SAME_CTRL_C_WITHIN_S, Watchdog
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -33,18 +33,18 @@ class StopSignals:
     Args:
         trainer: whose run it is.
         watch: ends it on all ranks, if nothing else does.
-        whereabouts: of the thread that trains.
+        progress: of the thread that trains.
         wakeup: tells which signals have come, also where no handler can run.
     """
 
-    def __init__(self, trainer: Trainer, watch: Watch, whereabouts: Whereabouts, wakeup: SignalWakeup) -> None:
+    def __init__(self, trainer: Trainer, watch: Watchdog, progress: Progress, wakeup: SignalWakeup) -> None:
         self._trainer = trainer
         self._watch = watch
-        self._whereabouts = whereabouts
+        self._progress = progress
         self._wakeup = wakeup
         # By signal: what handles it while it means that the run shall stop. The user may put another in its place.
         self._handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
-        self._lockstep: Lockstep | None = None
+        self._exchange: StepExchange | None = None
         self._requeue: Callable[..., Any] | None = None
         self._callback: Any = None
         self._interrupted_at: float | None = None
@@ -57,7 +57,7 @@ class StopSignals:
                 the data is that of the step.
 
         Its handler for SIGTERM broadcasts from within, and so does its training loop before each batch (2.6): a
-        collective and a wait for the device in every step, which the notes make needless.
+        collective and a wait for the device in every step, which the messages make needless.
         """
         connector: Any = self._trainer._signal_connector
         self._requeue = connector._slurm_sigusr_handler_fn
@@ -93,21 +93,21 @@ class StopSignals:
         """Return the signals that have come since the last call and shall stop the run; called by the watch."""
         return [n for n in self._wakeup.received() if n in self._handlers and signal.getsignal(n) == self._handlers[n]]
 
-    def travel_with(self, lockstep: Lockstep) -> None:
-        """From now on there are notes to go with."""
-        self._lockstep = lockstep
+    def travel_with(self, exchange: StepExchange) -> None:
+        """From now on there are messages to go with."""
+        self._exchange = exchange
 
     def after_backward(self) -> None:
-        """All ranks have read the same notes."""
-        if self._lockstep is not None and self._lockstep.all_stop_by:
-            self._watch.request_stop(self._lockstep.all_stop_by)
+        """All ranks have read the same messages."""
+        if self._exchange is not None and self._exchange.all_stop_by:
+            self._watch.request_stop(self._exchange.all_stop_by)
             # All of them: Lightning raises at the end of this batch.
             self._trainer._signal_connector.received_sigterm = True
 
     def _after_batch(self) -> None:
         """All ranks are between two steps."""
-        if self._lockstep is not None and self._lockstep.all_requeue:
-            self._lockstep.all_requeue = self._lockstep.wants_requeue = False
+        if self._exchange is not None and self._exchange.all_requeue:
+            self._exchange.all_requeue = self._exchange.wants_requeue = False
             assert self._requeue is not None
             self._requeue(signal.SIGUSR1, None)
 
@@ -119,9 +119,9 @@ class StopSignals:
     def _on_stop(self, number: int, _frame: object) -> None:
         if self._watch.is_ending:
             return  # a second signal must not spoil the last checkpoint
-        if self._whereabouts.end_with is not None:
-            if self._whereabouts.may_be_interrupted:
-                raise self._whereabouts.end_with()
+        if self._progress.end_with is not None:
+            if self._progress.may_be_interrupted:
+                raise self._progress.end_with()
             return
         # Asked here: another rank may have passed on the same Ctrl-C before this one has noticed it.
         if number == signal.SIGINT:
@@ -131,17 +131,17 @@ class StopSignals:
                 return
             self._interrupted_at = time.monotonic()
         self._watch.receive_signal(number)
-        if self._lockstep is not None:
-            self._lockstep.stop_signal = number
+        if self._exchange is not None:
+            self._exchange.stop_signal = number
 
     def _on_requeue(self, number: int, frame: object) -> None:
-        if self._lockstep is not None:
-            self._lockstep.wants_requeue = True  # after the next step, also in a validation
+        if self._exchange is not None:
+            self._exchange.wants_requeue = True  # after the next step, also in a validation
         elif self._requeue is not None:
             self._requeue(number, frame)  # nothing is being trained
 
 
-class Interrupts:
+class InterruptSignals:
     """SIGINT in a program that has the loop itself: Python raises `KeyboardInterrupt`, which is for the user to handle.
 
     Unless the main thread is in C++, where it does not come. Then the run is stopped on all ranks.
@@ -193,7 +193,7 @@ class Interrupts:
 
 
 def _callback_after_batches(after_batch: Callable[[], None], base: type) -> Any:
-    class AfterBatch(base):
+    class AfterBatch(base):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             after_batch()
 

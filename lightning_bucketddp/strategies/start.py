@@ -12,12 +12,12 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.comm.network import gloo_between_hosts
-from lightning_bucketddp.comm.sockets import SETTINGS, open_more_sockets
-from lightning_bucketddp.startup.launched import LaunchedProcesses
-from lightning_bucketddp.startup.meeting_point import MeetingPoint
+from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
+from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
-from lightning_bucketddp.strategies.local_environment import HoldsPort
+from lightning_bucketddp.startup.store import StoreAddress
+from lightning_bucketddp.strategies.launchers import HoldsPort
 
 
 class StartsTogether:
@@ -38,7 +38,7 @@ class StartsTogether:
             self._take_listener(port=None)
             return
         environment = self.cluster_environment
-        point = MeetingPoint(
+        point = StoreAddress(
             address=environment.main_address,
             port=environment.main_port,
             rank=environment.global_rank(),
@@ -47,7 +47,7 @@ class StartsTogether:
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         rendezvous = Rendezvous(point, timeout_s=self._start_timeout_s)
-        launched = LaunchedProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
+        launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         with launched.ended_on_failure():
             store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
@@ -65,7 +65,7 @@ class StartsTogether:
                     device_id=None if self.root_device.type == "cpu" else self.root_device,
                 )
 
-    def _open_more_sockets(self, store: torch.distributed.Store, point: MeetingPoint) -> None:  # type: ignore[name-defined]
+    def _open_more_sockets(self, store: torch.distributed.Store, point: StoreAddress) -> None:  # type: ignore[name-defined]
         num_hosts = open_more_sockets(store, rank=point.rank, world_size=point.world_size)
         if num_hosts > 0:
             settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())

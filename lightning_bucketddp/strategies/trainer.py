@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
-from lightning_bucketddp.checkpoint.writer import CheckpointWriter
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.faults.whereabouts import Whereabouts
+from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaCheckConfig, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.strategies.binding import accept_in_every_root, follow_root
-from lightning_bucketddp.strategies.ending import Ending
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, GradientWeightOption, check_gradient_weight
+from lightning_bucketddp.strategies.fault_handling import FaultHandler
 from lightning_bucketddp.strategies.options import (
     RejectsUnknownOptions,
     StartMethod,
@@ -37,14 +38,13 @@ from lightning_bucketddp.strategies.options import (
     resolve_start_method,
     settle_torch_options,
 )
-from lightning_bucketddp.strategies.participation import GradientWeightOption, Participation, check_gradient_weight
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import RecordsSteps
-from lightning_bucketddp.strategies.replica_checks import OnDivergence, ReplicaCheckConfig, ReplicaChecks
-from lightning_bucketddp.strategies.saving import CheckpointHooks
+from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
 from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
 from lightning_bucketddp.strategies.start import StartsTogether
 from lightning_bucketddp.strategies.synced_layers import SyncedLayers
+from lightning_bucketddp.strategies.trainer_checkpoints import CheckpointHooks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -107,6 +107,8 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
     # Fabric looks for one before it says that it is Fabric (see `follow_root`).
     _precision: ClassVar[Any] = None
 
+    # The strategy class that a root of Lightning accepts.
+    _class_for_root: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
     _batch_size_of: ClassVar[Any]
 
@@ -217,11 +219,11 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         self._buffers: SharedBuffers | None = None
         self._gradient_weight = check_gradient_weight(gradient_weight)
         self._extends_uneven_data = uneven_data
-        self._participation: Participation | None = None
+        self._weighting: BatchWeighting | None = None
         self._start_timeout_s = check_seconds("start_timeout_s", start_timeout_s)
         self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
-        self._whereabouts = Whereabouts(waiting_in=files_of_collectives())
-        self._ending: Ending | None = None
+        self._progress = Progress(waiting_in=files_of_collectives())
+        self._fault_handler: FaultHandler | None = None
         self._async_checkpoints = async_checkpoints
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
@@ -248,7 +250,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         # The first thing that a Trainer or Fabric gives us, and it tells which root of Lightning that is from.
-        follow_root(self, accelerator)
+        follow_root(self, accelerator, self._class_for_root)
         self._accelerator = accelerator
 
     def setup_environment(self) -> None:
@@ -274,7 +276,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
             self._rank_seeds.forget_checkpoint()
         # One process alone has nobody to wait for, but may weigh its micro-batches.
         if self._is_fitting and (self._collectives.world_size > 1 or self._gradient_weight is not None):
-            self._participation = Participation(
+            self._weighting = BatchWeighting(
                 trainer,
                 self._collectives,
                 weight_of=self._batch_size_of if self._gradient_weight == "batch_size" else self._gradient_weight,
@@ -282,7 +284,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
                 has_alert=lambda: self._writer.has_failed,
             )
             if self._signals is not None:
-                self._signals.travel_with(self._participation.lockstep)
+                self._signals.travel_with(self._weighting.exchange)
         if self._is_fitting and self._layer_sync is not None:
             assert self.model is not None
             self._synced_layers = SyncedLayers(
@@ -306,11 +308,11 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
             self.reducer = Reducer(
                 self._replicas,
                 replace(self.config, broadcast_buffers=False),
-                weighting=None if self._participation is None else self._participation.weighting,
+                weighting=None if self._weighting is None else self._weighting.weighting,
                 finiteness=self._make_finiteness(self._replicas),
                 say=rank_zero_info,
             )
-            self._whereabouts.describe_backward = self.reducer.describe_backward
+            self._progress.describe_backward = self.reducer.describe_backward
         if self.config.broadcast_buffers:
             self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
         self._checks = self._make_checks()
@@ -343,7 +345,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        of_group = ("_collectives", "_ending", "_participation", "_checks")
+        of_group = ("_collectives", "_fault_handler", "_weighting", "_checks")
         of_module = ("reducer", "_replicas", "_synced_layers", "_buffers")
         return {**super().__getstate__(), **dict.fromkeys([*of_group, *of_module])}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_bucketddp.comm.lockstep import Lockstep, Occasion
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 
 # Py_TPFLAGS_HEAPTYPE: Python lets an object change from such a class to another one.
 _DEFINED_IN_PYTHON = 1 << 9
@@ -26,12 +26,12 @@ class UnevenData:
     """What becomes of the training data of a fit (Note: evenness).
 
     Args:
-        lockstep: the exchange with the other ranks.
+        exchange: the exchange with the other ranks.
         extends: go on until the data of all ranks has ended.
     """
 
-    def __init__(self, lockstep: Lockstep, *, extends: bool) -> None:
-        self._lockstep = lockstep
+    def __init__(self, exchange: StepExchange, *, extends: bool) -> None:
+        self._exchange = exchange
         self._extends = extends
         self._num_own_batches: int | None = None
         self._num_batches_begun = 0
@@ -75,19 +75,19 @@ class UnevenData:
             length = None
         if not self._extends:
             return length
-        self._lockstep.send(Occasion.FETCH, weight=-1 if length is None else length)
-        lengths = [int(note.weight) for note in self._lockstep.receive()]
+        self._exchange.send(MessageKind.FETCH, weight=-1 if length is None else length)
+        lengths = [int(message.weight) for message in self._exchange.receive()]
         return None if -1 in lengths else max(lengths)
 
     def _watched(self, batches: Iterator[Any], length: int | None) -> Iterator[Any]:
         has_told = False
         for num_given, batch in enumerate(batches, start=1):
             if num_given == length:  # nobody will ask for another
-                self._lockstep.send(Occasion.OUT_OF_DATA)
+                self._exchange.send(MessageKind.OUT_OF_DATA)
                 has_told = True
             yield batch
         if not has_told:
-            self._lockstep.send(Occasion.OUT_OF_DATA)
+            self._exchange.send(MessageKind.OUT_OF_DATA)
 
     def _extended(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._num_own_batches = None
@@ -100,8 +100,8 @@ class UnevenData:
                 batch = following
             elif self._num_own_batches is None:
                 self._num_own_batches = num_given
-            self._lockstep.send(Occasion.FETCH, weight=following is not nothing)
-            having = [bool(note.weight) for note in self._lockstep.receive()]
+            self._exchange.send(MessageKind.FETCH, weight=following is not nothing)
+            having = [bool(message.weight) for message in self._exchange.receive()]
             if not any(having):
                 return
             if num_given == 0 and not all(having):

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.disks import small_disk
 from tests.soak.round import Arena, Outcome, run_round, weights_undisturbed
 from tests.soak.tally import Tally
 from tests.soak.trial import FAULTS, LAUNCHERS, Trial
+from tests.support.disks import small_disk
 
 _DISK_BYTES = 2**20
 
@@ -37,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--launcher", choices=LAUNCHERS, action="append", help="only this (may be given again)")
     parser.add_argument("--strategy", choices=("bucketddp", "ddp"), default="bucketddp", help="ddp: for comparison")
     parser.add_argument(
-        "--patience", type=float, default=30, help="seconds that all may take to end (default: %(default)s)"
+        "--deadline", type=float, default=30, help="seconds that all may take to end (default: %(default)s)"
     )
     return parser.parse_args(arguments)
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {seed}; the files of rounds that go wrong stay in {directory}", flush=True)
     tally = Tally(lambda outcome: _replay(outcome, options))
-    arena = Arena(directory=directory, checkpoints=directory, strategy=options.strategy, patience_s=options.patience)
+    arena = Arena(directory=directory, checkpoints=directory, strategy=options.strategy, patience_s=options.deadline)
     weights = ""
     for number in range(seed, seed + options.rounds):
         if time.monotonic() > until:

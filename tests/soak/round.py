@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from lightning_bucketddp.checkpoint.damage import damage_in
-from tests.disks import Disk
-from tests.scripts.soaked import NUM_EPOCHS, STEPS_PER_EPOCH
+from lightning_bucketddp.checkpoint.integrity import damage_in
 from tests.soak.damage import flip_bit
 from tests.soak.running import Program, Running, running
 from tests.soak.trial import TIMEOUT_S, Trial
+from tests.support.disks import Disk
+from tests.support.scripts.soaked import NUM_EPOCHS, STEPS_PER_EPOCH
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "soaked.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "soaked.py"
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 PAUSE_S = 0.03
 HANG, LOSS, LEFTOVER, STATUS, WORDS, WEIGHTS = "hang", "loss", "leftover", "exit status", "words", "weights"

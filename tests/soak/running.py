@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.programs import processes_of
-from tests.warm import RUN_VARIABLE
+from tests.support.programs import processes_of
+from tests.support.warm import RUN_VARIABLE
 
 # Starting takes seconds, and minutes where the machine has other things to do.
 _BEGINS_WITHIN_S = 180.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.scripts.soaked import SAVE_EVERY_N_STEPS, START_TIMEOUT_S
+from tests.support.scripts.soaked import SAVE_EVERY_N_STEPS, START_TIMEOUT_S
 
 LAUNCHERS = ("script", "torchrun", "spawn", "fork")
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "sigterm": "SIGTERM", "sigint": "SIGINT"}

@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.leftovers import find_leftovers
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file, find_temporary_files
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted, ranks_by
 from lightning_bucketddp.commands.doctor.resources import GIB
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.startup.invitation import name_ranks
+from lightning_bucketddp.startup.rendezvous import name_ranks
 
 _THEME = Theme("Checkpoints")
 _TRIAL_BYTES = 64 * MIB
@@ -35,7 +34,7 @@ def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
     if rank > 0 or not seen["exists"]:
         return seen
     try:
-        leftovers = find_leftovers(str(directory))
+        leftovers = find_temporary_files(str(directory))
         seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
         seen |= {"file_system": _file_system(directory), "free": shutil.disk_usage(directory).free}
         return seen | _write_trial(directory)

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.network import gloo_between_hosts
-from lightning_bucketddp.comm.sockets import open_more_sockets
+from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
+from lightning_bucketddp.comm.nccl_sockets import open_more_sockets
 from lightning_bucketddp.commands.doctor.deadline import NeverEnded, within
 from lightning_bucketddp.commands.usage import UsageError
-from lightning_bucketddp.startup.launched import LAUNCHER_PID, LaunchedProcesses
-from lightning_bucketddp.startup.meeting_point import MeetingPoint
+from lightning_bucketddp.startup.child_processes import LAUNCHER_PID, ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
+from lightning_bucketddp.startup.store import StoreAddress
 
 _LOCAL = "127.0.0.1"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,7 +40,7 @@ class Crew:
         listener: where they meet, if this process listens there already.
     """
 
-    point: MeetingPoint
+    point: StoreAddress
     is_our_own: bool
     children: Sequence[subprocess.Popen[bytes]] = ()
     listener: socket.socket | None = None
@@ -60,7 +60,7 @@ class Crew:
             local_rank = int(os.environ.get("LOCAL_RANK", rank))
         except ValueError as error:
             raise UsageError(f"RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: {error}.") from None
-        point = MeetingPoint(
+        point = StoreAddress(
             address=given["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, local_rank=local_rank
         )
         return cls(point=point, is_our_own=LAUNCHER_PID in os.environ)
@@ -73,7 +73,7 @@ class Crew:
         port = listener.getsockname()[1]
         variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": port, LAUNCHER_PID: os.getpid()}
         children: list[subprocess.Popen[bytes]] = []
-        point = MeetingPoint(address=_LOCAL, port=port, rank=0, world_size=world_size, local_rank=0)
+        point = StoreAddress(address=_LOCAL, port=port, rank=0, world_size=world_size, local_rank=0)
         crew = cls(point=point, is_our_own=True, listener=listener)
         try:
             for rank in range(1, world_size):
@@ -94,7 +94,7 @@ class Crew:
     def meet(self, *, timeout_s: float) -> Iterator[Colleagues]:
         """A process group of all ranks; `StartError` if some do not come."""
         rendezvous = Rendezvous(self.point, timeout_s=timeout_s, option="--timeout")
-        launched = LaunchedProcesses(self, rank=self.point.rank, local_rank=self.point.local_rank)
+        launched = ChildProcesses(self, rank=self.point.rank, local_rank=self.point.local_rank)
         store = rendezvous.meet(listener=self.listener, find_failure=launched.find_failure)
         store.set_timeout(timedelta(seconds=timeout_s))
         try:

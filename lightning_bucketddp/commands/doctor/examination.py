@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_bucketddp.comm.sockets import host_of, nccl_settings
+from lightning_bucketddp.comm.nccl_sockets import host_of, nccl_settings
 from lightning_bucketddp.commands.doctor import checkpoints, clocks, gpus, interfaces, ports, resources, software, speed
 from lightning_bucketddp.commands.doctor.crew import Colleagues, Crew
 from lightning_bucketddp.commands.doctor.deadline import NeverEnded, within
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, Verdict, counted
-from lightning_bucketddp.startup.meeting_point import StartError
+from lightning_bucketddp.startup.store import StartError
 
 _THEME = Theme("Ranks")
 _PARTS = (software, gpus, interfaces, ports, resources)

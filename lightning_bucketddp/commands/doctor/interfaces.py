@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_bucketddp.comm.network import interface_towards
-from lightning_bucketddp.comm.sockets import SETTINGS, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.gloo_interface import interface_towards
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, on, one_per_host, ranks_by
-from lightning_bucketddp.startup.invitation import name_ranks
+from lightning_bucketddp.startup.rendezvous import name_ranks
 
 _THEME = Theme("Network")
 _ROOT = Path("/sys/class")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, ranks_by
-from lightning_bucketddp.startup.invitation import name_ranks
+from lightning_bucketddp.startup.rendezvous import name_ranks
 
 _THEME = Theme("Software")
 # Ranks talk to each other in the formats of these; what else differs may still train.

@@ -12,7 +12,7 @@ import torch
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, one_per_host
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
 from lightning_bucketddp.reducer.clock import Clock, clock_of
 
 _THEME = Theme("All-reduce")

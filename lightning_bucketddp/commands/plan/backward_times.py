@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.planning.profile import Profile
 from lightning_bucketddp.recording.profiles import NO_COST, profile_of
 from lightning_bucketddp.recording.record import RecordedPlan, Run, Step, read
-from lightning_bucketddp.reducer.plans import spec_of
+from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 
 

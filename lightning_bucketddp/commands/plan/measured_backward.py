@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, specs_of
 from lightning_bucketddp.commands.usage import UsageError
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.reducer.clock import Clock, clock_of
-from lightning_bucketddp.reducer.hooks import hook
+from lightning_bucketddp.reducer.grad_hooks import hook
 from lightning_bucketddp.replicas.replicas import parameters_of
 
 _NUM_WARM_UP = 2

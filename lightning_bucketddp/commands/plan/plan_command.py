@@ -17,8 +17,8 @@ from lightning_bucketddp.commands.plan.named_module import NamedModule
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network, scale
 from lightning_bucketddp.commands.usage import UsageError
 from lightning_bucketddp.config import AUTO, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.planning.optimal_plan import NETWORKS
 from lightning_bucketddp.planning.plan import plan_buckets
-from lightning_bucketddp.planning.prediction import NETWORKS
 
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lightning_bucketddp.commands.plan.scaling import ModulePlan, Scaling
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.plan import BucketPlan
+from lightning_bucketddp.planning.plan import BucketSpec
 
 # Where nobody looks at a terminal, lines are as long as they want.
 _PIPED_WIDTH = 160
@@ -66,7 +66,7 @@ def _buckets(plan: ModulePlan) -> Table:
     return table
 
 
-def _contents(plan: ModulePlan, bucket: BucketPlan) -> str:
+def _contents(plan: ModulePlan, bucket: BucketSpec) -> str:
     names = plan.names_in(bucket)
     if not names:
         return "(flags only)"

@@ -10,10 +10,10 @@ from lightning_bucketddp.commands.plan.backward_times import BackwardTimes
 from lightning_bucketddp.commands.plan.chart import Axis, Series, draw
 from lightning_bucketddp.commands.usage import UsageError
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.cost import Network
-from lightning_bucketddp.planning.plan import BucketPlan
-from lightning_bucketddp.planning.prediction import NETWORKS, Prediction, predict
-from lightning_bucketddp.planning.profile import Profile
+from lightning_bucketddp.planning.all_reduce_cost import Network
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict
+from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.recording.profiles import NO_COST
 
 _LARGEST = 1024
@@ -60,7 +60,7 @@ class ModulePlan:
     module: str
     device: str
     times: BackwardTimes
-    buckets: Sequence[BucketPlan]
+    buckets: Sequence[BucketSpec]
     origin: str
     num_ranks: int
     scalings: Sequence[Scaling]
@@ -69,10 +69,10 @@ class ModulePlan:
     def profile(self) -> Profile:
         return self.times.profile
 
-    def bytes_of(self, bucket: BucketPlan) -> int:
+    def bytes_of(self, bucket: BucketSpec) -> int:
         return sum(self.profile.specs[i].num_bytes for i in bucket.members)
 
-    def names_in(self, bucket: BucketPlan) -> list[str]:
+    def names_in(self, bucket: BucketSpec) -> list[str]:
         return [self.profile.specs[i].name for i in bucket.members]
 
     def to_json(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.optimum import optimal_plan
-from lightning_bucketddp.planning.plan import BucketPlan, plan_buckets
-from lightning_bucketddp.planning.profile import Profile
-from lightning_bucketddp.planning.timeline import simulate
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import optimal_plan
+from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.profiles import plan_in
 from lightning_bucketddp.recording.record import RecordedPlan
 
@@ -67,7 +67,7 @@ def _caps_mb(profile: Profile) -> list[float]:
     return [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
 
 
-def _predict(profile: Profile, plan: Sequence[BucketPlan], *, cap_mb: float | None = None) -> Prediction:
+def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Prediction:
     assert profile.cost is not None
     timeline = simulate(profile, plan, profile.cost)
     if cap_mb is None:

@@ -1,0 +1,195 @@
+"""Writing checkpoints on rank zero, at once or while training goes on.
+
+Note: in the background
+    A snapshot is taken while training waits; one thread writes it. One write is in flight at a time, so there is one
+    snapshot: the next save waits for it. When a write fails, whoever comes next hears of it: a save, a training step,
+    the end of training. Python waits for the thread before it ends.
+
+    What shall be removed goes after the write that is in flight, and only if that succeeds. Otherwise a run that is
+    killed between the two would have neither the old checkpoint nor the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.snapshot import Snapshots
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+
+@dataclass(slots=True)
+class CheckpointStats:
+    """Seconds on rank zero; the other ranks wait for it.
+
+    Attributes:
+        num_saves: checkpoints saved, or tried to.
+        snapshot_s: copying them, for those that are written in the background.
+        waiting_s: waiting for the one before to be written in the background.
+        writing_s: writing them while training waited.
+        background_s: writing them while training went on.
+    """
+
+    num_saves: int = 0
+    snapshot_s: float = 0.0
+    waiting_s: float = 0.0
+    writing_s: float = 0.0
+    background_s: float = 0.0
+
+    @property
+    def held_up_s(self) -> float:
+        """How long training stood still for them."""
+        return self.snapshot_s + self.waiting_s + self.writing_s
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to the attribute `name`, however it ends."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    def describe(self) -> str:
+        """All of it in one line."""
+        return (
+            f"{self.num_saves} checkpoint{'' if self.num_saves == 1 else 's'}, held up training for"
+            f" {self.held_up_s:.3f} s (snapshot {self.snapshot_s:.3f} s, waiting {self.waiting_s:.3f} s, writing"
+            f" {self.writing_s:.3f} s), wrote for {self.background_s:.3f} s in the background"
+        )
+
+
+def drain(checkpoint_io: CheckpointIO) -> None:
+    """Wait for the writes in the background and raise what went wrong in them.
+
+    `teardown` is where plugins do so. Lightning calls it after every fit, validate, test and predict, so that one
+    more call is nothing new to them.
+    """
+    with raised_once(checkpoint_io):
+        checkpoint_io.teardown()
+
+
+@contextmanager
+def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
+    """Let an error of `checkpoint_io` pass and make it forget what failed in the background.
+
+    `AsyncCheckpointIO` would raise it again, on rank zero only: from the trainer's teardown, which then stops
+    half-way, and from the first save of the next fit.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            checkpoint_io.teardown()  # a second write may be waiting, to fail for the same reason
+        if getattr(checkpoint_io, "_error", None) is not None:
+            checkpoint_io._error = None  # type: ignore[attr-defined]
+        raise
+
+
+log = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one strategy (Note: in the background)."""
+
+    def __init__(self) -> None:
+        self.stats = CheckpointStats()
+        self._snapshots = Snapshots()
+        self._thread: ThreadPoolExecutor | None = None
+        self._in_flight: Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write in the background has failed and nobody has heard of it."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+
+    def save(
+        self, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None], *, path: Path, in_background: bool
+    ) -> None:
+        """Have `write` write `checkpoint` to `path`. A failure of the save before is raised after that.
+
+        Not instead of it: this may be the last chance to save.
+        """
+        self.stats.num_saves += 1
+        with self.stats.timing("waiting_s"):
+            failure = self._finish()
+        if in_background:
+            with self.stats.timing("snapshot_s"):
+                snapshot = self._snapshot(checkpoint, path)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketddp checkpoints")
+            self._in_flight = self._thread.submit(self._write, snapshot, write, path)
+        else:
+            with self.stats.timing("writing_s"):
+                write(checkpoint)
+        if failure is not None:
+            raise failure
+
+    def remove(self, remove: Callable[[], None], *, path: Path) -> None:
+        """Have `remove` remove the checkpoint at `path`, once what is in flight is written."""
+        if self._thread is None or self._in_flight is None:
+            remove()
+        else:
+            self._thread.submit(self._remove, self._in_flight, remove, path)
+
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong in the background so far, without waiting for what is in flight."""
+        if self.has_failed and (failure := self._finish()) is not None:
+            raise failure
+
+    def drain(self) -> None:
+        """Wait for what is in flight, let go of thread and memory, and raise what has gone wrong."""
+        with self.stats.timing("waiting_s"):
+            failure = self._finish()
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+        self._snapshots.free()
+        if failure is not None:
+            raise failure
+
+    def _finish(self) -> BaseException | None:
+        """Wait for the write in flight; what went wrong in it."""
+        failure = None if self._in_flight is None else self._in_flight.exception()
+        self._in_flight = None
+        return failure
+
+    def _snapshot(self, checkpoint: dict[str, Any], path: Path) -> Any:
+        try:
+            return self._snapshots.take(checkpoint)
+        except Exception as error:
+            raise CheckpointWriteError.because(error, path=path) from error
+
+    # In the thread.
+
+    def _write(self, snapshot: Any, write: Callable[[dict[str, Any]], None], path: Path) -> None:
+        try:
+            with self.stats.timing("background_s"):
+                write(snapshot)
+        except Exception as error:
+            failure = CheckpointWriteError.because(error, path=path)
+            # Should the program end now, nobody would hear of it otherwise.
+            log.error("bucketddp: %s", failure)
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _remove(self, write: Future[None], remove: Callable[[], None], path: Path) -> None:
+        if write.exception() is not None:
+            log.warning("bucketddp: checkpoint `%s` is kept, because the one that replaces it was not written.", path)
+            return
+        try:
+            remove()
+        except Exception:
+            log.exception("bucketddp: could not remove checkpoint `%s`.", path)

@@ -1,0 +1,124 @@
+"""Writing a checkpoint on rank zero and reading it on every rank, with an outcome that every rank learns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError
+from lightning_bucketddp.comm.collectives import Collectives
+
+
+def write_on_rank_zero(
+    write: Callable[[], None], collectives: Collectives | None, *, path: str | os.PathLike[str] | None = None
+) -> None:
+    """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
+
+    Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
+    after a failure of some rank, rank zero writes alone and the others do nothing.
+
+    Args:
+        write: writes the checkpoint.
+        collectives: None when there are no other ranks to tell.
+        path: what is written, for the error; None if not known.
+    """
+    if collectives is None or not collectives.is_open:
+        if collectives is None or collectives.rank == 0:
+            write()
+        return
+    if collectives.rank == 0:
+        try:
+            write()
+        except Exception as error:
+            failure = CheckpointWriteError.because(error, path=path)
+            collectives.broadcast_json({"message": str(failure), "errno": failure.errno})
+            raise
+    if (on_rank_zero := collectives.broadcast_json(None)) is not None:
+        raise CheckpointWriteError(f"{on_rank_zero['message']} (on rank 0)", errno=on_rank_zero["errno"])
+
+
+_Checkpoint = TypeVar("_Checkpoint")
+_CHUNK_BYTES = 2**20
+_MAX_RANKS_SHOWN = 8
+
+
+def read_on_every_rank(
+    read: Callable[[], _Checkpoint], collectives: Collectives, *, path: str | os.PathLike[str]
+) -> _Checkpoint:
+    """Call `read`; raise on every rank if it raises on any, or if they read different files. All ranks must call this.
+
+    A rank that cannot read would leave the others waiting for it, and one that reads another file would train on from
+    another optimizer state: hosts may have disks of their own.
+
+    Args:
+        read: reads the checkpoint.
+        collectives: the ranks that read.
+        path: what is read, as this rank calls it.
+    """
+    try:
+        checkpoint = read()
+        content = _fingerprint(str(path))
+    except Exception as error:
+        text = str(error) if isinstance(error, CheckpointReadError) else _about(path, error)
+        collectives.gather_json({"path": str(path), "error": text})
+        raise
+    _raise_difference(collectives.gather_json({"path": str(path), "content": content}))
+    return checkpoint
+
+
+def read_nowhere(collectives: Collectives) -> None:
+    """Tell the ranks that may be in `read_on_every_rank` now that this one has nothing to read."""
+    _raise_difference(collectives.gather_json({"path": None}))
+
+
+def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
+    """Raise what is wrong with the `outcomes` of all ranks, by rank."""
+    if failed := [rank for rank, outcome in enumerate(outcomes) if "error" in outcome]:
+        raise CheckpointReadError(f"{outcomes[failed[0]]['error']} (on {_ranks(failed)})")
+    without = [rank for rank, outcome in enumerate(outcomes) if outcome["path"] is None]
+    if 0 < len(without) < len(outcomes):
+        path = next(outcome["path"] for outcome in outcomes if outcome["path"] is not None)
+        raise CheckpointReadError(
+            f"There is a checkpoint `{path}` to resume from, but not on {_ranks(without)}. Save where all hosts can"
+            " read, or copy it to every host."
+        )
+    other = [rank for rank, outcome in enumerate(outcomes) if outcome.get("content") != outcomes[0].get("content")]
+    if other:
+        raise CheckpointReadError(
+            f"The checkpoint `{outcomes[0]['path']}` of rank 0 is another one than `{outcomes[other[0]]['path']}` of"
+            f" {_ranks(other)}: the files differ. Save where all hosts can read, or copy one file to every host."
+        )
+
+
+def _about(path: str | os.PathLike[str], error: Exception) -> str:
+    return f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
+
+
+def _fingerprint(path: str) -> str | None:
+    """Differs for files that differ, without reading what has checksums; None for what is not a local file."""
+    filesystem, target = url_to_fs(path)
+    if not isinstance(filesystem, LocalFileSystem) or not os.path.isfile(target):
+        return None
+    try:
+        with zipfile.ZipFile(target) as archive:
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+        return hashlib.sha256(repr(entries).encode()).hexdigest()
+    except zipfile.BadZipFile:  # an older file, or one of a user's own plugin
+        checksum = 0
+        with open(target, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                checksum = zlib.crc32(chunk, checksum)
+        return f"{checksum:08x}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _MAX_RANKS_SHOWN} more" if len(ranks) > _MAX_RANKS_SHOWN else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

@@ -1,0 +1,179 @@
+"""What every rank has of its own, as plain data, brought together on rank zero for the checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.comm.collectives import Collectives
+
+_KIND = "bucketddp_kind"
+
+
+class NotPlainError(TypeError):
+    """A value that a checkpoint cannot hold as plain data."""
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as plain data; raises `NotPlainError` for what has no such form.
+
+    An entry of a dict that has none is left out.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)([to_plain(item) for item in value])
+    if type(value) is dict:
+        return plain_entries(value)
+    if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        tensor = value.detach()
+        return tensor if tensor.device.type == "cpu" else {_KIND: "tensor on the accelerator", "tensor": tensor}
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is np.ndarray:
+        return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": _bytes_of(value)}
+    if type(value) is np.random.RandomState:
+        name, keys, *rest = value.get_state(legacy=True)
+        return {_KIND: "numpy.random.RandomState", "state": [str(name), np.asarray(keys).tolist(), *rest]}
+    if type(value) is torch.Generator and value.device.type == "cpu":
+        return {_KIND: "torch.Generator", "state": value.get_state().tolist()}
+    raise NotPlainError(type(value).__name__)
+
+
+def plain_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries that have a plain form."""
+    plain = {}
+    for key, value in entries.items():
+        if type(key) in (bool, int, float, str):
+            with suppress(NotPlainError):
+                plain[key] = to_plain(value)
+    return plain
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` has a plain form."""
+    return bool(plain_entries({"value": value}))
+
+
+def from_plain(plain: Any, device: torch.device) -> Any:
+    """What `to_plain` was given; tensors that were on an accelerator are put on `device`."""
+    if type(plain) in (list, tuple):
+        return type(plain)([from_plain(item, device) for item in plain])
+    if type(plain) is not dict:
+        return plain
+    kind = plain.get(_KIND)
+    if kind == "tensor on the accelerator":
+        return plain["tensor"].to(device)
+    if kind == "numpy array":
+        return plain["bytes"].numpy().copy().view(plain["dtype"]).reshape(plain["shape"])
+    if kind == "numpy.random.RandomState":
+        generator = np.random.RandomState()
+        generator.set_state(tuple(plain["state"]))
+        return generator
+    if kind == "torch.Generator":
+        return torch.Generator().set_state(torch.tensor(plain["state"], dtype=torch.uint8))
+    return {key: from_plain(value, device) for key, value in plain.items()}
+
+
+def holds_tensors(plain: Any) -> bool:
+    """Whether there is a tensor or an array anywhere in plain data."""
+    if type(plain) is dict:
+        return any(holds_tensors(value) for value in plain.values())
+    if type(plain) in (list, tuple):
+        return any(holds_tensors(value) for value in plain)
+    return isinstance(plain, Tensor)
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
+    # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
+    if array.dtype.kind not in "biufc":
+        raise NotPlainError(f"array of {array.dtype}")
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0).byte()
+
+
+# Stands for a tensor that travels on its own, in a dict with its shape and dtype.
+_SLOT = "bucketddp_tensor"
+
+
+def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:
+    """`tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
+
+    Tensors travel one by one, to rank zero only, and are on the CPU there: together they may be larger than the memory
+    of a device. They are copies, so that a checkpoint can be written while training goes on.
+
+    Args:
+        tree: dicts, lists and tuples of dense tensors, numbers, strings and None.
+        collectives: None when there are no other ranks.
+    """
+    tensors: list[Tensor] = []
+    outline = _map(tree, _is_tensor, lambda tensor: _taken_out(tensor, tensors))
+    if collectives is None:
+        return [_with_tensors(outline, (_copy_on_cpu(tensor) for tensor in tensors))]
+    outlines = collectives.gather_rows(_to_bytes(outline, collectives.device))
+    if collectives.rank != 0:
+        for tensor in tensors:
+            collectives.send(tensor.detach().to(collectives.device), destination=0)
+        return None
+    gathered = [_with_tensors(outline, (_copy_on_cpu(tensor) for tensor in tensors))]
+    for source in range(1, collectives.world_size):
+        outline = _from_bytes(outlines[source])
+        gathered.append(_with_tensors(outline, _received(outline, source, collectives)))
+    return gathered
+
+
+def _received(outline: Any, source: int, collectives: Collectives) -> Iterator[Tensor]:
+    slots: list[dict[str, Any]] = []
+    _map(outline, _is_slot, slots.append)
+    for slot in slots:
+        tensor = torch.empty(slot["shape"], dtype=slot["dtype"], device=collectives.device)
+        collectives.receive(tensor, source=source)
+        yield tensor.cpu()
+
+
+def _with_tensors(outline: Any, tensors: Iterator[Tensor]) -> Any:
+    return _map(outline, _is_slot, lambda _: next(tensors))
+
+
+def _taken_out(tensor: Tensor, tensors: list[Tensor]) -> dict[str, Any]:
+    tensors.append(tensor)
+    return {_SLOT: True, "shape": tensor.shape, "dtype": tensor.dtype}
+
+
+def _map(tree: Any, matches: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
+    """`tree` with what `matches` replaced, always in the same order."""
+    if matches(tree):
+        return replace(tree)
+    if type(tree) is dict:
+        return {key: _map(value, matches, replace) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_map(value, matches, replace) for value in tree])
+    return tree
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_slot(value: Any) -> bool:
+    return type(value) is dict and _SLOT in value
+
+
+def _copy_on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _to_bytes(outline: Any, device: torch.device) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(outline, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(raw: Tensor) -> Any:
+    # What comes from another process is data, never code.
+    return torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)

@@ -1,0 +1,50 @@
+"""Which network gloo uses between hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9
+
+
+@contextmanager
+def gloo_between_hosts() -> Iterator[None]:
+    """Process groups that are made inside reach the other hosts, unless the user has said how."""
+    main_address = os.environ.get("MASTER_ADDR")
+    interface = interface_towards(main_address) if main_address and _VARIABLE not in os.environ else None
+    if interface is None:
+        yield
+        return
+    os.environ[_VARIABLE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface through which packets leave for `address`; None if that is this host alone, or cannot be told."""
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((address, _ANY_PORT))  # sends nothing
+        own_address = s.getsockname()[0]
+        if own_address.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            if _address_of(name, s) == own_address:
+                return name
+    return None
+
+
+def _address_of(interface: str, s: socket.socket) -> str | None:
+    import fcntl  # not on every platform
+
+    with suppress(OSError):  # it has none
+        answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(answer[20:24])
+    return None

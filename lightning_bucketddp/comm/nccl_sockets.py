@@ -1,0 +1,117 @@
+"""Over how many sockets NCCL sends from host to host.
+
+Note: socket settings
+    NCCL reads the two variables when it makes its first connection between hosts, which may be long after the process
+    group is there, and never again. So they are set before the group is made and stay in the environment of the rank:
+    taken back, they would be missing for connections that are made late, or tell less than what NCCL does. What a rank
+    starts inherits them, as if the user had set them.
+    On each connection NCCL takes the numbers of the rank that listens, so ranks that differ would understand each
+    other. They do not differ all the same: what any host's user has chosen is left alone on all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
+# By their PCI vendor: the networks of AWS and of Google's cloud, for which NCCL has numbers of its own.
+_VENDORS_KNOWN_TO_NCCL = {"0x1d0f", "0x1ae0"}
+_VERDICT = "bucketddp/sockets"
+_ROOT = Path("/")
+
+
+def open_more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> int:
+    """Set NCCL's variables (Note: socket settings) on all ranks of `store` or on none; on how many hosts, or 0.
+
+    Args:
+        root: of the file system that tells about networks and NCCL's settings.
+    """
+    settings = nccl_settings(os.environ, root=root)
+    store.set(f"{_VERDICT}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
+    if rank == 0:
+        answers = [json.loads(answer) for answer in store.multi_get([f"{_VERDICT}/{r}" for r in range(world_size)])]
+        hosts = {host for host, _ in answers}
+        is_wanted = len(hosts) > 1 and all(is_untuned for _, is_untuned in answers)
+        store.set(_VERDICT, json.dumps(len(hosts) if is_wanted else 0))
+    num_hosts = int(json.loads(store.get(_VERDICT)))
+    if num_hosts > 0:
+        os.environ.update(SETTINGS)
+    return num_hosts
+
+
+def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
+    """Whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
+    if any(name in settings for name in SETTINGS):
+        return False
+    if settings.get("NCCL_NET_PLUGIN", "").lower() not in ("", "none"):
+        return False
+    network = settings.get("NCCL_NET", "").lower()
+    if network not in ("", "socket"):
+        return False
+    may_use_infiniband = network == "" and settings.get("NCCL_IB_DISABLE", "") in ("", "0")
+    if may_use_infiniband and _entries(root / "sys/class/infiniband"):
+        return False
+    return not _vendors(root) & _VENDORS_KNOWN_TO_NCCL
+
+
+def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict[str, str]:
+    """What NCCL will find set: in `environment`, in the user's file, in the machine's file, in that order."""
+    named = environment.get("NCCL_CONF_FILE")
+    home = _home()
+    of_user = Path(named).absolute() if named else home and home / ".nccl.conf"
+    found: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), of_user):
+        if path is not None:
+            found |= _read(root / path.relative_to("/"))
+    return found | {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+
+
+def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
+    """Ranks with the same are on one host, as NCCL sees it."""
+    if given := settings.get("NCCL_HOSTID"):
+        return given
+    boot = ""
+    with suppress(OSError):
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _read(path: Path) -> dict[str, str]:
+    with suppress(OSError):
+        # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
+        pairs = [line.split("=", 1) for line in path.read_text(errors="replace").splitlines() if "=" in line]
+        return {name.strip(): value.strip() for name, value in pairs}
+    return {}
+
+
+def _home() -> Path | None:
+    """Where NCCL looks, whatever `HOME` says."""
+    import pwd  # not on every platform
+
+    with suppress(KeyError):  # a user without a name, as in some containers
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    return None
+
+
+def _vendors(root: Path) -> set[str]:
+    found = set()
+    for interface in _entries(root / "sys/class/net"):
+        with suppress(OSError):  # one that is not hardware
+            found.add((interface / "device" / "vendor").read_text().strip())
+    return found
+
+
+def _entries(directory: Path) -> list[Path]:
+    with suppress(OSError):
+        return list(directory.iterdir())
+    return []

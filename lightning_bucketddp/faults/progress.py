@@ -1,0 +1,154 @@
+"""Where this rank is in the run: written by the training thread, read by the watch.
+
+Note: no garbage collection
+    To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
+    and a tensor among it lets go of the GIL. The other thread then goes on and leaves the frame that is being looked
+    at, which corrupts memory; or it wants the list of threads, which `sys._current_frames` has locked, and both wait
+    for ever (python/cpython#106883). So no garbage is collected meanwhile, and a thread whose phases are short, as in a
+    healthy run, is not looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from lightning_bucketddp.faults.failure import format_stack
+
+# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
+_BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
+OPTIMIZER = "optimizer"
+SAVING = "saving a checkpoint"
+BETWEEN_STEPS = "callbacks"
+_SET_UP = "set-up"
+# Nothing tells that data is being loaded, but for the stack.
+_MAY_LOAD_DATA = (_SET_UP, BETWEEN_STEPS)
+# Half a step of an optimizer, or half a file, is worse than a late end.
+_NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
+# Within this after an optimizer's step the trainer has counted it.
+_COUNTED_WITHIN_S = 0.3
+_DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
+# A phase that has lasted no longer is nothing to look into.
+_BRIEF_S = 0.5
+# Held by who has turned garbage collection off: nobody else may turn it on.
+_COLLECTION_IS_OFF = threading.Lock()
+
+
+class Progress:
+    """The phase of this rank, and whether it has been told to end.
+
+    Writing costs the training thread two attributes. A phase begins by asking whether the run is over, so that a rank
+    ends between phases rather than inside one.
+
+    Args:
+        waiting_in: files; a thread that is inside one of them waits for other ranks.
+    """
+
+    def __init__(self, *, waiting_in: tuple[str, ...]) -> None:
+        self.phase = _SET_UP
+        self.since = time.monotonic()
+        self.epoch = 0
+        self.batch: int | None = None  # before the first
+        self.num_phases = 0
+        self.end_with: Callable[[], BaseException] | None = None
+        self.describe_backward: Callable[[], str] | None = None
+        self._waiting_in = waiting_in
+        self._thread: int | None = None
+
+    def follow_this_thread(self) -> None:
+        """From now on it is the calling thread that trains."""
+        self._thread = threading.get_ident()
+
+    def enter(self, phase: str) -> None:
+        """Another phase begins. Raises if the run is over."""
+        self.phase = phase
+        self.since = time.monotonic()
+        self.num_phases += 1
+        if self.end_with is not None:
+            raise self.end_with()
+
+    def complete_step(self) -> None:
+        """The optimizer's step is done, but not counted yet: no moment to end."""
+        self.phase = BETWEEN_STEPS
+        self.since = time.monotonic()
+        self.num_phases += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A phase inside another one, which goes on afterwards."""
+        outer = self.phase
+        self.enter(phase)
+        yield
+        self.enter(outer)
+
+    @property
+    def may_be_interrupted(self) -> bool:
+        is_counted = self.phase != BETWEEN_STEPS or self.seconds > _COUNTED_WITHIN_S
+        return is_counted and self.phase not in _NOT_TO_BE_INTERRUPTED
+
+    @property
+    def seconds(self) -> float:
+        """How long this phase has lasted."""
+        return time.monotonic() - self.since
+
+    def describe(self) -> str:
+        """The phase and the batch, in words."""
+        phase, detail = self.phase, ""
+        if phase == "backward" and self.describe_backward is not None:
+            detail = self.describe_backward()
+        elif phase in _MAY_LOAD_DATA and self._is_inside(lambda file: bool(_DATA_LOADING.search(file))):
+            phase = "data loading"
+        if self.batch is None:
+            return phase
+        relation = "after" if self.phase == BETWEEN_STEPS else "of"
+        return f"{phase} {relation} batch {self.batch} in epoch {self.epoch}{detail}"
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the training thread waits for other ranks, and not only for a moment."""
+        return self._is_inside(lambda file: file in self._waiting_in)
+
+    def was_waiting(self, error: BaseException) -> bool:
+        """Whether `error`, or what it was raised from, came out of a wait for other ranks."""
+        seen: BaseException | None = error
+        while seen is not None:
+            frames = traceback.extract_tb(seen.__traceback__)
+            if isinstance(seen, RuntimeError) and (
+                (frames and frames[-1].filename in self._waiting_in) or _BROKEN_CONNECTION.search(str(seen))
+            ):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
+
+    def stack(self) -> str:
+        """Where the training thread is in the program."""
+        frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)]
+        return format_stack(traceback.StackSummary.extract(iter(frames[::-1])))
+
+    def _is_inside(self, is_meant: Callable[[str], bool]) -> bool:
+        """Whether the training thread has been in a file that is meant, for more than a moment."""
+        return self.seconds > _BRIEF_S and any(is_meant(frame.f_code.co_filename) for frame in _frames_of(self._thread))
+
+
+def _frames_of(thread: int | None) -> list[FrameType]:
+    """The frames of a thread, innermost first (Note: no garbage collection)."""
+    with _COLLECTION_IS_OFF:
+        was_on = gc.isenabled()
+        try:
+            gc.disable()
+            frame = sys._current_frames().get(thread or 0)
+            frames: list[FrameType] = []
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+            return frames
+        finally:
+            if was_on:
+                gc.enable()

@@ -1,0 +1,167 @@
+"""Noticing that ranks wait for one that does not come, and saying which one it is and what it does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_bucketddp.faults.failure import Failure, Kind, this_process
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
+
+BEAT_EVERY_S = 1.0
+# Longer than a beat, so that a rank that lives has given another one.
+_SILENCE_S = 2.5
+# Before the time-out, so that it is longer ago then. That a rank waits is noticed a moment after it has begun to.
+_LISTEN_BEFORE_S = _SILENCE_S + 1.5
+_NUM_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for."""
+
+    rank: int
+    what: str
+    where: str = ""
+    process: str = ""
+    stack: str = ""
+
+    def describe(self) -> str:
+        return self._failure().describe()
+
+    def as_failure(self, timeout_s: float) -> Failure:
+        return self._failure(f"; the others have waited for the time-out of {timeout_s:g} s")
+
+    def _failure(self, more: str = "") -> Failure:
+        return Failure(
+            rank=self.rank,
+            kind=Kind.STALLED,
+            what=self.what + more,
+            where=self.where,
+            process=self.process,
+            stack=self.stack,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beats:
+    """The last beats of the other ranks, and when they were asked for."""
+
+    at: float
+    by_rank: dict[int, dict[str, Any]]
+
+
+class StragglerDetector:
+    """Tells the others where this rank is, and reports, once, whom it has waited for too long.
+
+    Args:
+        channel: to the other ranks.
+        progress: of this one.
+        warn_after_s: how long a rank may wait for others without a word.
+        timeout_s: how long a collective may take.
+    """
+
+    def __init__(self, channel: SideChannel, progress: Progress, *, warn_after_s: float, timeout_s: float) -> None:
+        self._channel = channel
+        self._progress = progress
+        self._warn_after_s = warn_after_s
+        self._timeout_s = timeout_s
+        self._num_beats = 0
+        self._last_beat_at = 0.0
+        self._waits_in_phase = -1
+        self._waits_since = 0.0
+        self._has_warned = False
+        # What the others had last said shortly before the time-out; None: it is far.
+        self._heard: _Beats | None = None
+
+    def beat(self) -> None:
+        """Say where this rank is, if it is time to."""
+        now = time.monotonic()
+        if now - self._last_beat_at < BEAT_EVERY_S:
+            return
+        self._last_beat_at = now
+        self._num_beats += 1
+        here = self._progress
+        is_slow = here.seconds > min(self._warn_after_s, _SILENCE_S)
+        self._channel.beat(
+            {
+                "count": self._num_beats,
+                "where": here.describe(),
+                "seconds": here.seconds,
+                "waits": here.is_waiting,
+                "process": this_process(),
+                "stack": here.stack() if is_slow else "",
+            }
+        )
+
+    def waits_too_long(self) -> bool:
+        """Whether it is time for a warning: this rank has waited in one phase all the while."""
+        now = time.monotonic()
+        here = self._progress
+        if not here.is_waiting or here.num_phases != self._waits_in_phase:
+            self._waits_in_phase = here.num_phases if here.is_waiting else -1
+            self._waits_since = now
+            self._has_warned = False
+            self._heard = None
+            return False
+        return not self._has_warned and now - self._waits_since > self._warn_after_s
+
+    def nears_timeout(self) -> bool:
+        """Return whether it is time to `anticipate_timeout`."""
+        is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
+        return self._waits_in_phase != -1 and is_near and self._heard is None
+
+    def anticipate_timeout(self) -> None:
+        """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
+        self._heard = self._listen()
+
+    def _listen(self) -> _Beats:
+        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
+        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
+        return _Beats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
+
+    def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
+        """Say whom this rank waits for, unless another one that waits has said so already."""
+        self._has_warned = True
+        where = self._progress.describe()
+        if can_ask and not self._channel.claim(f"warned of {where}"):
+            return
+        behind = self.find_behind(frozen, can_ask=can_ask)
+        told = "\n".join(rank.describe() for rank in behind[:_NUM_NAMED]) or "No rank is known to be behind."
+        more = f"\n{len(behind) - _NUM_NAMED} more ranks are behind." if len(behind) > _NUM_NAMED else ""
+        log.warning(
+            "bucketddp: rank %d has waited %.0f s for other ranks in %s.\n%s%s",
+            *(self._channel.rank, time.monotonic() - self._waits_since, where, told, more),
+        )
+
+    def find_behind(self, frozen: Sequence[int], *, can_ask: bool) -> list[Straggler]:
+        """The ranks that do not wait: who cannot answer, or else who does something else."""
+        stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
+        if not can_ask:
+            return [Straggler(rank, stopped) for rank in frozen]
+        before = self._heard or self._listen()
+        time.sleep(max(before.at + _SILENCE_S - time.monotonic(), 0))
+        beats = self._listen().by_rank
+        silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
+        behind = [_silent(r, beats[r], stopped if r in frozen else "it no longer answers") for r in silent]
+        behind += [
+            _behind(r, b, f"it has been there for {b['seconds']:.0f} s")
+            for r, b in beats.items()
+            if not b["waits"] and r not in silent
+        ]
+        # Or else all of them wait, each in a collective that not all of them call.
+        return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
+
+
+def _behind(rank: int, beat: dict[str, Any], what: str) -> Straggler:
+    return Straggler(rank, what, where=beat["where"], process=beat["process"], stack=beat["stack"])
+
+
+def _silent(rank: int, beat: dict[str, Any], what: str) -> Straggler:
+    return Straggler(rank, f"{what}; it was last heard of in {beat['where']}", process=beat["process"])

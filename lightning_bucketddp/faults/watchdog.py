@@ -1,0 +1,344 @@
+"""A thread that notices when a run is over for any rank, and ends it on this one.
+
+Note: together or abort
+    When a rank raises, the others may be about to raise as well (a wrong option, an error that all were told of), or
+    may go on and wait for it for ever. If all raise within a moment, they have raised together: the process group is
+    as it was, and callbacks may use it. Otherwise they abort: each rank cuts its connections, which ends every
+    collective, and no rank waits for another any more. The first rank to write its decision to the store
+    decides for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
+from lightning_bucketddp.faults.local_ranks import LocalRanks, identity
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.shutdown import Shutdown
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.stragglers import StragglerDetector
+
+log = logging.getLogger(__name__)
+
+_TOGETHER = "together"
+_ABORT = "abort"
+
+_TICK_S = 0.2
+# A rank that dies at once should be known by then.
+_MEETING_TICK_S = 0.02
+# Ranks that raise together do so within this.
+_TOGETHER_WITHIN_S = 0.7
+# What broke a connection is found out within this.
+_CAUSE_WITHIN_S = 1.5
+# Ranks that a signal stops agree on a step to end after, if they come to one within this.
+_STOP_WITHIN_S = 1.5
+# A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
+SAME_CTRL_C_WITHIN_S = 1.0
+_SETTLED_WITHIN_S = 4.0
+# All ranks that are well have learned of a failure by then, also on a busy machine.
+_LEARNED_WITHIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class WatchdogActions:
+    """What a watch needs from outside.
+
+    Attributes:
+        cut: ends every collective of this process, now and from now on.
+        interrupt: makes the training thread raise wherever it is.
+        signals_received: the signals that shall stop the run and have come since the last call, whether or not Python
+            has run their handlers (Note: signals in a collective).
+        exit_status_of: how the process of a rank ended, if this process has started it.
+        store_rank: the rank whose process holds the store; None if no rank's does.
+        launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
+    """
+
+    cut: Callable[[], None]
+    interrupt: Callable[[], None]
+    signals_received: Callable[[], Sequence[int]]
+    exit_status_of: Callable[[int], int | None]
+    store_rank: int | None
+    launcher_pid: int | None
+
+
+class Watchdog:
+    """Watches a run from its set-up to its end.
+
+    Args:
+        channel: to the watches of the other ranks.
+        progress: of the thread that trains.
+        means: to look and to act.
+        stall_warning_s: how long a rank may wait for others without a word.
+        timeout_s: how long a collective may take, and a rank to end.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        progress: Progress,
+        means: WatchdogActions,
+        *,
+        stall_warning_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.stop_signal = 0
+        self._channel = channel
+        self._progress = progress
+        self._means = means
+        self._timeout_s = timeout_s
+        self._stragglers = StragglerDetector(channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s)
+        self._local_ranks = LocalRanks(channel, exit_status_of=means.exit_status_of)
+        self._shutdown = Shutdown(
+            progress, cut=means.cut, interrupt=means.interrupt, rank=channel.rank, timeout_s=timeout_s
+        )
+        self._failure: Failure | None = None
+        self._decision: str | None = None
+        self._to_tell: Failure | None = None
+        self._stop_is_told = False
+        self._store_is_lost = False
+        # When things happened; None: they have not.
+        self._failed_at: float | None = None
+        self._stop_at: float | None = None
+        self._signalled_at: float | None = None
+        # A signal has come again: nobody shall be waited for any more.
+        self._shall_not_wait = False
+        self._callbacks_shall_not_wait = False
+        self._announcement = threading.Lock()
+        self._wake = threading.Event()
+        self._settled = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="bucketddp-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch; the calling thread is the one that trains."""
+        self._progress.follow_this_thread()
+        self._channel.introduce(identity())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over for this rank, well or not."""
+        self._is_over = True
+        self._wake.set()
+        # Garbage collection ends a run that nobody has ended, in whatever thread it happens to run.
+        if threading.current_thread() is not self._thread:
+            # It may be waiting for a store that no longer answers; then it ends with the process.
+            self._thread.join(timeout=_SETTLED_WITHIN_S)
+
+    def receive_signal(self, number: int) -> None:
+        """Stop all ranks, because this process has received a signal. Does nothing that a handler may not."""
+        if self._announcement.acquire(blocking=False):  # by the handler or by the watch, whoever knows first
+            name = signal.Signals(number).name
+            log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, name)
+        self.request_stop(number)
+
+    def request_stop(self, number: int) -> None:
+        """Stop all ranks as by signal `number`."""
+        self.stop_signal = self.stop_signal or number
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this rank has raised, and callbacks see the last of it."""
+        return self._shutdown.is_ending
+
+    @property
+    def have_aborted(self) -> bool:
+        """Return whether the ranks have aborted (Note: together or abort)."""
+        return self._shutdown.has_aborted
+
+    def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
+        """This rank ends by `error`. Returns when it is settled whether the ranks abort; the first failure of all.
+
+        Args:
+            error: what the training thread raises.
+            stopped_by: the signal that stopped this rank, if one did.
+        """
+        own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe())
+        if stopped_by:
+            own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
+        self._shutdown.begin_ending()
+        is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
+        if is_consequence and _is_timeout(error):
+            own = replace(own, kind=Kind.STALLED)
+        elif is_consequence:
+            self._wake.set()
+            self._settled.wait(_CAUSE_WITHIN_S)
+        if not self._settled.is_set():
+            self._to_tell = own
+            self._wake.set()
+            self._settled.wait(_SETTLED_WITHIN_S)
+        if self._failure is None:
+            # The store does not answer. At least this rank waits for nobody.
+            self._learn(own)
+            self._abort()
+        assert self._failure is not None
+        self._progress.end_with = None  # it is ending
+        return self._failure
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                self._look()
+                self._act()
+            except Exception:
+                log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
+            self._wake.wait(_TICK_S if self._local_ranks.are_met else _MEETING_TICK_S)
+            self._wake.clear()
+        if self._failure is not None and self._means.store_rank == self._channel.rank:
+            self._asking(self._let_others_learn)
+        self._asking(self._channel.leave)
+        self._local_ranks.close()
+
+    def _let_others_learn(self) -> None:
+        """Wait a little until every rank knows why the run ends: with this process the store is gone."""
+        deadline = time.monotonic() + _LEARNED_WITHIN_S
+        unaware = set(range(self._channel.world_size)) - {self._channel.rank}
+        while unaware and time.monotonic() < deadline:
+            unaware = {
+                rank for rank in unaware.difference(self._local_ranks.gone()) if not self._channel.knows_failure(rank)
+            }
+            time.sleep(_MEETING_TICK_S)
+
+    @property
+    def _can_ask(self) -> bool:
+        """Whether the store answers. It never does while its process is frozen, and who asks it waits."""
+        return not self._store_is_lost and self._means.store_rank not in self._local_ranks.frozen()
+
+    def _asking(self, exchange: Callable[[], None]) -> None:
+        """Talk to the store, if it is there."""
+        if not self._can_ask:
+            return
+        try:
+            exchange()
+        except RuntimeError as error:  # torch's network errors are no `OSError`s
+            self._store_is_lost = True
+            log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
+
+    def _look(self) -> None:
+        for number in self._means.signals_received():
+            self._notice_signal(number)
+        if self._means.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
+            log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
+            self.request_stop(signal.SIGTERM)
+        self._asking(self._exchange)
+        if self._to_tell is not None:
+            failure, self._to_tell = self._to_tell, None
+            self._tell(failure)
+        if self._failure is None and (death := self._local_ranks.death(has_left=self._has_left)) is not None:
+            self._tell(death)
+
+    def _notice_signal(self, number: int) -> None:
+        if self.is_ending:
+            # Not the one by which it ends, which is seen here a moment later.
+            self._callbacks_shall_not_wait |= self._shutdown.ending_for_s > SAME_CTRL_C_WITHIN_S
+        elif self._failure is None:  # or else it is ours (`interrupt`)
+            now = time.monotonic()
+            self._signalled_at = self._signalled_at or now
+            self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
+            self.receive_signal(number)
+
+    def _exchange(self) -> None:
+        self._stragglers.beat()
+        self._local_ranks.meet()
+        if self._failure is None and (failure_of_another := self._channel.failure()) is not None:
+            self._learn(failure_of_another)
+            self._channel.acknowledge_failure()
+        if self._failure is not None and self._decision is None:
+            self._decision = self._channel.decision()
+        if not self._stop_is_told:
+            request = self._channel.stop_request()
+            if request is not None:
+                self.stop_signal = request.signal
+            elif self.stop_signal:
+                self._channel.request_stop(self.stop_signal)
+            self._stop_is_told = bool(self.stop_signal)
+
+    def _has_left(self, rank: int, status: int | None) -> bool:
+        """Whether a rank that has ended was through. Without the store, one that ended well is taken at its word."""
+        return self._channel.has_left(rank) if self._can_ask else status == 0
+
+    def _tell(self, failure: Failure) -> None:
+        if failure.kind is Kind.STALLED and failure.rank == self._channel.rank:
+            failure = self._blame(failure)
+
+        def exchange() -> None:
+            is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
+            if is_own and self._channel.count_raised() == self._channel.world_size:
+                self._decision = self._channel.decide(_TOGETHER)
+            self._report(failure)
+
+        self._asking(exchange)
+        self._learn(failure)  # if nobody can be told
+
+    def _report(self, failure: Failure) -> None:
+        self._learn(self._channel.report(failure))
+        self._channel.acknowledge_failure()
+
+    def _blame(self, failure: Failure) -> Failure:
+        """The time-out has struck this rank, but the cause is another."""
+        behind = self._stragglers.find_behind(self._local_ranks.frozen(), can_ask=self._can_ask)
+        return behind[0].as_failure(self._timeout_s) if behind else failure
+
+    def _learn(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._failed_at = time.monotonic()
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        if self._failure is None:
+            self._stop_if_asked(now)
+            if self._stragglers.waits_too_long():
+                self._stragglers.warn(self._local_ranks.frozen(), can_ask=self._can_ask)
+            if self._stragglers.nears_timeout():
+                self._asking(self._stragglers.anticipate_timeout)
+            return
+        assert self._failed_at is not None
+        if self._decision is None and (
+            self._failure.kind in (Kind.DIED, Kind.STALLED) or now - self._failed_at > _TOGETHER_WITHIN_S
+        ):
+            self._decision = _ABORT
+            self._asking(self._decide_to_abort)
+        if self._callbacks_shall_not_wait and self._progress.is_waiting:
+            self._decision = _ABORT  # callbacks wait for a rank that does not come
+        if self._decision == _ABORT:
+            self._abort()
+        if self._decision is not None:
+            self._settled.set()
+        self._shutdown.press(self._failure)
+
+    def _decide_to_abort(self) -> None:
+        self._decision = self._channel.decide(_ABORT)
+
+    def _stop_if_asked(self, now: float) -> None:
+        if not self.stop_signal:
+            return
+        self._stop_at = self._stop_at or now
+        is_time = now - self._stop_at > _STOP_WITHIN_S and self._progress.may_be_interrupted
+        if (is_time or self._shall_not_wait) and not self.is_ending:
+            stop = Failure(
+                rank=self._channel.rank,
+                kind=Kind.STOPPED,
+                what="no step ended in time",
+                where=self._progress.describe(),
+                signal=self.stop_signal,
+            )
+            self._asking(lambda: self._report(stop))
+            self._learn(stop)
+            self._decision = _ABORT
+            self._asking(self._decide_to_abort)
+
+    def _abort(self) -> None:
+        assert self._failure is not None
+        self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
+        self._shutdown.abort(self._failure)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()

@@ -1,0 +1,56 @@
+"""What was seen of a backward: which gradient came when, and what it costs to reduce them. Pure; JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.plan import ParameterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A backward on one rank. Times are seconds since it began.
+
+    Attributes:
+        specs: the parameters, in order of arrival, and after them those whose gradients never came.
+        ready_s: when the gradient of each that arrived was there.
+        backward_s: when backward had ended, without reductions.
+        cost: what an all-reduce costs beside such a backward; None: that was not measured, or nothing could be told.
+        num_ranks: how many ranks there were.
+        forward_s: how long the forward before it took; 0: not known.
+        optimizer_s: how long the optimizer's step after it took; 0: not known.
+    """
+
+    specs: Sequence[ParameterSpec]
+    ready_s: Sequence[float]
+    backward_s: float
+    cost: AllReduceCost | None
+    num_ranks: int
+    forward_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    @property
+    def arrived(self) -> range:
+        return range(len(self.ready_s))
+
+    @property
+    def missing(self) -> range:
+        return range(len(self.ready_s), len(self.specs))
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs if not spec.sparse)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        content: dict[str, Any] = json.loads(text)
+        specs = [ParameterSpec(**spec) for spec in content.pop("specs")]
+        cost = content.pop("cost")
+        return cls(specs=specs, cost=None if cost is None else AllReduceCost(**cost), **content)

@@ -1,0 +1,209 @@
+"""The plan whose last reduction ends earliest, and what a step would take with it. Pure.
+
+Predictions are made with the planner's model (Note: cost of an all-reduce, Note: timeline): no contention, no
+stragglers, a link of its own for each rank. It compares plans and networks; it promises no step times.
+
+Note: optimum
+    Let f(j) be the earliest time at which the first j gradients are reduced. The last bucket of these begins somewhere,
+    after the first i: f(j) = min over i of max(f(i), ready(j)) + cost(i..j). Two facts make this quick. f does not
+    decrease with j, so among the i with f(i) <= ready(j) the largest is best. Nor does f(i) minus the time that the
+    first i gradients take on the wire, since one gradient more takes at least its own time there; so among the other i
+    the smallest is best. Both facts hold with a ceiling on the size of buckets, too.
+
+    Many plans end equally early. The one with the fewest buckets is found backwards: each bucket, from the last to the
+    first, begins as early as it can without missing the time at which the next one must begin.
+
+    Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
+    plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
+
+    For one kind of parameters this is exact (Note: timeline has the model). Where there are several, each stretch of
+    gradients makes one bucket of every kind in it, the stretches are chosen as above, and all buckets of a stretch
+    count as ready when the last of them is: near the optimum, not proven to be it. The same holds where the last
+    gradient travels alone: another bucket then goes last for the sake of the flags, which is not looked ahead for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, BucketCaps, ReducerConfig
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, complete_plan, has_choice, plan_buckets
+from lightning_bucketddp.planning.simulation import Timeline, simulate
+
+# Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
+# their full speed with much less.
+CEILING_BYTES = 128 * MIB
+
+
+def optimal_plan(
+    profile: Profile, *, cost: AllReduceCost | None = None, ceiling_bytes: int = CEILING_BYTES
+) -> list[BucketSpec]:
+    """The buckets for the parameters of `profile`, by position in it (Note: optimum).
+
+    Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it.
+
+    Args:
+        profile: when each gradient is ready.
+        cost: what an all-reduce costs; None: as the profile has it, which must know it then.
+        ceiling_bytes: the largest bucket; a larger parameter has one of its own.
+    """
+    specs, cost = profile.specs, cost or profile.cost
+    assert cost is not None
+    together: list[int] = []
+    ready_s: list[float] = []
+    alone: list[list[int]] = []
+    now_s = alone_s = 0.0
+    for i in profile.arrived:
+        if not specs[i].sparse:
+            now_s = max(now_s, profile.ready_s[i] - alone_s)
+            if specs[i].alone:
+                alone.append([i])
+                alone_s += cost.seconds(specs[i].num_bytes)
+            else:
+                together.append(i)
+                ready_s.append(now_s)
+    search = _Search(
+        sizes=[specs[i].num_bytes for i in together],
+        ready_s=ready_s,
+        kinds=[specs[i].kind for i in together],
+        cost=cost,
+        ceiling_bytes=ceiling_bytes,
+    )
+    stretches = search.stretches(until_s=now_s)
+    buckets = [bucket for start, stop in stretches for bucket in _by_kind(specs, together[start:stop])]
+    return complete_plan(
+        specs,
+        sorted(buckets + alone, key=lambda bucket: bucket[-1]),
+        arrived=profile.arrived,
+        missing=profile.missing,
+        caps=BucketCaps(by_position=(ceiling_bytes,), last=None),
+    )
+
+
+def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
+    """One bucket of each kind."""
+    by_kind: dict[str, list[int]] = {}
+    for i in members:
+        by_kind.setdefault(specs[i].kind, []).append(i)
+    return list(by_kind.values())
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for the best stretches. Stretch (i, j) holds the gradients i, ..., j - 1."""
+
+    sizes: Sequence[int]
+    ready_s: Sequence[float]
+    kinds: Sequence[str]
+    cost: AllReduceCost
+    ceiling_bytes: int
+    # By number of gradients: their bytes, f, where its last stretch begins and could begin at the earliest, and behind
+    # which gradient each kind was seen last.
+    _bytes: list[int] = field(default_factory=list)
+    _end_s: list[float] = field(default_factory=lambda: [0.0])
+    _begin: list[int] = field(default_factory=lambda: [0])
+    _earliest_begin: list[int] = field(default_factory=lambda: [0])
+    _last_of_kinds: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+
+    def stretches(self, *, until_s: float) -> list[tuple[int, int]]:
+        """The stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
+        self._find_ends()
+        found: list[tuple[int, int]] = []
+        j, deadline_s = len(self.sizes), max(self._end_s[-1], until_s)
+        while j > 0:
+            i = self._first_begin(j, deadline_s)
+            found.append((i, j))
+            deadline_s = max(deadline_s - self._seconds(i, j), self._end_s[i])
+            j = i
+        return found[::-1]
+
+    def _find_ends(self) -> None:
+        self._bytes = list(accumulate(self.sizes, initial=0))
+        last_of_kind: dict[str, int] = {}
+        last_done = earliest = 0
+        for j in range(1, len(self.sizes) + 1):
+            ready_s = self.ready_s[j - 1]
+            last_of_kind[self.kinds[j - 1]] = j
+            self._last_of_kinds.append(tuple(last_of_kind.values()))
+            while earliest < j - 1 and self._bytes[j] - self._bytes[earliest] > self.ceiling_bytes:
+                earliest += 1
+            while last_done < j - 1 and self._end_s[last_done + 1] <= ready_s:
+                last_done += 1
+            # Where the stretch gets one kind less, the argument begins anew.
+            begins = {last_done, last_done + 1, earliest}.union(last_of_kind.values())
+            end_s, begin = min((self._end_of(i, j), i) for i in begins if earliest <= i < j)
+            self._end_s.append(end_s)
+            self._begin.append(begin)
+            self._earliest_begin.append(earliest)
+
+    def _first_begin(self, j: int, deadline_s: float) -> int:
+        """Where the last stretch of the first j gradients can begin at the earliest so as to end at `deadline_s`."""
+        deadline_s += 1e-9 * deadline_s  # sums in another order differ in their last digits
+        ready_s = self.ready_s[j - 1]
+        known = self._begin[j]
+        candidates = range(self._earliest_begin[j], known)
+        first = candidates.start + bisect_left(
+            candidates, True, key=lambda i: ready_s + self._seconds(i, j) <= deadline_s
+        )
+        return first if self._end_of(first, j) <= deadline_s else known
+
+    def _end_of(self, i: int, j: int) -> float:
+        return max(self._end_s[i], self.ready_s[j - 1]) + self._seconds(i, j)
+
+    def _seconds(self, i: int, j: int) -> float:
+        num_kinds = sum(last > i for last in self._last_of_kinds[j])
+        return num_kinds * self.cost.latency_s + (self._bytes[j] - self._bytes[i]) * self.cost.s_per_byte
+
+
+# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us.
+NETWORKS = {
+    "eth-1g": Network("1 Gbit", 125e6, 30e-6),
+    "eth-10g": Network("10 Gbit", 1.25e9, 30e-6),
+    "eth-100g": Network("100 Gbit", 12.5e9, 5e-6),
+    "ib-400g": Network("400 Gbit", 50e9, 5e-6),
+    "nvlink": Network("NVLink", 400e9, 2e-6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A plan, by position in the profile, and the step that it makes."""
+
+    plan: Sequence[BucketSpec]
+    timeline: Timeline
+
+
+def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Prediction:
+    """What a reducer with this `config` would make of the backward in `profile`, if an all-reduce costs `cost`."""
+    cost = _of_wire(profile, config, cost)
+    plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
+    predicted = Prediction(plan, simulate(profile, plan, cost))
+    if config.bucket_cap_mb == AUTO and has_choice(plan):
+        best = optimal_plan(profile, cost=cost)
+        timeline = simulate(profile, best, cost)
+        # Not with several kinds of parameters; the reducer keeps the better plan, too.
+        if timeline.end_s <= predicted.timeline.end_s:
+            return Prediction(best, timeline)
+    return predicted
+
+
+def _of_wire(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:
+    """The cost of a byte of gradients, if they travel as something else."""
+    if config.reduce_dtype is None:
+        return cost
+    itemsize = REDUCE_DTYPES[config.reduce_dtype].itemsize
+    own_bytes = sum(spec.num_bytes for spec in profile.specs)
+    wire_bytes = sum(spec.num_bytes // _itemsize(spec.kind) * itemsize for spec in profile.specs)
+    return AllReduceCost(cost.latency_s, cost.s_per_byte * wire_bytes / own_bytes)
+
+
+def _itemsize(kind: str) -> int:
+    dtype: torch.dtype = getattr(torch, kind.split()[0].removeprefix("torch."))
+    return dtype.itemsize

@@ -1,0 +1,58 @@
+"""Graphs that torch makes of a step: those that dynamo compiles, and those that CUDA captures.
+
+Note: captured steps
+    What is captured runs later, without Python, again and again. So the plan is that of the moment, nothing is read
+    back, and no event is recorded that the host asks for: there would be no host to act on it.
+
+Note: split graphs
+    A compiled graph hands over all its gradients when its backward ends, so a model compiled as a whole leaves nothing
+    to overlap with. dynamo cuts a graph into parts of about a bucket's size, each with a backward of its own, if a
+    `DistributedDataParallel` says that its forward is running while the graph is compiled. There is none here, so we
+    answer in its place. `torch._dynamo.config.optimize_ddp` decides as ever: dynamo asks nobody when it is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp.config import MIB, ReducerConfig
+
+
+def is_being_captured(device: torch.device) -> bool:
+    """Whether what is given to `device` now is captured instead of run (Note: captured steps)."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# dynamo's first part has this size, and it refuses a smaller one for the others.
+_SMALLEST_PART_BYTES = 1 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardRunning:
+    """What dynamo asks of a `DistributedDataParallel`: whether it is there, and the size of the parts."""
+
+    bucket_bytes_cap: int
+
+    def __bool__(self) -> bool:
+        # A graph without a backward (a teacher, an evaluation) is faster in one part.
+        return torch.is_grad_enabled()
+
+
+@contextmanager
+def graphs_split(config: ReducerConfig, *, world_size: int) -> Iterator[None]:
+    """Graphs that are compiled inside come in parts whose gradients arrive one part after the other."""
+    if world_size == 1 or not config.overlap:
+        yield
+        return
+    cap = max(config.caps.by_position[-1], _SMALLEST_PART_BYTES)
+    before = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = _ForwardRunning(cap)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = before

@@ -1,0 +1,195 @@
+"""The reductions of one backward: launched in bucket order, waited for in bucket order.
+
+Note: one launch order
+    Buckets leave strictly by index, on every rank, always. A bucket is complete when its members' gradients have
+    arrived; whatever is incomplete when backward ends leaves then, in order, with zeros for what is missing. So every
+    rank issues the same collectives in the same order whatever its own graph did.
+
+Note: used-flags
+    The last bucket carries one extra element per parameter: 1 where this rank has a gradient, 0 where it has not. Only
+    a rank that missed something reads them back. A parameter unused on all ranks keeps its `.grad` (None stays None);
+    one used on some ranks gets the mean, with zeros for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.reducer.bucket import SparseBucket
+from lightning_bucketddp.reducer.bucket_set import AnyBucket, BucketSet
+from lightning_bucketddp.reducer.nonfinite import Finiteness
+from lightning_bucketddp.reducer.profiling import NOTHING, phase
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.wire import Reduction, SparseMean
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.reducer.step_recorder import StepRecorder
+
+
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A gradient that this rank does not have."""
+
+    bucket: AnyBucket
+    position: int
+    param_index: int
+
+
+class LaunchQueue:
+    """Launches the buckets of a bucket_set in order, and waits for them in order.
+
+    Args:
+        bucket_set: the buckets.
+        reduction: what is done with each.
+        collectives: for what `reduction` does not cover.
+        finiteness: looks at what leaves.
+        stats: counts what happens here.
+        recorder: takes the times; None: nobody does.
+    """
+
+    __slots__ = (
+        "_bucket_set",
+        "_collectives",
+        "_finiteness",
+        "_in_flight",
+        "_missing",
+        "_recorder",
+        "_reduction",
+        "_stats",
+        "next_to_launch",
+    )
+
+    def __init__(
+        self,
+        bucket_set: BucketSet,
+        *,
+        reduction: Reduction,
+        collectives: Collectives,
+        finiteness: Finiteness,
+        stats: ReducerStats,
+        recorder: StepRecorder | None,
+    ) -> None:
+        self.next_to_launch = 0
+        self._bucket_set = bucket_set
+        self._reduction = reduction
+        self._collectives = collectives
+        self._finiteness = finiteness
+        self._stats = stats
+        self._recorder = recorder
+        self._in_flight: list[Pending] = []
+        self._missing: list[_Missing] = []
+
+    def describe(self, specs: Sequence[ParameterSpec]) -> str:
+        """Which bucket is next, with its parameters, in words."""
+        index, num_buckets = self.next_to_launch, len(self._bucket_set.buckets)
+        if index == num_buckets:
+            return f", all {num_buckets} buckets launched"
+        names = [f"`{specs[member].name}`" for member in self._bucket_set.plan[index].members]
+        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        return f", before bucket {index} of {num_buckets} ({', '.join(names[:_NUM_NAMED])}{more})"
+
+    def launch_complete(self) -> None:
+        """Launch buckets up to the first that still waits for a gradient."""
+        buckets = self._bucket_set.buckets
+        while self.next_to_launch < len(buckets) and buckets[self.next_to_launch].arrivals.pending <= 0:
+            self._launch_next()
+
+    def launch_rest(self) -> None:
+        """Backward has ended: what has not arrived by now is missing."""
+        while self.next_to_launch < len(self._bucket_set.buckets):
+            self._launch_next()
+
+    def wait(self, *, factor: float) -> None:
+        """Make the gradients final: what was reduced, multiplied by `factor`."""
+        self._wait_for_all()
+        if factor != 1:
+            self._bucket_set.scale(factor)
+        for bucket in self._bucket_set.sparse_buckets:
+            if bucket.params[0].grad is not None:
+                bucket.attach(0)
+        if self._missing:
+            self._attach_used_elsewhere()
+            self._stats.num_unused += len(self._missing)
+        self._release()
+
+    def abandon(self) -> None:
+        """Take part in what is left for the other ranks' sake, contributing nothing and changing no gradient."""
+        for bucket in self._bucket_set.buckets[self.next_to_launch :]:
+            self._start(bucket, missing=range(len(bucket.params)))
+        self._wait_for_all()
+        self._release()
+
+    def _wait_for_all(self) -> None:
+        for index, pending in enumerate(self._in_flight):
+            pending.wait()
+            if self._recorder is not None:
+                self._recorder.see_waited_for(index)
+
+    def _launch_next(self) -> None:
+        bucket = self._bucket_set.buckets[self.next_to_launch]
+        # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING, phase("bucketddp::launch"):
+            self._join_producers(bucket)
+            self._start(bucket, missing=bucket.collect())
+
+    def _release(self) -> None:
+        for bucket in self._bucket_set.lone_buckets:
+            bucket.release()
+
+    def _start(self, bucket: AnyBucket, *, missing: Sequence[int]) -> None:
+        index = self.next_to_launch
+        self.next_to_launch += 1
+        is_last = self.next_to_launch == len(self._bucket_set.buckets)
+        bucket.arrivals.launched = True
+        if missing:
+            bucket.zero(missing)
+            members = self._bucket_set.plan[index].members
+            self._missing += [_Missing(bucket, position, members[position]) for position in missing]
+        self._finiteness.see_bucket(bucket)
+        if is_last:
+            self._write_flags()
+            self._finiteness.write(self._bucket_set)
+        if self._recorder is not None:
+            self._recorder.see_launch(index)
+        self._in_flight.append(
+            self._reduction.start(bucket, index=index, is_last=is_last)
+            if not isinstance(bucket, SparseBucket)
+            else SparseMean(self._collectives, bucket)
+        )
+        if self._recorder is not None:
+            self._recorder.see_start(index, self._in_flight[-1], bucket)
+        self._stats.num_reductions += 1
+        self._stats.bytes_reduced += bucket.num_bytes
+
+    def _write_flags(self) -> None:
+        flags = self._bucket_set.flags
+        flags.elements.fill_(1)
+        if self._missing:
+            unused = torch.tensor([missing.param_index for missing in self._missing], device=flags.used.device)
+            flags.used.index_fill_(0, unused, 0)
+
+    def _attach_used_elsewhere(self) -> None:
+        used = self._bucket_set.flags.used.tolist()
+        for missing in self._missing:
+            if used[missing.param_index] > 0:
+                missing.bucket.attach(missing.position)
+
+    def _join_producers(self, bucket: AnyBucket) -> None:
+        """Wait for gradients that were computed on other streams than this one."""
+        if len(self._bucket_set.streams) < 2:
+            return
+        current = torch.cuda.current_stream(self._collectives.device)
+        for stream in self._bucket_set.streams:
+            current.wait_stream(stream)
+        for param in bucket.params:
+            if param.grad is not None:
+                param.grad.record_stream(current)

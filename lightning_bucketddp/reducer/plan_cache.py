@@ -1,0 +1,190 @@
+"""The plans of a module's parameters, made real: one bucket_set for each set of trainable parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
+from lightning_bucketddp.reducer.backward_pass import BackwardPass
+from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.wire import Reduction
+from lightning_bucketddp.replicas.replicas import Replicas
+
+log = logging.getLogger(__name__)
+
+# A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
+# to theirs much sooner.
+_FORGET_PLAN_AFTER = 64
+
+# Gradients of this size are reduced where they are. Copying one costs a host much of what its reduction does, and an
+# accelerator next to nothing but the memory.
+_ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
+
+Trainable = tuple[bool, ...]
+
+
+class PlanCache:
+    """Makes plans, remembers them, and changes to better ones (Note: tuning).
+
+    Args:
+        replicas: the module's parameters.
+        config: what the user set.
+        reduction: what is done with each bucket.
+        stats: counts backwards and plans.
+        clock: what time is measured by; None: that of the parameters' device.
+        say: tells the user on rank 0 what was decided.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        config: ReducerConfig,
+        *,
+        reduction: Reduction,
+        stats: ReducerStats,
+        clock: Clock | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.specs = [
+            spec_of(
+                name,
+                param,
+                device=param.device,
+                sparse=name in replicas.sparse_names,
+                may_be_alone=config.comm_hook is None,
+            )
+            for name, param in replicas.parameters.items()
+        ]
+        self.description = "no plan yet"
+        # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
+        self.profile: Profile | None = None
+        self.tuning = ""
+        self._replicas = replicas
+        self._params = list(replicas.parameters.values())
+        self._config = config
+        self._collectives = replicas.collectives
+        self._stats = stats
+        self._say = say
+        self._clock = clock or clock_of(self._collectives.device)
+        self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
+        self._bucket_sets: dict[Trainable, BucketSet] = {}
+        self._better: dict[Trainable, Sequence[BucketSpec]] = {}
+        self._tuners: dict[Trainable, PlanTuner] = {}
+
+    def close(self) -> None:
+        """Let go of the buffers, and observe nothing any more."""
+        for tuner in self._tuners.values():
+            tuner.close()
+        self._tuners.clear()
+        self._bucket_sets.clear()
+        self._better.clear()
+
+    def tuner(self, trainable: Trainable) -> PlanTuner | None:
+        """Who observes the backwards of this set, as long as somebody does."""
+        return self._tuners.get(trainable) if self._tuners else None
+
+    def will_change(self, trainable: Trainable) -> bool:
+        """Return whether the next `bucket_set` makes new buffers: who holds the old ones should let go of them."""
+        # Looking for a set of thousands of parameters takes time, in every step.
+        return bool(self._better) and trainable in self._better
+
+    def bucket_set(self, trainable: Trainable) -> BucketSet | None:
+        """The buckets for a backward that begins; None: no plan is known for this set."""
+        if self.will_change(trainable):
+            # Gradients that are still in the old buffers are copied like any others.
+            old = self._bucket_sets.pop(trainable)
+            num_firings, streams = old.num_firings, old.streams
+            del old
+            # One that goes back to the first plan has no tuner any more.
+            origin = ", computed" if trainable in self._tuners else ""
+            self._place(trainable, self._better.pop(trainable), num_firings, streams, origin=origin)
+        bucket_set = self._bucket_sets.get(trainable)
+        if bucket_set is not None:
+            bucket_set.last_used = self._stats.num_backwards
+        return bucket_set
+
+    def make(self, backward: BackwardPass) -> BucketSet:
+        """Plan from what this backward has shown (Note: first backward, in `reducer`)."""
+        self._replicas.agree()
+        in_order_of_last_arrival = list(dict.fromkeys(reversed(backward.arrived)))[::-1]
+        arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
+        # What is registered last usually gets its gradient first.
+        missing = [i for i in reversed(range(len(self._params))) if backward.trainable[i] and i not in set(arrived)]
+        plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        self._forget()
+        if can_tune(self._config, self._collectives, plan):
+            self._tuners[backward.trainable] = PlanTuner(
+                plan,
+                params=self._params,
+                specs=self.specs,
+                collectives=self._collectives,
+                meter=self._meter,
+                clock=self._clock,
+                say=self._say,
+            )
+        return self._place(backward.trainable, plan, Counter(backward.arrived), backward.streams)
+
+    def end(self, trainable: Trainable) -> None:
+        """A backward that was observed has ended, well or not; on all ranks."""
+        tuner = self._tuners[trainable]
+        better = tuner.end()
+        if better is not None:
+            self._better[trainable] = better
+        if tuner.is_settled:
+            if tuner.profile is not None:
+                self.profile, self.tuning = tuner.profile, tuner.story
+            del self._tuners[trainable]
+
+    def _place(
+        self,
+        trainable: Trainable,
+        plan: Sequence[BucketSpec],
+        num_firings: Mapping[int, int],
+        streams: set[torch.cuda.Stream],
+        *,
+        origin: str = "",
+    ) -> BucketSet:
+        bucket_set = self._bucket_sets[trainable] = BucketSet(
+            plan,
+            params=self._params,
+            num_firings=num_firings,
+            device=self._collectives.device,
+            num_ranks=self._collectives.world_size,
+            may_be_resized=self._config.comm_hook is not None,
+        )
+        bucket_set.streams = streams
+        bucket_set.last_used = self._stats.num_backwards
+        self._stats.num_plans += 1
+        bucket_set.version = self._stats.num_plans
+        self.description = f"{bucket_set}{origin}"
+        if self._collectives.rank == 0:
+            log.info("bucketddp: plan %d: %s", self._stats.num_plans, self.description)
+        return bucket_set
+
+    def _forget(self) -> None:
+        """Drop what was not used for long."""
+        oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
+        for trainable in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
+            del self._bucket_sets[trainable]
+            self._better.pop(trainable, None)
+            if trainable in self._tuners:
+                self._tuners.pop(trainable).close()
+
+
+def spec_of(name: str, param: Tensor, *, device: torch.device, sparse: bool, may_be_alone: bool) -> ParameterSpec:
+    """What the plan needs to know of a parameter that trains on `device`."""
+    kind = f"{param.dtype} {device}"
+    is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if device.type == "cpu" else "accelerator"]
+    return ParameterSpec(
+        name, num_bytes=param.nbytes, kind=kind, sparse=sparse, alone=may_be_alone and is_large and not sparse
+    )

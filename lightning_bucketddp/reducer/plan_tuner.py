@@ -1,0 +1,284 @@
+"""`bucket_cap_mb="auto"`: a plan from what was measured, kept if it is better than the one before.
+
+Note: tuning
+    The first plan is that of 25 MiB. After a few backwards to warm up, some are observed: when each gradient is ready
+    and when all are reduced. Then the ranks measure what a reduction costs, and rank 0 computes the plan whose last
+    reduction ends earliest (Note: optimum). If it promises something, all ranks change to it, and the same number of
+    backwards is observed again. Rank 0 compares what was measured, and the better plan stays. All ranks count alike and
+    learn rank 0's decisions by broadcast, so they change plans at the same backward. After that nothing is left of it.
+
+    LaunchQueue are slower beside a backward than alone. So the cost that was measured is scaled until the simulation of
+    the first plan ends when its reductions have ended in truth.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import optimal_plan
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice
+from lightning_bucketddp.planning.simulation import cost_until, simulate
+from lightning_bucketddp.reducer.bucket import Arrivals, Bucket
+from lightning_bucketddp.reducer.clock import Clock
+from lightning_bucketddp.reducer.grad_hooks import hook
+from lightning_bucketddp.reducer.graphs import is_being_captured
+from lightning_bucketddp.reducer.wire import Reduction
+
+_SMALLEST_BYTES = 4096
+_GROWTH = 8
+# More would say nothing new about the bandwidth, and takes memory.
+_LARGEST_BYTES = 16 * MIB
+# A size that takes longer is the last: the next one would take eight times as long.
+_SLOW_S = 0.01
+_NUM_REPETITIONS = 5
+
+
+class CostMeter:
+    """Measures once what `reduction` costs, casts included. All ranks measure together.
+
+    Args:
+        reduction: what is done with each bucket.
+        collectives: how to reach the other ranks.
+        clock: what time is measured by.
+    """
+
+    def __init__(self, reduction: Reduction, *, collectives: Collectives, clock: Clock) -> None:
+        self._reduction = reduction
+        self._collectives = collectives
+        self._clock = clock
+        self._cost: AllReduceCost | None = None
+
+    def measure(self, *, dtype: torch.dtype, module_bytes: int) -> AllReduceCost:
+        """The cost for gradients of `dtype`, from sizes that such a module has."""
+        if self._cost is None:
+            seconds: dict[int, list[float]] = {}
+            num_bytes, goes_on = _SMALLEST_BYTES, True
+            while goes_on:
+                seconds[num_bytes] = self._times(num_bytes, dtype)
+                is_slow = statistics.median(seconds[num_bytes]) > _SLOW_S
+                num_bytes *= _GROWTH
+                is_enough = num_bytes > min(module_bytes, _LARGEST_BYTES) and len(seconds) > 1
+                goes_on = self._collectives.broadcast_json(not (is_slow or is_enough))
+            self._cost = AllReduceCost.fit(seconds)
+        return self._cost
+
+    def _times(self, num_bytes: int, dtype: torch.dtype) -> list[float]:
+        members = [torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")]
+        device = self._collectives.device
+        bucket = Bucket(members, arrivals=Arrivals(0), num_flags=0, device=device, may_be_resized=False)
+        marks = []
+        for _ in range(1 + _NUM_REPETITIONS):
+            start = self._clock.mark()
+            self._reduction.start(bucket, index=0, is_last=False).wait()
+            marks.append((start, self._clock.mark()))
+        # The first one waits until all ranks are here.
+        return [self._clock.seconds(start, stop) for start, stop in marks[1:]]
+
+
+# With both plans, and the first backward, which has none, this makes 17 backwards.
+NUM_WARM_UP = 3
+NUM_OBSERVED = 5
+
+# Less than this share of a backward is not worth changing plans for, nor could it be measured.
+_WORTHWHILE = 0.01
+
+
+def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[BucketSpec]) -> bool:
+    """Whether there is something to compute a plan for, and nothing against it.
+
+    A communication hook keeps state by bucket, and who wants runs to repeat wants no plan that depends on time.
+    """
+    wanted = config.bucket_cap_mb == AUTO and config.overlap and config.comm_hook is None
+    could_change = collectives.world_size > 1 and has_choice(plan)
+    return wanted and could_change and not torch.are_deterministic_algorithms_enabled()
+
+
+@dataclass(slots=True)
+class _Observation:
+    """One backward, by marks of a clock."""
+
+    start: Any
+    arrivals: dict[int, Any] = field(default_factory=dict)
+    backward_end: Any = None
+    reduced: Any = None
+
+
+class PlanTuner:
+    """Finds the best plan for one set of trainable parameters (Note: tuning).
+
+    Args:
+        plan: the first plan, by index into `params`.
+        params: all parameters of the module.
+        specs: what the plan needs to know of each.
+        collectives: how to reach the other ranks.
+        meter: measures what a reduction costs.
+        clock: what time is measured by.
+        say: tells the user on rank 0 what was decided.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[BucketSpec],
+        *,
+        params: Sequence[Tensor],
+        specs: Sequence[ParameterSpec],
+        collectives: Collectives,
+        meter: CostMeter,
+        clock: Clock,
+        say: Callable[[str], None],
+    ) -> None:
+        self.is_settled = False
+        self.profile: Profile | None = None
+        self._first_plan = plan
+        self._params = params
+        self._specs = specs
+        self._collectives = collectives
+        self._meter = meter
+        self._clock = clock
+        self._say = say
+        self._members = [i for bucket in plan for i in bucket.members]
+        self._hooks: list[RemovableHandle] = []
+        self._num_backwards = 0
+        self._current: _Observation | None = None
+        self._observed: list[_Observation] = []
+        self._first_s: list[float] = []
+        self.story = "no backward could be observed, the plan stays as it is"
+
+    def begin(self) -> None:
+        """A synchronised backward begins."""
+        if is_being_captured(self._collectives.device):
+            self.close()
+        elif self._hooks:
+            self._current = _Observation(self._clock.mark())
+
+    def backward_ended(self) -> None:
+        """All gradients of this rank are there."""
+        if self._current is not None:
+            self._current.backward_end = self._clock.mark()
+
+    def reduced(self) -> None:
+        """Those of all ranks are."""
+        if self._current is not None:
+            self._current.reduced = self._clock.mark()
+            self._observed.append(self._current)
+
+    def end(self) -> Sequence[BucketSpec] | None:
+        """The backward has ended, well or not. Returns the plan for the next one if it is another."""
+        self._current = None
+        if self.is_settled:
+            return None
+        self._num_backwards += 1
+        phase, position = divmod(self._num_backwards, NUM_WARM_UP + NUM_OBSERVED)
+        if position == NUM_WARM_UP:
+            self._observed.clear()
+            if not self._hooks:
+                self._hooks = [hook(self._params[i], self._see(i)) for i in self._members]
+        if position > 0:
+            return None
+        return self._propose() if phase == 1 else self._decide()
+
+    def close(self) -> None:
+        """Observe nothing any more; the plan stays as it is."""
+        self.is_settled = True
+        self._current = None
+        self._observed.clear()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def _see(self, param_index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_param: Tensor) -> None:
+            if self._current is not None:
+                self._current.arrivals[param_index] = self._clock.mark()
+
+        return on_gradient
+
+    def _propose(self) -> Sequence[BucketSpec] | None:
+        dense = [i for i in self._members if not self._specs[i].sparse]
+        largest = max(dense, key=lambda i: self._specs[i].num_bytes)
+        cost = self._meter.measure(
+            dtype=self._params[largest].dtype, module_bytes=sum(self._specs[i].num_bytes for i in dense)
+        )
+        proposal = self._compute(cost) if self._collectives.rank == 0 and self._observed else None
+        message = None if proposal is None else [asdict(bucket) for bucket in proposal]
+        agreed: list[dict[str, Any]] | None = self._collectives.broadcast_json(message)
+        if agreed is None:
+            self._settle()
+            return None
+        return [BucketSpec(tuple(bucket.pop("members")), **bucket) for bucket in agreed]
+
+    def _compute(self, cost: AllReduceCost) -> Sequence[BucketSpec] | None:
+        """The best plan, if it promises to be better than the first. Rank 0 only."""
+        self._first_s = self._total_s()
+        order, profile = self._profile(cost)
+        position = {index: n for n, index in enumerate(order)}
+        first = [replace(b, members=tuple(position[i] for i in b.members)) for b in self._first_plan]
+        cost = cost_until(profile, first, end_s=statistics.median(self._first_s))
+        plan = optimal_plan(profile, cost=cost)
+        first_s, best_s = (simulate(profile, p, cost).end_s for p in (first, plan))
+        # With the costs that the plan is computed for: whoever simulates plans later sees what is expected here.
+        self.profile = replace(profile, cost=cost)
+        if first_s - best_s < _WORTHWHILE * profile.backward_s:
+            self.story = f"{len(first)} buckets of up to 25 MiB stay, no other plan promises to be faster"
+            return None
+        instead = "of other sizes" if len(plan) == len(first) else f"instead of {len(first)}"
+        self.story = (
+            f"{len(plan)} bucket{'' if len(plan) == 1 else 's'} {instead}: backward with reductions predicted to take"
+            f" {best_s * 1e3:.2f} instead of {first_s * 1e3:.2f} ms"
+        )
+        return [replace(bucket, members=tuple(order[i] for i in bucket.members)) for bucket in plan]
+
+    def _profile(self, cost: AllReduceCost) -> tuple[list[int], Profile]:
+        """The parameters in order of arrival, and what was seen of them.
+
+        What was missing once may be missing again, and a bucket waits for all its members: it counts as missing.
+        """
+        seconds = self._clock.seconds
+        ready_s = {
+            i: statistics.median(seconds(seen.start, seen.arrivals[i]) for seen in self._observed)
+            for i in self._members
+            if all(i in seen.arrivals for seen in self._observed)
+        }
+        arrived = sorted(ready_s, key=lambda i: ready_s[i])
+        order = arrived + [i for i in self._members if i not in ready_s]
+        backward_s = statistics.median(seconds(seen.start, seen.backward_end) for seen in self._observed)
+        return order, Profile(
+            [self._specs[i] for i in order],
+            [ready_s[i] for i in arrived],
+            backward_s=max(backward_s, *ready_s.values(), 0.0),
+            cost=cost,
+            num_ranks=self._collectives.world_size,
+        )
+
+    def _decide(self) -> Sequence[BucketSpec] | None:
+        is_better = False
+        if self._collectives.rank == 0 and self._observed:
+            now_s = self._total_s()
+            first, now = statistics.median(self._first_s), statistics.median(now_s)
+            noise = max(statistics.median(abs(s - first) for s in self._first_s), _WORTHWHILE * first)
+            is_better = now < first - noise
+            within = ", which is within the noise" if first - noise <= now < first else ""
+            outcome = "they stay" if is_better else f"back to {len(self._first_plan)}"
+            self.story += f", measured {now * 1e3:.2f} instead of {first * 1e3:.2f} ms{within}; {outcome}"
+        is_better = self._collectives.broadcast_json(is_better)
+        self._settle()
+        return None if is_better else self._first_plan
+
+    def _total_s(self) -> list[float]:
+        return [self._clock.seconds(seen.start, seen.reduced) for seen in self._observed]
+
+    def _settle(self) -> None:
+        self.close()
+        if self._collectives.rank == 0:
+            self._say(f"bucketddp: {self.story}.")

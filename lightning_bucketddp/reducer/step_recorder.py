@@ -1,0 +1,260 @@
+"""What one step does when, by marks that are read some steps later: nothing here waits for a device.
+
+Note: ends of reductions
+    On a GPU a stream beside the others waits for each reduction, and a mark is made on it. On a CPU a thread does the
+    same: it waits inside gloo, where it needs nothing of Python's, and looks at the clock when it is woken. A callback
+    of the reduction's future would be simpler, but it runs in one of gloo's few threads and needs the interpreter: the
+    next reduction waits until the training thread lets go of it, and for ever where that thread waits for the end of
+    the process group. Looking now and then whether a reduction has ended would see most ends one bucket too late.
+
+    The thread may be woken late on a busy machine. But the step itself waits for all reductions in order, so each has
+    ended when that wait is over; whatever was seen first counts.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.reducer.bucket_set import AnyBucket
+from lightning_bucketddp.reducer.clock import Axis, Clock, clock_of
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.wire import bytes_sent, transfer_of, was_waited_for
+
+_ENDS_WITHIN_S = 1.0
+
+
+@dataclass(slots=True)
+class Sighting:
+    """The mark at which something was seen to end; None: it was not, so far."""
+
+    mark: Any = None
+
+
+class Observer(Protocol):
+    """Sees reductions end (Note: ends of reductions)."""
+
+    def watch(self, transfer: Pending) -> Sighting:
+        """Mark the end of `transfer` as soon as it comes."""
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+
+
+class HostObserver:
+    """A thread that waits for one reduction after the other, in the order in which they run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._to_watch: SimpleQueue[tuple[Pending, Sighting] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="bucketddp-observer", daemon=True)
+        self._thread.start()
+
+    def watch(self, transfer: Pending) -> Sighting:
+        sighting = Sighting()
+        self._to_watch.put((transfer, sighting))
+        return sighting
+
+    def close(self) -> None:
+        self._to_watch.put(None)
+        # It may wait for a rank that is gone; then it ends with the process.
+        self._thread.join(timeout=_ENDS_WITHIN_S)
+
+    def _run(self) -> None:
+        while (watched := self._to_watch.get()) is not None:
+            transfer, sighting = watched
+            with suppress(Exception):  # the step waits for it, too, and is the one to raise
+                transfer.wait()
+                sighting.mark = self._clock.mark()
+            del watched, transfer  # gradients hang on it
+
+
+class DeviceObserver:
+    """A stream that waits for each reduction."""
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock = clock
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # With this setting of torch's it is the host that waits.
+        self._is_blind = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0"
+
+    def watch(self, transfer: Pending) -> Sighting:
+        if self._is_blind:
+            return Sighting()
+        with torch.cuda.stream(self._stream):
+            transfer.wait()
+            return Sighting(self._clock.mark())
+
+    def close(self) -> None:
+        pass
+
+
+def observer_of(device: torch.device, clock: Clock) -> Observer:
+    """Who sees reductions of tensors on `device` end."""
+    return DeviceObserver(clock, device) if device.type == "cuda" else HostObserver(clock)
+
+
+@dataclass(slots=True)
+class MarkedSpan:
+    """A phase of a step, from mark to mark."""
+
+    name: str
+    start: Any
+    end: Any
+
+
+@dataclass(slots=True)
+class MarkedBucket:
+    """The marks of one reduction; what has ended was seen to, or waited for, or both."""
+
+    ready: Any
+    launched: Any = None
+    seen: Sighting | None = None
+    waited_for: Any = None
+
+    @property
+    def ends(self) -> list[Any]:
+        """Marks by which it had ended; the first of them counts."""
+        return [mark for mark in (None if self.seen is None else self.seen.mark, self.waited_for) if mark is not None]
+
+
+@dataclass(slots=True)
+class MarkedStep:
+    """All that is recorded of one optimizer step.
+
+    Attributes:
+        before: the reducer's counters when it began: unused gradients and skipped ranks.
+        step: the optimizer's steps before this one.
+        plan: the version of the plan; 0: none.
+    """
+
+    before: tuple[int, int]
+    spans: list[MarkedSpan] = field(default_factory=list)
+    buckets: dict[int, MarkedBucket] = field(default_factory=dict)
+    bytes_on_wire: int = 0
+    step: int = 0
+    plan: int = 0
+    num_unused: int = 0
+    num_skipped: int = 0
+
+
+class StepRecorder:
+    """Told by the strategy and the reducer what they do, in steps that are recorded.
+
+    A step has one phase at a time, or none between phases. Where several backwards of a step synchronise, the
+    reductions that are kept are those of the last.
+
+    Args:
+        device: where the gradients are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._observer = observer_of(device, self._clock)
+        self.axis = Axis(self._clock)
+        self._phase: str | None = None
+        self._since: Any = None
+        self._before_waiting: str | None = None
+        self._step = MarkedStep((0, 0))
+
+    def close(self) -> None:
+        """Let go of what watches."""
+        self._observer.close()
+
+    @property
+    def phase(self) -> str | None:
+        """What the step is doing; None: nothing that is recorded."""
+        return self._phase
+
+    def begin(self, stats: ReducerStats) -> None:
+        """Another step begins: forget one that was not completed."""
+        self._step = MarkedStep((stats.num_unused, stats.num_skipped))
+        self.forget_phase()
+
+    def complete(self, stats: ReducerStats, *, step: int, plan: int) -> MarkedStep:
+        """The optimizer has stepped: what was recorded. The next step begins, with no phase yet."""
+        self.turn_to(None)
+        marked = self._step
+        marked.step, marked.plan = step, plan
+        # The reducer may be another one by now, which counts from 0.
+        marked.num_unused = max(stats.num_unused - marked.before[0], 0)
+        marked.num_skipped = max(stats.num_skipped - marked.before[1], 0)
+        self.begin(stats)
+        return marked
+
+    def turn_to(self, phase: str | None) -> str | None:
+        """Another phase begins; None: none does. Returns the one that ends."""
+        mark = self._clock.mark()
+        ends = self._phase
+        if ends is not None and self._since is not None:
+            self._step.spans.append(MarkedSpan(ends, self._since, mark))
+        self._phase, self._since = phase, mark
+        return ends
+
+    def forget_phase(self) -> None:
+        """The phase that has begun does not count, and no other begins."""
+        self._phase = self._since = None
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, the step is in `phase`; after it, in the one before."""
+        before = self.turn_to(phase)
+        try:
+            yield
+        finally:
+            self.turn_to(before)
+
+    def see_ready(self, index: int) -> None:
+        """All gradients of a bucket are there."""
+        self._step.buckets[index] = MarkedBucket(self._clock.mark())
+
+    def see_launch(self, index: int) -> None:
+        """A bucket leaves, complete or not."""
+        mark = self._clock.mark()
+        bucket = self._step.buckets.get(index)
+        if bucket is None or bucket.launched is not None:
+            bucket = self._step.buckets[index] = MarkedBucket(mark)
+        bucket.launched = mark
+
+    def see_start(self, index: int, pending: Pending, bucket: AnyBucket) -> None:
+        """Its reduction is under way."""
+        self._step.bytes_on_wire += bytes_sent(pending, bucket)
+        marks = self._step.buckets[index]
+        if was_waited_for(pending):
+            self._see_waiting_since(marks.launched)
+            marks.seen = Sighting(self._since)
+        elif (transfer := transfer_of(pending)) is not None:
+            marks.seen = self._observer.watch(transfer)
+
+    def _see_waiting_since(self, mark: Any) -> None:
+        if self._phase is not None and self._since is not None:
+            self._step.spans.append(MarkedSpan(self._phase, self._since, mark))
+        self._since = self._clock.mark()
+        self._step.spans.append(MarkedSpan("exposed", mark, self._since))
+
+    def see_waited_for(self, index: int) -> None:
+        """A reduction has ended: the step has waited for it."""
+        self._step.buckets[index].waited_for = self._clock.mark()
+
+    def begin_waiting(self) -> None:
+        """Backward has ended; from now on the step waits for reductions."""
+        self._before_waiting = self.turn_to("exposed")
+
+    def end_waiting(self) -> None:
+        """The gradients are final."""
+        self.turn_to(self._before_waiting)
+
+    def is_past(self, marked: MarkedStep) -> bool:
+        """Whether the device has come to all marks of a step."""
+        last = [span.end for span in marked.spans[-1:]]
+        return all(
+            self._clock.is_past(mark) for mark in last + [end for b in marked.buckets.values() for end in b.ends]
+        )

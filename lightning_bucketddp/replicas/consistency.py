@@ -1,0 +1,156 @@
+"""When replicas are compared, and what is done if they are not equal.
+
+Note: a check in three steps
+    Between two steps, checksums are started on the device. Between the next two, when the device has long come to them,
+    they are on the host, and one digest of them goes to all ranks with the message of the next backward. Then all ranks
+    know whether anyone differs. Nothing waits for the device, and no rank sends anything that the others do not expect.
+    If someone differs, the ranks stop and compare tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.replicas.checksums import Checksums
+from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
+from lightning_bucketddp.replicas.training_state import PendingDigest, TrainingState
+
+log = logging.getLogger(__name__)
+
+OnDivergence = Literal["raise", "heal", "log"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCheckConfig:
+    """What a user can set about the comparison of replicas.
+
+    Attributes:
+        every_n_steps: Synchronised backwards between two checks; None or 0: only before checkpoints are written.
+        on_divergence: What to do with replicas that differ.
+    """
+
+    every_n_steps: int | None = 100
+    on_divergence: OnDivergence = "raise"
+
+    def __post_init__(self) -> None:
+        number = self.every_n_steps
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise ValueError(
+                "`check_replicas_every_n_steps` must be a number of steps, or None to compare replicas only before"
+                f" checkpoints are written, got {number!r}."
+            )
+        if self.on_divergence not in get_args(OnDivergence):
+            choices = ", ".join(f"`{choice}`" for choice in get_args(OnDivergence))
+            raise ValueError(f"`on_divergence` must be one of {choices}, got {self.on_divergence!r}.")
+
+
+def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
+    """What is compared: `parameters` and what `optimizers` keep for them."""
+    state = TrainingState({name: param.detach() for name, param in parameters.items()})
+    for index, optimizer in enumerate(optimizers):
+        # Each rank has another part of a state that is sharded (`ZeroRedundancyOptimizer`). Lightning asks the same.
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
+    return state
+
+
+class ReplicaChecks:
+    """Compares the replicas of a training (Note: a check in three steps).
+
+    Args:
+        collectives: how to reach the other ranks.
+        config: what the user set.
+        exchange: carries the digests.
+        has_messages: every synchronised backward exchanges messages; otherwise they are sent when there is a digest.
+    """
+
+    def __init__(
+        self, collectives: Collectives, config: ReplicaCheckConfig, *, exchange: StepExchange, has_messages: bool
+    ) -> None:
+        self._collectives = collectives
+        self._config = config
+        self._exchange = exchange
+        self._has_messages = has_messages
+        self._checksums = Checksums()
+        self._pending: PendingDigest | None = None
+        self._begun_at = 0
+
+    @property
+    def are_periodic(self) -> bool:
+        """Whether replicas are compared at all when no checkpoint is written."""
+        return bool(self._config.every_n_steps)
+
+    def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
+        """Call between steps, on all ranks after the same number of synchronised backwards."""
+        if not self._config.every_n_steps:
+            return
+        if not self._has_messages:
+            self._exchange.receive()
+        if self._exchange.digests_differ:
+            self._exchange.digests_differ = False
+            self._pending = None  # begun before that is known
+            if not self.compare(state(), when=f"after {num_backwards} synchronised backwards"):
+                self._warn("The replicas differed in the last check and are equal again.")
+        if self._pending is not None and num_backwards > self._begun_at:
+            self._exchange.digest = self._pending.wait()
+            self._pending = None
+            if not self._has_messages:
+                self._exchange.send(MessageKind.STEP)
+        if self._pending is None and num_backwards - self._begun_at >= self._config.every_n_steps:
+            self._pending = state().start_digest(self._checksums)
+            self._begun_at = num_backwards
+
+    def compare(self, state: TrainingState, *, when: str) -> bool:
+        """Compare now, and act on it; whether there was a difference. All ranks must call this."""
+        hosts = self._collectives.host_group()
+        digest = torch.tensor([state.start_digest(self._checksums).wait()])
+        if len(set(torch.cat(hosts.gather(digest)).tolist())) == 1:
+            return False
+        by_rank = hosts.gather_json(state.values(self._checksums))
+        divergence = find_divergence(by_rank, numbers=set(state.numbers))
+        assert divergence is not None  # equal values have equal digests
+        found = f"The replicas are not equal {when}: {divergence}"
+        is_healable = all(
+            difference.exists_everywhere and (difference.name in state.tensors or difference.name in state.owners)
+            for difference in divergence.differences
+        )
+        remedy = (
+            "Resume from a checkpoint from before, or pass `on_divergence='heal'` to the strategy: all ranks then go on"
+            " with the state that most of them hold."
+            if is_healable
+            else "The ranks do not train the same things, so none can follow another: make their optimizers the same."
+        )
+        if self._config.on_divergence == "log":
+            self._warn(found)
+        elif self._config.on_divergence == "heal" and is_healable:
+            self._heal(state, divergence, from_source=by_rank[divergence.source])
+            self._warn(f"{found} All ranks go on with the state of rank {divergence.source}.")
+        else:
+            raise ReplicaDivergedError(f"{found} {remedy}")
+        return True
+
+    def _warn(self, text: str) -> None:
+        if self._collectives.rank == 0:
+            log.warning("bucketddp: %s", text)
+
+    def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, object]) -> None:
+        names = [difference.name for difference in divergence.differences]
+        for name in names:
+            if name in state.owners:
+                state.set_number(name, from_source[name])
+        tensors = [state.tensors[name] for name in names if name in state.tensors]
+        device = self._collectives.device
+        on_device = [tensor for tensor in tensors if tensor.device == device]
+        # Such as step counters, and everything once the training has ended.
+        on_host = [tensor for tensor in tensors if tensor.device != device]
+        self._collectives.broadcast_tensors(on_device, source=divergence.source)
+        self._collectives.host_group().broadcast_tensors(on_host, source=divergence.source)

@@ -1,0 +1,163 @@
+"""The store in which ranks meet before they have a process group: at rank 0's address, or with torchrun's agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+# A start that takes long is reported after these times, and then each time the last of them has passed again.
+_REPORTS_S = (10, 30, 60)
+# How long torch may try by itself to reach a store that was there a moment ago.
+_CLIENT_TIMEOUT = timedelta(seconds=1)
+
+
+class StartError(RuntimeError):
+    """The ranks could not start together."""
+
+
+class Deadline:
+    """How long a rank waits for others, and whom it tells.
+
+    Args:
+        timeout_s: when to give up.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        # Why waiting is in vain, once somebody knows.
+        self.failure: str | None = None
+        self._began = time.monotonic()
+        self._num_reports = 0
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        return self.waited_s > self.timeout_s
+
+    @property
+    def left(self) -> timedelta:
+        return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
+
+    def report(self, whom: Callable[[], str]) -> None:
+        """Say who is waited for, if it is time to say so."""
+        later = max(0, self._num_reports + 1 - len(_REPORTS_S))
+        if self.waited_s >= _REPORTS_S[min(self._num_reports, len(_REPORTS_S) - 1)] + later * _REPORTS_S[-1]:
+            self._num_reports += 1
+            log.warning(
+                f"bucketddp: waiting for {whom()} for {self.waited_s:.0f} s; giving up after {self.timeout_s:g} s."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAddress:
+    """Where the store of a run is, seen from one of its ranks."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    local_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this rank offers the store; otherwise torchrun's agent or another rank does."""
+        return self.rank == 0 and not _agent_hosts_store()
+
+    def open_server(self, listener: socket.socket | None, *, deadline: Deadline) -> Store:
+        """Offer the store, at a socket that listens already if there is one. Keep the result until we are connected."""
+        # Before 2.8 only the older implementation of the store takes over a socket.
+        can_use_libuv = listener is None or torch.__version__ >= "2.8"
+        try:
+            return TCPStore(
+                "localhost",
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,  # so that our own client shares this server, and keeps it
+                master_listen_fd=None if listener is None else listener.detach(),
+                use_libuv=can_use_libuv and os.environ.get("USE_LIBUV", "1") == "1",
+                timeout=deadline.left,
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise StartError(explain_port_in_use(self.port)) from error
+
+    def connect(self, *, deadline: Deadline) -> Store:
+        """Reach the store, whenever it is there."""
+        while True:
+            try:
+                # Asked without torch first, which prints a stack trace for each attempt that fails.
+                socket.create_connection((self.address, self.port), timeout=1).close()
+                return self._open_client()
+            except OSError as error:
+                obstacle = error.strerror or str(error)
+            except RuntimeError as error:
+                log.debug("no store at %s: %s", self, error)
+                obstacle = "what listens there is not rank 0, maybe another program"
+            if deadline.failure is not None or deadline.is_over:
+                raise StartError(deadline.failure or self.explain_unreachable(obstacle, deadline.timeout_s))
+            if self.local_rank == 0:
+                deadline.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
+            time.sleep(POLL_S)
+
+    def _open_client(self) -> Store:
+        if _agent_hosts_store():
+            # torch knows how to keep apart the attempts of a run that torchrun restarts.
+            store: Store
+            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=_CLIENT_TIMEOUT))
+            return store
+        return TCPStore(
+            self.address,
+            self.port,
+            is_master=self.is_host,
+            multi_tenant=self.is_host,
+            wait_for_workers=False,
+            timeout=_CLIENT_TIMEOUT,
+        )
+
+    def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
+        """What to do when there is no way to the store."""
+        remedy = (
+            "`MASTER_ADDR` must be an address of this host."
+            if self.rank == 0
+            else "Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
+        )
+        return (
+            f"Rank {self.rank} on host {socket.gethostname()} could not reach rank 0 at {self} within {timeout_s:g} s:"
+            f" {obstacle}. {remedy}"
+        )
+
+
+def explain_port_in_use(port: int) -> str:
+    """What to do about a port that another program has."""
+    return (
+        f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
+        " ranks; for a run on this host alone leave it unset, and a free one is found."
+    )
+
+
+def part_of(store: Store, name: str) -> Store:
+    """The keys of `store` that begin with `name`."""
+    return PrefixStore(name, store)
+
+
+def _agent_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

@@ -1,0 +1,136 @@
+"""Checkpoints, of a `BucketDDPStrategy` for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
+from lightning_bucketddp.checkpoint.collective_io import read_on_every_rank, write_on_rank_zero
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of, spoiled_weights
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.progress import SAVING, Progress
+from lightning_bucketddp.replicas.consistency import ReplicaChecks
+from lightning_bucketddp.replicas.training_state import TrainingState
+from lightning_bucketddp.strategies.fault_handling import torn
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
+
+
+class FabricCheckpointHooks(_ParallelStrategy):
+    """The part of a strategy that Fabric calls to save and to load."""
+
+    _default_checkpoint_io: ClassVar[type[Any]]
+
+    config: ReducerConfig
+    _collectives: Collectives | None
+    _checks: ReplicaChecks | None
+    _trained_state: Callable[[], TrainingState]
+    _progress: Progress
+    has_torn_step: bool
+    _async_checkpoints: bool
+    _writer: CheckpointWriter
+    _finite_checkpoints: FiniteCheckpoints
+    # Of the modules that were set up.
+    _weights_at_start: dict[nn.Module, Severities]
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self._default_checkpoint_io()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write on rank zero; a failure is raised on every rank."""
+        if self.has_torn_step:
+            raise CheckpointWriteError(torn(path))
+        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
+            self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        # On every rank: an optimizer may have to gather its state.
+        checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
+
+        def save() -> None:
+            spoiled = [
+                weight
+                for name, module in state.items()
+                if isinstance(module, nn.Module) and module in self._weights_at_start
+                for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
+            ]
+            place = self._finite_checkpoints.place(path, spoiled, refuses=self.config.on_nonfinite != "warn")
+
+            def write(content: dict[str, Any]) -> None:
+                with self._finite_checkpoints.known_unless_failing(place):
+                    self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
+
+            self._writer.save(checkpoint, write, path=place, in_background=self._async_checkpoints)
+
+        with self._progress.during(SAVING):
+            write_on_rank_zero(save, self._collectives, path=path)
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
+        write_on_rank_zero(self._writer.drain, self._collectives)
+
+    @property
+    def checkpoint_stats(self) -> CheckpointStats:
+        """How long checkpoints took, on rank zero."""
+        return self._writer.stats
+
+    def load_checkpoint(  # type: ignore[override]
+        self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Give `state` what a checkpoint holds, once all ranks have read the same."""
+        own_io = self.checkpoint_io
+        # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
+        if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
+            if self._async_checkpoints:
+                self.wait_for_checkpoints()
+            self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
+        try:
+            rest = super().load_checkpoint(path, state, strict, **kwargs)
+        finally:
+            self._checkpoint_io = own_io
+        # Training begins again with what was loaded.
+        loaded = list(state.values()) if isinstance(state, dict) else [state]
+        for module in self._weights_at_start:
+            if any(module is other for other in loaded):
+                self._weights_at_start[module] = severities_of(module)
+        return rest
+
+    def teardown(self) -> None:
+        with suppress(Exception):  # it is in the log
+            self._writer.drain()
+        super().teardown()
+
+
+@dataclass(frozen=True)
+class _ReadOnEveryRank:
+    """What `checkpoint_io` reads, for Fabric's own code to take apart."""
+
+    checkpoint_io: Any
+    collectives: Collectives
+
+    def load_checkpoint(self, path: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_on_every_rank(
+            lambda: self.checkpoint_io.load_checkpoint(path, **kwargs), self.collectives, path=path
+        )

@@ -1,0 +1,293 @@
+"""How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop.
+
+Note: torn step
+    On a GPU the host is ahead of the device: when a rank dies, another may have asked for the exchange of gradients and
+    for the optimizer's step behind it. Ending the exchange lets that step go on, with gradients that nobody has summed.
+    What is on the device then is not to be saved. Where hosts exchange gradients, the host waits for them, and raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.process_group import (
+    StoreAccess,
+    abort_device_groups,
+    access_store,
+    cut_connections,
+    leave_process_group,
+)
+from lightning_bucketddp.faults.failure import Kind
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
+from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.strategies.options import StartMethod
+from lightning_bucketddp.strategies.signals import InterruptSignals, StopSignals
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+_EXCHANGED_WITHIN_S = 0.5
+# What libraries may take to end after Python has. NCCL may wait for a rank that is gone.
+_LIBRARIES_END_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What a run has around it.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long a collective may take; None: torch's default.
+        abort_device: ends what waits on a device.
+        exit_status_of: how a process that this one has started for a rank ended.
+        launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
+    """
+
+    rank: int
+    world_size: int
+    timeout: timedelta | None
+    abort_device: Callable[[], None]
+    exit_status_of: Callable[[int], int | None]
+    launcher_pid: int | None
+
+
+class FaultHandler:
+    """The end of one run, from the moment that there is a process group.
+
+    Args:
+        progress: of the thread that trains.
+        context: of the run.
+        stall_warning_s: how long a rank may wait for others without a word.
+    """
+
+    def __init__(self, progress: Progress, context: RunContext, *, stall_warning_s: float) -> None:
+        self.signals: StopSignals | None = None
+        self._interrupts: InterruptSignals | None = None
+        self._wakeup = SignalWakeup()
+        self._rank = context.rank
+        self._is_over = False
+        self._access = access_store()
+
+        def cut() -> None:
+            cut_connections(except_port=self._access.port)
+            context.abort_device()
+
+        self._progress = progress
+        self._watch = Watchdog(
+            _channel(self._access, context),
+            progress,
+            WatchdogActions(
+                cut=cut,
+                interrupt=self._interrupt,
+                signals_received=self._signals_received,
+                exit_status_of=context.exit_status_of,
+                store_rank=0 if self._access.is_held_by_rank_zero else None,
+                launcher_pid=context.launcher_pid,
+            ),
+            stall_warning_s=stall_warning_s,
+            timeout_s=(context.timeout or default_pg_timeout).total_seconds(),
+        )
+
+    def begin(self) -> None:
+        """Start to watch."""
+        self._wakeup.install()
+        self._watch.start()
+        # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
+        # thing to be done then, because nearly the first to be registered.
+        atexit.register(self._end_with_python)
+
+    def end(self) -> None:
+        """The run is over on this rank, well or not."""
+        for handlers in (self.signals, self._interrupts):
+            if handlers is not None:
+                handlers.restore_handlers()
+        self._wakeup.uninstall()
+        self._is_over = True
+        self._watch.stop()
+        if not self._watch.have_aborted:
+            atexit.unregister(self._end_with_python)
+
+    def _end_with_python(self) -> None:
+        self._watch.stop()
+        if self._watch.have_aborted:
+            nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
+            faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether this rank has raised."""
+        return self._watch.is_ending
+
+    def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
+        """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
+        self.signals = StopSignals(trainer, self._watch, self._progress, self._wakeup)
+        self.signals.replace_handlers(callback)
+
+    def handle_interrupts(self) -> None:
+        """Have Ctrl-C stop a program that has the loop itself, also where it waits for other ranks."""
+        self._interrupts = InterruptSignals(self._wakeup)
+        self._interrupts.replace_handlers()
+
+    def report_uncaught(self) -> None:
+        """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
+        previous = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            # Never taken out again: other hooks may have been put before this one.
+            instead = None if self._is_over else self.end_by(error)
+            if instead is None:
+                previous(kind, error, trace)
+            else:
+                previous(type(instead), instead, trace)
+
+        sys.excepthook = report
+
+    def end_by(
+        self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None
+    ) -> BaseException | None:
+        """This rank ends by `error`; what it shall raise instead, because it was not the first.
+
+        Args:
+            error: what the training thread raises.
+            sigterm_exception: what is raised when SIGTERM stops a run; None: `SystemExit`.
+        """
+        is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
+        stopped_by = 0
+        if isinstance(error, KeyboardInterrupt) or is_sigterm:
+            stopped_by = self._watch.stop_signal or signal.SIGINT
+        failure = self._watch.end_by(error, stopped_by=stopped_by)
+        if self._watch.have_aborted:
+            # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
+            leave_process_group()
+        if failure.kind is Kind.STOPPED:
+            if failure.signal == signal.SIGINT:
+                return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+            # As a shell reports a process that a signal has ended. Lightning's would end with 0, like a run that is
+            # complete.
+            return (sigterm_exception or SystemExit)(128 + failure.signal)
+        # Where all have raised, each knows best what it has raised.
+        is_own = failure.rank == self._rank or not self._watch.have_aborted
+        return None if is_own else failure.error_for(self._rank)
+
+    def _interrupt(self) -> None:
+        handlers = self.signals or self._interrupts
+        if handlers is not None:
+            handlers.interrupt()
+
+    def _signals_received(self) -> list[int]:
+        handlers = self.signals or self._interrupts
+        return [] if handlers is None else handlers.received()
+
+
+class HandlesFaults:
+    """The part of a strategy that sees runs begin and end."""
+
+    _launchers: ClassVar[Any]
+    # What Lightning's Trainer raises when SIGTERM stops it, and when tuning is over.
+    _sigterm_exception: ClassVar[type[SystemExit] | None] = None
+    _normal_ends: ClassVar[tuple[type[Exception], ...]] = ()
+
+    # Set in a process that has started the ranks and is none: its weights are old.
+    trains_elsewhere: bool = False
+    # Set when the weights may have been changed by gradients that were not whole (Note: torn step).
+    has_torn_step: bool = False
+    _collectives: Collectives | None
+    _progress: Progress
+    _fault_handler: FaultHandler | None
+    _stall_warning_s: float
+    _start_method: StartMethod
+    if TYPE_CHECKING:
+        global_rank: int
+        local_rank: int
+        world_size: int
+        _launcher: Any
+        _timeout: timedelta | None
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self._launchers.make(self)
+
+    def _begin_watching(self) -> FaultHandler:
+        this = weakref.ref(self)  # the watch must not keep alive what it watches
+
+        def abort_device() -> None:
+            if (strategy := this()) is not None:
+                strategy.note_torn_step()
+            abort_device_groups()
+
+        launcher: Any = self._launcher
+        first_rank = self.global_rank - self.local_rank
+        context = RunContext(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            abort_device=abort_device,
+            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
+            launcher_pid=_launcher_pid(self._start_method),
+        )
+        self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self._stall_warning_s)
+        self._fault_handler.begin()
+        return self._fault_handler
+
+    def note_torn_step(self) -> None:
+        """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
+        deadline = time.monotonic() + _EXCHANGED_WITHIN_S
+        reducers = self._active_reducers()
+        while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.has_torn_step = not all(reducer.has_exchanged for reducer in reducers)
+
+    def _active_reducers(self) -> list[Reducer]:
+        raise NotImplementedError
+
+    def _end_watching(self) -> None:
+        if self._fault_handler is not None:
+            self._fault_handler.end()
+            self._fault_handler = None
+
+    def end_run_by(self, error: BaseException) -> None:
+        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
+        if self._fault_handler is not None and not isinstance(error, self._normal_ends):
+            instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
+            if instead is not None:
+                # Not "from" the error, which is nothing but a connection that broke.
+                raise instead from None
+
+
+def torn(path: object) -> str:
+    """Why there is no checkpoint at `path` (Note: torn step)."""
+    return (
+        f"checkpoint `{path}` is not saved, because a rank was lost while gradients were being exchanged, and the"
+        " weights on this rank may be wrong. Resume from the checkpoint before."
+    )
+
+
+def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
+    # Runs follow each other in one store, also after a restart; each rank counts its own.
+    run = f"bucketddp/{access.name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
+    name = f"{run}/{number}"
+    return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
+
+
+def _launcher_pid(start_method: StartMethod) -> int | None:
+    """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
+    return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,0 +1,228 @@
+"""Starting the processes of a run: as Lightning does it, but with an end that all of them come to."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_bucketddp.startup.child_processes import LAUNCHER_PID
+from lightning_bucketddp.startup.store import StartError, explain_port_in_use
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+else:
+    # Each root of Lightning has launchers of its own: they come after these classes in the bases.
+    _MultiProcessingLauncher = _SubprocessScriptLauncher = object
+
+
+class HoldsPort:
+    """The part of a launcher that opens the port before it launches processes that will look for it there.
+
+    Lightning closes a port that it has found to be free until rank 0 opens it again, and meanwhile anybody may take it.
+    """
+
+    # Of the root of Lightning: what it uses where no scheduler chooses the port.
+    lightning_environment: type
+    _listener: socket.socket | None = None
+
+    def take_listener(self) -> socket.socket | None:
+        """Return the socket that is open at the main port, if there is one. It is the caller's to close."""
+        listener, self._listener = self._listener, None
+        return listener
+
+    def _open_port(self, environment: Any) -> None:
+        """Keep a free port open for rank 0. One that the user has chosen is only tried."""
+        is_ours_to_choose = type(environment) is self.lightning_environment
+        if not is_ours_to_choose or environment.creates_processes_externally or environment.node_rank() != 0:
+            return
+        if "MASTER_PORT" in os.environ:
+            # Not kept: where the launcher is not rank 0 itself, nobody tells it when the port can be chosen again.
+            _listen(environment.main_port).close()
+            return
+        self._listener = _listen(int(os.environ.get("STANDALONE_PORT", 0)))
+        environment._main_port = self._listener.getsockname()[1]
+
+
+@contextmanager
+def launching(*restored: str) -> Iterator[None]:
+    """Tell processes that are launched inside who launches them; then restore that and the variables `restored`."""
+    before = {name: os.environ.get(name) for name in (LAUNCHER_PID, *restored)}
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _listen(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise StartError(explain_port_in_use(port)) from error
+
+
+log = logging.getLogger(__name__)
+
+_CHILDREN_END_WITHIN_S = 3.0
+# As a shell reports a process that SIGINT has ended.
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process.
+
+    Attributes:
+        function: what runs.
+        strategy: that it runs with.
+        on_exception: called with the exception where Lightning does not call its own handlers.
+        in_child: whether another process waits for the end of this one.
+    """
+
+    function: Callable[..., Any]
+    strategy: Any
+    on_exception: Callable[[BaseException], None] | None = None
+    in_child: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.strategy.trains_elsewhere = False
+        try:
+            try:
+                return self.function(*args, **kwargs)
+            except BaseException as error:
+                self.strategy.end_run_by(error)
+                raise
+        except BaseException as error:
+            if self.on_exception is not None:
+                self.on_exception(error)
+            if self.in_child and isinstance(error, KeyboardInterrupt):
+                # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
+                raise SystemExit(_INTERRUPTED) from None
+            raise
+
+
+class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
+    """Starts a process for each rank of this host; this one only waits for them."""
+
+    guarding_strategy: Any
+    # Calls `on_exception` of a Trainer's callbacks. Lightning does so in the process that waits, which knows nothing of
+    # the training.
+    on_exception_of: Callable[[Any, BaseException], None] | None = None
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        strategy = self.guarding_strategy
+        on_exception = None if self.on_exception_of is None else partial(self.on_exception_of, kwargs["trainer"])
+        strategy.trains_elsewhere = True
+        try:
+            guarded = Guarded(function, strategy, on_exception, in_child=True)
+            result = self._launch(guarded, *args, **kwargs)
+        except (KeyboardInterrupt, ProcessExitedException) as error:
+            if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
+                raise
+            # Pressed in a terminal, it has reached all; sent to one process alone, it has not.
+            self._end_processes(signal.SIGINT)
+            raise KeyboardInterrupt from None
+        strategy.trains_elsewhere = False
+        return result
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The next launch of this program chooses a port of its own.
+        with launching("MASTER_PORT"):
+            self._open_port(self.guarding_strategy.cluster_environment)
+            try:
+                return super().launch(function, *args, **kwargs)
+            finally:
+                if (listener := self.take_listener()) is not None:
+                    listener.close()
+
+    def exit_status_of(self, local_rank: int) -> int | None:
+        """Not known to the ranks: none of them has started another."""
+        return None
+
+    def _end_processes(self, number: int) -> None:
+        running = [process for process in self.procs if process.is_alive()]
+        for process in running:
+            assert process.pid is not None  # it runs
+            os.kill(process.pid, number)
+        # They end by themselves, or each other, but not before they have saved. Another Ctrl-C ends the waiting.
+        try:
+            deadline = time.monotonic() + _CHILDREN_END_WITHIN_S
+            for process in running:
+                process.join(max(deadline - time.monotonic(), 0))
+            if any(process.is_alive() for process in running):
+                log.warning("bucketddp: waiting until all ranks have ended; another Ctrl-C kills them.")
+            for process in running:
+                process.join()
+        finally:
+            for process in running:
+                process.kill()
+
+
+class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
+    """Runs the script again for each further rank of this host."""
+
+    guarding_strategy: Any
+    children: tuple[subprocess.Popen[bytes], ...] = ()
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(Guarded(function, self.guarding_strategy), *args, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        # `MASTER_PORT` and what else Lightning sets stays: this process is a rank.
+        with launching():
+            self._open_port(self.cluster_environment)
+            super()._call_children_scripts()
+        # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
+        self.children, self.procs = tuple(self.procs), []
+
+    def exit_status_of(self, local_rank: int) -> int | None:
+        """How the process of a rank that this one has started ended; None if it has not, or is not ours."""
+        return self.children[local_rank - 1].poll() if 0 < local_rank <= len(self.children) else None
+
+    def kill(self, signum: int) -> None:
+        """Send `signum`; SIGKILL only to those that do not end by themselves."""
+        deadline = time.monotonic() + (_CHILDREN_END_WITHIN_S if signum == signal.SIGKILL else 0)
+        while any(child.poll() is None for child in self.children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in self.children:
+            child.send_signal(signum)  # does nothing to one that has ended
+
+
+@dataclass(frozen=True)
+class Launchers:
+    """The launchers for one root of Lightning."""
+
+    of_scripts: Any
+    of_processes: Any
+    lightning_environment: type
+
+    def make(self, strategy: Any) -> Any:
+        """The one that `strategy` wants."""
+        launcher = (
+            self.of_scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+            if strategy._start_method == "popen"
+            else self.of_processes(strategy, start_method=strategy._start_method)
+        )
+        launcher.guarding_strategy = strategy
+        launcher.lightning_environment = self.lightning_environment
+        return launcher

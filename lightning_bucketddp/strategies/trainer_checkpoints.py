@@ -1,0 +1,276 @@
+"""What a `BucketDDPStrategy` for the Trainer writes into a checkpoint and takes from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, drain, raised_once
+from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_every_rank, write_on_rank_zero
+from lightning_bucketddp.checkpoint.finite_weights import (
+    NAN,
+    FiniteCheckpoints,
+    Severities,
+    severities_of,
+    spoiled_weights,
+)
+from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.progress import SAVING, Progress
+from lightning_bucketddp.replicas.consistency import ReplicaChecks
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.training_state import TrainingState
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
+from lightning_bucketddp.strategies.fault_handling import torn
+from lightning_bucketddp.strategies.rank_seeds import RankSeeds
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
+
+
+log = logging.getLogger(__name__)
+
+# Where our part of a checkpoint is. Other strategies do not look there.
+_OURS = "bucketddp"
+
+
+class CheckpointHooks(_ParallelStrategy):
+    """The part of a strategy that Lightning calls to save and to resume."""
+
+    config: ReducerConfig
+    _replicas: Replicas | None
+    _collectives: Collectives | None
+    _weighting: BatchWeighting | None
+    _model_averager: Any
+    _rank_seeds: RankSeeds | None
+    _checks: ReplicaChecks | None
+    _trained_state: Callable[[], TrainingState]
+    _progress: Progress
+    trains_elsewhere: bool
+    has_torn_step: bool
+    _wrapping_checkpoint_io: ClassVar[type]
+    _default_checkpoint_io: ClassVar[type[Any]]
+    _async_checkpoint_io: ClassVar[type]
+    _async_checkpoints: bool
+    _writer: CheckpointWriter
+    _finite_checkpoints: FiniteCheckpoints
+    # None: nothing was trained.
+    _weights_at_start: Severities | None = None
+    # As long as training goes on. Who saves before or after that may want to read the file at once.
+    _saves_in_background = False
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None  # there is one as long as training goes on
+        return self.lightning_module.trainer
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self._default_checkpoint_io()
+        elif isinstance(self._checkpoint_io, self._wrapping_checkpoint_io):
+            # Ignored by a wrapper that already has something to wrap.
+            self._checkpoint_io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def checkpoint_stats(self) -> CheckpointStats:
+        """How long checkpoints took in this fit, on rank zero."""
+        return self._writer.stats
+
+    def setup_environment(self) -> None:
+        if self._async_checkpoints and isinstance(self.checkpoint_io, self._async_checkpoint_io):
+            raise ValueError(
+                f"`async_checkpoints=True` and the plugin `{type(self.checkpoint_io).__name__}` both write in the"
+                " background. Pass one of them."
+            )
+        super().setup_environment()
+
+    # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
+    # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
+    _is_restoring: bool
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
+        if self.trains_elsewhere:
+            log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
+            return
+        if self.has_torn_step:
+            log.warning("bucketddp: %s", torn(filepath))
+            return
+        with self._progress.during(SAVING):
+            self._compare_replicas(checkpoint, filepath)
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        # Without optimizers only the weights are wanted.
+        if "optimizer_states" in checkpoint:
+            self._add_training_state(checkpoint, filepath)
+
+        # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
+        in_background = self._saves_in_background and not self._trainer.interrupted
+
+        def save() -> None:
+            path = self._place(checkpoint, filepath)
+
+            def write(content: dict[str, Any]) -> None:
+                with self._finite_checkpoints.known_unless_failing(path), raised_once(self.checkpoint_io):
+                    super(CheckpointHooks, self).save_checkpoint(content, path, storage_options)
+
+            self._writer.save(checkpoint, write, path=path, in_background=in_background)
+            if path is not filepath and self._links_to_last:
+                self._finite_checkpoints.link(filepath)
+
+        write_on_rank_zero(save, self._collectives, path=filepath)
+
+    def _place(self, checkpoint: dict[str, Any], path: Any) -> Any:
+        """Where `checkpoint` is to be written: to `path`, if its weights are finite. On rank zero."""
+        spoiled = []
+        if self._weights_at_start is not None and self.lightning_module is not None:
+            state_dict = checkpoint.get("state_dict", {})
+            spoiled = spoiled_weights(state_dict, self.lightning_module, at_start=self._weights_at_start)
+        return self._finite_checkpoints.place(
+            path,
+            spoiled,
+            refuses=self.config.on_nonfinite != "warn",
+            can_resume="optimizer_states" in checkpoint,
+            step=checkpoint.get("global_step"),
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        path = self._finite_checkpoints.path_to_remove(filepath)
+        if path is not None:
+            self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(path), path=path)
+
+    def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
+        # Where a rank has failed the others save alone, if at all.
+        if self._checks is None or self._collectives is None or not self._collectives.is_open:
+            return
+        has_differed = self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        if has_differed and "optimizer_states" in checkpoint:
+            # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
+            checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
+            return super(CheckpointHooks, self).load_checkpoint(checkpoint_path, *args, **kwargs)
+
+        if self._saves_in_background:
+            self.wait_for_checkpoints()
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+        else:
+            checkpoint = read()
+        if self._rank_seeds is not None:
+            self._rank_seeds.take_from(checkpoint)
+        return checkpoint
+
+    def _restored(self) -> None:
+        """Call when the Trainer would have loaded a checkpoint if it had found one."""
+        if self._is_restoring and self._collectives is not None:
+            self._is_restoring = False
+            read_nowhere(self._collectives)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
+        super().load_optimizer_state_dict(checkpoint)
+        state = checkpoint.get(_OURS, {})
+        if "comm_hook_state" in state and (hook_state := self._hook_state(self._collectives)) is not None:
+            hook_state.restore(state["comm_hook_state"])
+        if "model_averager_step" in state and self._model_averager is not None:
+            self._model_averager.step = state["model_averager_step"]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._writer.stats = CheckpointStats()
+        self._saves_in_background = self._async_checkpoints and not self._links_to_last
+        if self._async_checkpoints and self._links_to_last:
+            rank_zero_info(
+                "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link"
+                " would point to a file that is not there yet. Pass `save_last=True` instead."
+            )
+        self._weights_at_start = severities_of(self._trainer.lightning_module)
+        if self._trainer.ckpt_path is not None and NAN not in self._weights_at_start.values():
+            self._finite_checkpoints.add(self._trainer.ckpt_path, can_resume=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # All ranks have heard of it in the last step, or none.
+        if self._writer.has_failed if self._weighting is None else self._weighting.take_alert():
+            write_on_rank_zero(self._writer.raise_failure, self._collectives)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # What is saved from now on is saved by hand.
+        self._finite_checkpoints.forget_warning()
+        try:
+            self.wait_for_checkpoints()
+        finally:
+            if self.is_global_zero and self.checkpoint_stats.num_saves:
+                rank_zero_info(f"bucketddp: {self.checkpoint_stats.describe()}.")
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._end_writing()
+
+    def teardown(self) -> None:
+        self._end_writing()
+        super().teardown()
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
+
+        def wait() -> None:
+            self._writer.drain()
+            drain(self.checkpoint_io)
+
+        write_on_rank_zero(wait, self._collectives)
+
+    def _end_writing(self) -> None:
+        """Wait for what is in flight, without the other ranks."""
+        self._saves_in_background = False
+        with suppress(Exception):  # it is in the log
+            self._writer.drain()
+
+    @property
+    def _links_to_last(self) -> bool:
+        return any(getattr(callback, "save_last", None) == "link" for callback in self._trainer.checkpoint_callbacks)
+
+    def _add_training_state(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        """Add what training needs of ours to resume. All ranks must call this; rank zero's result counts."""
+        collectives = self._collectives
+        if collectives is not None and not collectives.is_open:
+            if collectives.world_size > 1 and (self.config.comm_state is not None or self._rank_seeds is not None):
+                rank_zero_warn(
+                    "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of"
+                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`."
+                )
+            collectives = None
+        state: dict[str, Any] = {}
+        if (hook_state := self._hook_state(collectives)) is not None:
+            state["comm_hook_state"] = hook_state.gather()
+        if self._model_averager is not None:
+            state["model_averager_step"] = self._model_averager.step
+        if self._rank_seeds is not None:
+            state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+        if state:
+            checkpoint[_OURS] = state
+
+    def _hook_state(self, collectives: Collectives | None) -> HookState | None:
+        if self.config.comm_hook is None or self.config.comm_state is None or self._replicas is None:
+            return None
+        layout = bucket_layout(self._replicas.parameters, self.config)
+        return HookState(self.config.comm_state, layout, collectives)

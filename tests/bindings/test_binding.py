@@ -1,0 +1,109 @@
+"""A strategy made before Lightning is imported fits whichever Trainer gets it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import lightning_bucketddp
+from tests.support.interpreter import run_code
+from tests.support.programs import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("root", "module"),
+    [("lightning.pytorch", "trainer_lightning"), ("pytorch_lightning", "trainer_pytorch_lightning")],
+)
+def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, module: str) -> None:
+    # In the order in which import sorters put them.
+    printed = run_code(
+        f"""
+        from lightning_bucketddp import BucketDDPStrategy
+        from {root} import Trainer
+        from {root}.strategies import DDPStrategy
+        strategy = BucketDDPStrategy(bucket_cap_mb=3)
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy)
+        print(trainer.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
+        print(strategy.config.bucket_cap_mb, type(strategy.checkpoint_io).__module__)
+        import sys
+        not_needed = ("recording", "commands", "callbacks", "reducer.step_recorder")
+        print([m for m in sys.modules if m.startswith(tuple(f"lightning_bucketddp.{{n}}" for n in not_needed))])
+        """
+    )
+    assert printed.splitlines() == [
+        f"True lightning_bucketddp.strategies.{module} True",
+        f"3 lightning_bucketddp.bindings.{module}",
+        # Both ranks import what they need one after the other, before a fit begins. Only monitors need these.
+        "[]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("root", "module"), [("lightning.fabric", "fabric_lightning"), ("lightning_fabric", "fabric_lightning_fabric")]
+)
+def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, module: str) -> None:
+    printed = run_code(
+        f"""
+        import logging
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.getLogger("lightning_utilities").setLevel(logging.INFO)
+        import sys
+        logging.getLogger().handlers[0].stream = sys.stdout
+        from lightning_bucketddp import BucketDDPStrategy
+        from {root} import Fabric
+        from {root}.strategies import DDPStrategy
+        strategy = BucketDDPStrategy(bucket_cap_mb=3, timeout=7, static_graph=True, monitor=False)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        print(fabric.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
+        print(strategy.config.bucket_cap_mb, strategy._timeout)
+        try:
+            Fabric(accelerator="cpu", devices=2, strategy=BucketDDPStrategy(monitor=True))
+        except TypeError as error:
+            print(error)
+        """
+    )
+    assert printed.splitlines() == [
+        # Once, although it was made twice.
+        "bucketddp: no effect, and no need to set: `static_graph` (how often each parameter is used is learned from the"
+        " first backward).",
+        f"True lightning_bucketddp.strategies.{module} True",
+        "3 0:00:07",
+        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and there is no such thing for Fabric. Leave it"
+        f" out, or see `lightning_bucketddp.strategies.{module}.BucketDDPStrategy` for what there is.",
+    ]
+
+
+def test_errors_can_be_imported_from_the_package() -> None:
+    documented = re.findall(r"^### (.*Error.*)$", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+    names = {name for heading in documented for name in heading.split(", ")}
+    raised = {
+        name
+        for path in (REPOSITORY / "lightning_bucketddp").rglob("*.py")
+        for name in re.findall(r"^class (\w+Error)\(", path.read_text(), re.MULTILINE)
+    }
+    # Those are caught by ourselves: the first by commands, the second when checkpoints are written.
+    assert names == raised - {"UsageError", "NotPlainError"}
+    assert names <= set(lightning_bucketddp.__all__)
+    assert all(issubclass(getattr(lightning_bucketddp, name), Exception) for name in names)
+
+
+def test_a_subclass_for_another_root_is_refused_by_name() -> None:
+    printed = run_code(
+        """
+        from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+        import pytorch_lightning
+
+        class Mine(BucketDDPStrategy):
+            pass
+
+        try:
+            pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=Mine())
+        except TypeError as error:
+            print(error)
+        """
+    )
+    assert printed == (
+        "`Mine` derives from a `BucketDDPStrategy` for another root of Lightning than `pytorch_lightning`, where the"
+        " Trainer is from. Derive it from `lightning_bucketddp.strategies.trainer_pytorch_lightning.BucketDDPStrategy`."
+    )

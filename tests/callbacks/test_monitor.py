@@ -1,0 +1,293 @@
+"""`BucketDDPMonitor`: what it records, logs and says, and that training does not notice."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import statistics
+from collections import Counter
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_bucketddp
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
+from lightning_bucketddp.commands.report.page_content import page_content
+from lightning_bucketddp.recording.marked_steps import metrics_of
+from lightning_bucketddp.recording.record import FOLDER, RecordedPlan, Run, Step, path_of, read
+from lightning_bucketddp.recording.run_files import read_run
+from tests.reducer.test_step_recorder import assert_ends_agree
+from tests.support.jobs.recording import assert_in_order
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.monitored import Fitted, fit, logged_in_csv, refusal
+
+EVERY = {"every_n_steps": 1}
+NAMES = ["data", "forward", "backward", "exposed", "optimizer"]
+
+
+def lines_of(directory: Path, rank: int, kind: type) -> list[Any]:
+    return [line for line in read(path_of(directory / FOLDER, rank)) if isinstance(line, kind)]
+
+
+def steps_of(directory: Path, rank: int = 0) -> list[Step]:
+    return lines_of(directory, rank, Step)
+
+
+def test_steps_are_recorded_on_every_rank(tmp_path: Path) -> None:
+    ranks = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, val_check_interval=2, save_every=3)
+    by_rank = [steps_of(tmp_path, rank) for rank in range(2)]
+    for rank, steps in enumerate(by_rank):
+        assert [step.step for step in steps] == list(range(10))
+        [run], [plan] = lines_of(tmp_path, rank, Run), lines_of(tmp_path, rank, RecordedPlan)
+        assert (run.rank, run.world_size, run.num_parameters, run.gradient_bytes) == (rank, 2, 49, 196)
+        assert (run.backend, run.options["accumulate_grad_batches"], run.options["num_workers"]) == ("gloo", 1, 0)
+        assert sorted(name for bucket in plan.buckets for name in bucket.parameters) == [
+            f"layers.{layer}.{name}" for layer in (0, 2) for name in ("bias", "weight")
+        ]
+        assert plan.version == 1
+        for step in steps:
+            assert_in_order(step)
+            assert list(dict.fromkeys(span.name for span in step.spans)) == NAMES
+            assert (len(step.buckets), step.plan) == (len(plan.buckets), 1)
+            assert step.memory_bytes > 0
+        assert all(one.end_s <= next_one.start_s for one, next_one in pairwise(steps))
+    for steps_at_once in zip(*by_rank, strict=True):
+        assert_ends_agree(list(steps_at_once))
+    # Validation, checkpoints and other callbacks are no part of a step.
+    for rank, fitted in enumerate(ranks):
+        assert len(fitted.times_between) > 10
+        assert_nothing_between_is_recorded(fitted, by_rank[rank])
+        assert not fitted.left_on_loop
+
+
+def assert_nothing_between_is_recorded(fitted: Fitted, steps: list[Step]) -> None:
+    spans = [span for step in steps for span in step.spans]
+    for start, end in fitted.times_between:
+        assert not any(span.start_s < end and start < span.end_s for span in spans)
+
+
+def test_a_batch_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    fitted, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, promises_more=True, max_epochs=2)
+    steps = steps_of(tmp_path)
+    assert [step.step for step in steps] == list(range(20))
+    assert_nothing_between_is_recorded(fitted, steps)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer_options", "forwards", "steps"),
+    [
+        ("regression", {"accumulate_grad_batches": 4}, [4, 4, 2], [0, 1, 2]),
+        ("manual", {}, [3] * 10, list(range(10))),  # before, between and after the backwards of two micro-batches
+        ("two_players", {}, [2] * 20, list(range(20))),  # before and after a backward
+        ("lbfgs", {"limit_train_batches": 3}, None, [0, 1, 2]),
+        ("fetches_itself", {"limit_train_batches": 3}, [1] * 3, [0, 1, 2]),
+        ("regression", {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, [1] * 10, list(range(10))),
+    ],
+)
+def test_training_does_not_notice(
+    model: str, trainer_options: dict[str, Any], forwards: list[int] | None, steps: list[int], tmp_path: Path
+) -> None:
+    plain = run_on_ranks(fit, directory=tmp_path / "plain", model=model, **trainer_options)
+    monitored = run_on_ranks(fit, directory=tmp_path, model=model, monitor=EVERY, **trainer_options)
+    for one, other in zip(plain, monitored, strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    recorded = steps_of(tmp_path)
+    assert [step.step for step in recorded] == steps
+    for step in recorded:
+        assert_in_order(step)
+        assert step.buckets
+        assert step.spans[-1].name == "optimizer"
+    if forwards is not None:
+        assert [Counter(span.name for span in step.spans)["forward"] for step in recorded] == forwards
+    if model == "two_players":
+        # Each has its own plan, and all its steps use it.
+        assert [plan.version for plan in lines_of(tmp_path, 0, RecordedPlan)] == [1, 2]
+        assert [step.plan for step in recorded] == [1, 2] * 10
+
+
+def test_values_are_logged_as_means_over_what_was_recorded(tmp_path: Path) -> None:
+    run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 2}, loggers=True, log_every_n_steps=4)
+    # The folder is where the first logger writes.
+    steps = steps_of(tmp_path / "csv" / "0")
+    assert [step.step for step in steps] == [1, 3, 5, 7, 9]
+    logged = logged_in_csv(tmp_path)
+    # At the end what is left.
+    assert list(logged) == [3, 7, 10]
+    for values, of in zip(logged.values(), (steps[:2], steps[2:4], steps[4:]), strict=True):
+        assert values == pytest.approx(metrics_of(of, num_ranks=2))
+        assert (values["buckets"], values["plan_version"], values["unused_parameters"]) == (3, 1, 0)
+        assert values["mb_on_wire"] > 0
+    accumulator = import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "0")).Reload()
+    for name, value in logged[7].items():
+        assert [(e.step, e.value) for e in events.Scalars(f"bucketddp/{name}")][1] == (7, pytest.approx(value))
+
+
+@pytest.mark.parametrize(
+    ("model", "of_a_step"), [("unused", (2.0, 0.0)), ("skipping", (0.0, 0.5)), ("regression", (0.0, 0.0))]
+)
+def test_unused_parameters_and_skipped_ranks_are_counted(
+    model: str, of_a_step: tuple[float, float], tmp_path: Path
+) -> None:
+    run_on_ranks(fit, directory=tmp_path, model=model, monitor=EVERY, loggers=True, log_every_n_steps=10)
+    [values] = logged_in_csv(tmp_path).values()
+    assert (values["unused_parameters"], values["skipped_ranks"]) == of_a_step
+
+
+def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> None:
+    rank_zero, rank_one = run_on_ranks(fit, directory=tmp_path, model="slow_rank", monitor=EVERY)
+    assert "bucketddp: 10 recorded steps on 2 ranks" in rank_zero.printed
+    for text in ("waiting for data", "forward", "backward", "exposed communication", "optimizer"):
+        assert f"│ {text} " in rank_zero.printed
+    assert "Slowest rank: 1 on " in rank_zero.printed
+    assert "Suggestion 1: rank 1 on " in rank_zero.printed
+    assert "most of it in forward" in rank_zero.printed
+    assert "Late bucket: " in rank_zero.printed
+    assert "Memory: " in rank_zero.printed
+    assert rank_one.printed == ""
+    # The page of the run says the same.
+    content = page_content(read_run(tmp_path / FOLDER))
+    step = content["typical"]
+    said = [float(ms) for ms in re.findall(r"│ +([\d.]+) │ +[\d.]+ │", rank_zero.printed)]
+    assert said == pytest.approx([*step["phases"].values(), step["step"]], abs=0.006)  # rounded twice
+    assert list(step["phases"]) == NAMES
+    assert content["ranks"][step["straggler"]]["rank"] == 1
+    for pattern, expected in (
+        (r"Communication: ([\d.]+) ms", step["communication"]),
+        (r"Slowest rank: 1 on .*, ([\d.]+) ms \(", step["stragglerBy"]),
+        (r"It waits ([\d.]+) ms, for the network alone\.", content["ranks"][1]["exposed"]),
+        (r" of the ([\d.]+) ms exposed are spent on it\.", step["phases"]["exposed"]),
+    ):
+        [ms] = re.findall(pattern, rank_zero.printed)
+        assert float(ms) == pytest.approx(expected, abs=0.006)
+    for number, text in enumerate(content["suggestions"], start=1):
+        assert f"Suggestion {number}: {text}\n" in rank_zero.printed
+    # Rank 0 waits from the end of its own backward on, before rank 1 has begun its own.
+    by_rank = [statistics.median(step.exposed_s for step in steps_of(tmp_path, rank)) for rank in range(2)]
+    assert by_rank[0] > max(0.015, by_rank[1])
+
+
+def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
+    fitted = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 11}, max_epochs=1)
+    for rank in fitted:
+        assert rank.num_marks == 1  # where time begins
+    assert fitted[0].said == [
+        "BucketDDPMonitor: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`."
+    ]
+    assert steps_of(tmp_path) == []
+    assert fitted[0].printed == ""
+    # Two recorded steps of ten have twice the marks of one.
+    one, two = (
+        run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": n}, max_epochs=1)[0].num_marks - 1
+        for n in (10, 5)
+    )
+    assert two == 2 * one > 0
+
+
+def test_a_long_run_is_thinned_and_logged_all_the_same(tmp_path: Path) -> None:
+    options = {"max_epochs": 3, "thin_after": 4, "loggers": True, "log_every_n_steps": 1}
+    rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, **options)
+    steps = [[step.step for step in steps_of(tmp_path / "csv" / "0", rank)] for rank in range(2)]
+    assert steps[0] == steps[1] == [0, 1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 27]
+    assert list(logged_in_csv(tmp_path)) == list(range(30))
+    # The summary is of those that can be read again.
+    assert "bucketddp: 12 recorded steps on 2 ranks" in rank_zero.printed
+
+
+def test_a_rank_alone_has_no_buckets(tmp_path: Path) -> None:
+    [alone] = run_on_ranks(fit, world_size=1, directory=tmp_path, monitor=EVERY, loggers=True, log_every_n_steps=20)
+    [values] = logged_in_csv(tmp_path).values()
+    assert {values.pop(name) for name in ("step_ms", "overlap_pct")} > {100}
+    assert set(values.values()) == {0}
+    assert "bucketddp: 20 recorded steps on 1 rank\n" in alone.printed
+    assert "Slowest" not in alone.printed
+    assert "Communication" not in alone.printed
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    for rank in run_on_ranks(fit, directory=tmp_path, monitor=EVERY, num_fits=2):
+        assert rank.printed.count("10 recorded steps") in (0, 2)
+    for rank in range(2):
+        assert [step.step for step in steps_of(tmp_path, rank)] == list(range(10, 20))
+
+
+def test_a_resumed_run_equals_one_without_monitor(tmp_path: Path) -> None:
+    plain = run_on_ranks(fit, directory=tmp_path, save_every=5, max_epochs=2)
+    options = {"resume_from": tmp_path / "step=10.ckpt", "max_epochs": 2}
+    for rank, expected in zip(run_on_ranks(fit, directory=tmp_path, monitor=EVERY, **options), plain, strict=True):
+        assert all(torch.equal(rank.weights[name], expected.weights[name]) for name in rank.weights)
+    assert [step.step for step in steps_of(tmp_path)] == list(range(10, 20))
+
+
+def test_what_was_recorded_before_an_accident_is_kept(tmp_path: Path) -> None:
+    for rank in run_on_ranks(fit, directory=tmp_path, model="failing", monitor=EVERY):
+        assert rank.printed == ""
+        assert not rank.left_on_loop
+    for rank in range(2):
+        assert [step.step for step in steps_of(tmp_path, rank)] == list(range(5))
+
+
+def test_a_quick_trial_leaves_no_file(tmp_path: Path) -> None:
+    rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, fast_dev_run=2)
+    assert "2 recorded steps" in rank_zero.printed
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_strategy_adds_a_monitor_unless_there_is_one(tmp_path: Path) -> None:
+    for rank in run_on_ranks(fit, directory=tmp_path, monitor=True, num_fits=2):
+        assert rank.num_monitors == 1
+    assert [step.step for step in steps_of(tmp_path)] == [19]
+    for rank in run_on_ranks(fit, directory=tmp_path, monitor={}):
+        assert rank.num_monitors == 1
+    for rank in run_on_ranks(fit, directory=tmp_path):
+        assert rank.num_monitors == 0
+
+
+def test_the_progress_bar_shows_overlap(tmp_path: Path) -> None:
+    monitor = {"every_n_steps": 9, "progress_bar": True, "summary": False, "dirpath": tmp_path / "elsewhere"}
+    for rank in run_on_ranks(fit, directory=tmp_path, monitor=monitor):
+        assert rank.printed == ""
+        assert rank.in_progress_bar is not None
+    [step] = steps_of(tmp_path / "elsewhere")
+    assert run_on_ranks(fit, directory=tmp_path, monitor=EVERY)[0].in_progress_bar is None
+    assert step.step == 8
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "disk full"])
+def test_training_goes_on_where_nothing_can_be_written(trouble: str, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    if trouble == "no folder":
+        folder.write_text("a file")
+    else:
+        folder.mkdir()
+        for rank in range(2):
+            path_of(folder, rank).symlink_to("/dev/full")
+    rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY)
+    assert "10 recorded steps on 2 ranks" in rank_zero.printed
+
+
+def test_another_strategy_is_refused() -> None:
+    text = (
+        "`BucketDDPMonitor` records what `bucketddp` does, but the strategy of this Trainer is a `DDPStrategy`. Pass"
+        ' `strategy="bucketddp"`, or leave the callback out.'
+    )
+    assert run_on_ranks(refusal, named="ddp") == [text, text]
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`every_n_steps` is 0; it must be at least 1\."):
+        BucketDDPMonitor(every_n_steps=0)
+
+
+@pytest.mark.parametrize("root", ["lightning", "pytorch_lightning"])
+def test_each_root_has_its_own(root: str) -> None:
+    binding = import_module(f"lightning_bucketddp.bindings.trainer_{root}")
+    trainer_root = "lightning.pytorch" if root == "lightning" else root
+    assert issubclass(binding.BucketDDPMonitor, import_module(trainer_root).Callback)
+    assert binding.BucketDDPStrategy._monitor_class() is binding.BucketDDPMonitor
+    assert pickle.loads(pickle.dumps(binding.BucketDDPMonitor)) is binding.BucketDDPMonitor
+    assert lightning_bucketddp.BucketDDPMonitor.__name__ == "BucketDDPMonitor"

@@ -1,0 +1,247 @@
+"""Checkpoint files are ordinary, complete or absent; a write that fails names the file and keeps the previous one."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
+from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from tests.support.children import PROCESSES, child, report_of
+from tests.support.disks import forbidden_directory, not_as_root, small_disk
+from tests.support.jobs import checkpoint as jobs
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """The only file in its directory: checkpoint number 1."""
+    path = str(tmp_path / "model.ckpt")
+    jobs.save_numbered(1, path)
+    return path
+
+
+def assert_only_number_one(path: str) -> None:
+    """The previous checkpoint is intact and nothing else was left behind."""
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+    assert jobs.number_in(path) == 1
+
+
+# --- What is written
+
+
+@pytest.mark.parametrize("root", ["lightning", "lightning_fabric"])
+def test_each_root_has_a_checkpoint_io_that_can_be_pickled(root: str, tmp_path: Path) -> None:
+    fabric = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}[root]
+    ours = importlib.import_module(f"lightning_bucketddp.checkpoint.{root}_io").BucketDDPCheckpointIO
+    checkpoint_io = pickle.loads(pickle.dumps(ours()))
+    assert isinstance(checkpoint_io, importlib.import_module(f"{fabric}.plugins").TorchCheckpointIO)
+    checkpoint_io.save_checkpoint({"number": 1}, tmp_path / "model.ckpt")
+    assert checkpoint_io.load_checkpoint(tmp_path / "model.ckpt") == {"number": 1}
+
+
+def test_a_checkpoint_is_an_ordinary_one(saved: str) -> None:
+    assert TorchCheckpointIO().load_checkpoint(saved)["number"] == 1
+    torch.testing.assert_close(
+        torch.load(saved, weights_only=True)["state_dict"], jobs.numbered_checkpoint(1)["state_dict"], rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("form", ["{}/new/dir/model.ckpt", "file://{}/new/model.ckpt", "model.ckpt"])
+def test_any_local_path_is_written_and_loaded(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = form.format(tmp_path)
+    BucketDDPCheckpointIO().save_checkpoint({"number": 1}, path)
+    assert BucketDDPCheckpointIO().load_checkpoint(path) == {"number": 1}
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["model.ckpt"]
+
+
+def test_a_remote_path_is_written_and_loaded() -> None:
+    path = "memory://bucketddp/remote/model.ckpt"
+    for number in (1, 2):
+        BucketDDPCheckpointIO().save_checkpoint({"number": number}, path)
+    assert BucketDDPCheckpointIO().load_checkpoint(path) == {"number": 2}
+
+
+def test_the_longest_name_that_a_file_may_have_is_no_problem(tmp_path: Path) -> None:
+    path = str(tmp_path / f"{'x' * 250}.ckpt")
+    jobs.save_numbered(1, path)
+    assert_only_number_one(path)
+
+
+def test_a_symbolic_link_is_replaced_and_what_it_pointed_to_is_kept(saved: str, tmp_path: Path) -> None:
+    link = tmp_path / "links" / "last.ckpt"
+    link.parent.mkdir()
+    link.symlink_to(saved)
+    jobs.save_numbered(2, str(link))
+    assert jobs.number_in(str(link)) == 2
+    assert jobs.number_in(saved) == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_decides_who_may_read(umask: int, mode: int, tmp_path: Path) -> None:
+    assert report_of(jobs.save_with_umask, path=str(tmp_path / "model.ckpt"), umask=umask) == mode
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_the_directory_for_temporary_files_plays_no_part(
+    form: str, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    BucketDDPCheckpointIO().save_checkpoint(jobs.numbered_checkpoint(2), form.format(saved))
+    assert jobs.number_in(saved) == 2
+
+
+# --- Complete or absent
+
+
+def test_a_reader_never_sees_a_part(saved: str) -> None:
+    stop = PROCESSES.Event()
+    with child(jobs.load_until, path=saved, stop=stop) as (_, pipe):
+        assert pipe.recv() == "loaded 1"
+        for number in range(2, 52):
+            jobs.save_numbered(number, saved)
+        stop.set()
+        assert pipe.recv() == "never failed"
+
+
+def test_the_content_is_on_disk_before_it_gets_its_name(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recording_fsync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("fsync", name, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def recording_replace(old: str, new: str) -> None:
+        events.append(("replace", os.path.basename(new), os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", recording_replace)
+    jobs.save_numbered(2, saved)
+    directory, size = os.path.dirname(saved), os.path.getsize(saved)
+    assert events == [
+        ("fsync", events[0][1], size),
+        ("replace", "model.ckpt", size),
+        ("fsync", os.path.basename(directory), os.stat(directory).st_size),
+    ]
+
+
+# --- Failed writes
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 10, 1_000, 1_500_000, 4_000_000, 4_001_000])
+def test_a_full_disk_is_named_and_keeps_the_previous_checkpoint(limit_bytes: int, saved: str) -> None:
+    text, number = report_of(jobs.save_with_file_size_limit, path=saved, limit_bytes=limit_bytes)
+    assert text == (
+        f"Could not write checkpoint `{saved}`: File too large. Check the free space, the quota and the permissions"
+        " of its directory, or save to another one."
+    )
+    assert number == errno.EFBIG
+    assert_only_number_one(saved)
+
+
+# A file of number 1 takes 4 MB; what is left for number 2 ends in its first tensor, in its last one, or at once.
+@pytest.mark.parametrize("num_bytes", [4_100_000, 5_500_000, 7_900_000])
+def test_a_disk_that_is_really_full_is_named_and_keeps_the_previous_checkpoint(num_bytes: int) -> None:
+    with small_disk(num_bytes=num_bytes) as disk:
+        path = str(disk.path / "model.ckpt")
+        jobs.save_numbered(1, path)
+        with pytest.raises(CheckpointWriteError, match=f"`{path}`: No space left on device. Check the free") as raised:
+            jobs.save_numbered(2, path)
+        assert raised.value.errno == errno.ENOSPC
+        assert_only_number_one(path)
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "new/model.ckpt"])
+def test_a_read_only_disk_is_named_and_keeps_the_previous_checkpoint(name: str) -> None:
+    with small_disk(num_bytes=10_000_000) as disk:
+        jobs.save_numbered(1, str(disk.path / "model.ckpt"))
+        disk.make_read_only()
+        with pytest.raises(CheckpointWriteError, match=f"{name}`: Read-only file system. Check the free") as raised:
+            jobs.save_numbered(2, str(disk.path / name))
+        assert raised.value.errno == errno.EROFS
+        assert_only_number_one(str(disk.path / "model.ckpt"))
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "new/model.ckpt"])
+def test_a_missing_permission_is_named(name: str) -> None:
+    with forbidden_directory() as directory, not_as_root():
+        with pytest.raises(CheckpointWriteError, match=f"{directory}/{name}`: Permission denied. Check") as raised:
+            jobs.save_numbered(2, str(directory / name))
+        assert raised.value.errno == errno.EACCES
+        assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize("below", ["new.ckpt", "dir/new.ckpt"])
+def test_a_path_below_a_file_is_refused(below: str, saved: str) -> None:
+    path = f"{saved}/{below}"
+    with pytest.raises(CheckpointWriteError, match="Not a directory") as raised:
+        jobs.save_numbered(2, path)
+    assert f"`{path}`" in str(raised.value)
+    assert raised.value.errno == errno.ENOTDIR
+    assert_only_number_one(saved)
+
+
+def test_what_is_not_a_file_is_not_replaced(saved: str) -> None:
+    directory = os.path.dirname(saved)
+    with pytest.raises(CheckpointWriteError, match=f"`{directory}`: something that is not a file has this name"):
+        jobs.save_numbered(2, directory)
+    assert_only_number_one(saved)
+
+
+def test_content_that_cannot_be_pickled_keeps_the_previous_checkpoint(saved: str) -> None:
+    with pytest.raises(CheckpointWriteError, match=r"Could not write checkpoint `.*model.ckpt`: .*pickle.*lambda"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3), "fn": lambda: 0}, saved)
+    assert_only_number_one(saved)
+
+
+def test_an_interrupted_write_keeps_the_previous_checkpoint(saved: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3), "ctrl-c": _InterruptsPickling()}, saved)
+    assert_only_number_one(saved)
+
+
+class _InterruptsPickling:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise KeyboardInterrupt
+
+
+class _DeniedFileSystem(MemoryFileSystem):
+    """Remote storage whose credentials do not allow writing."""
+
+    protocol = "denied"
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Access Denied", path)
+
+
+def test_a_remote_write_that_is_denied_raises() -> None:
+    fsspec.register_implementation("denied", _DeniedFileSystem, clobber=True)
+    with pytest.raises(CheckpointWriteError, match=r"`denied://storage/model.ckpt`: Access Denied") as raised:
+        BucketDDPCheckpointIO().save_checkpoint({}, "denied://storage/model.ckpt")
+    assert raised.value.errno == errno.EACCES
+
+
+def test_an_unknown_protocol_names_the_path() -> None:
+    with pytest.raises(CheckpointWriteError, match=r"`nosuch://model.ckpt`: ValueError: Protocol not known: nosuch"):
+        BucketDDPCheckpointIO().save_checkpoint({}, "nosuch://model.ckpt")
+
+
+def test_storage_options_are_refused_as_by_lightning(saved: str) -> None:
+    with pytest.raises(TypeError, match="`storage_options` arg is not supported for `BucketDDPCheckpointIO`"):
+        BucketDDPCheckpointIO().save_checkpoint({}, saved, storage_options={"acl": "public"})
+    assert_only_number_one(saved)

@@ -1,0 +1,135 @@
+"""All ranks resume from the same checkpoint, or none does and every rank says why."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.reading import load_on_one_rank, load_with_fabric, resume, save
+
+REMEDY = "Save where all hosts can read, or copy"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with checkpoints of one epoch and of two."""
+    directory = tmp_path_factory.mktemp("saved")
+    for epochs in (1, 2):
+        run_on_ranks(save, path=directory / f"{epochs}.ckpt", max_epochs=epochs)
+    return directory
+
+
+@pytest.fixture
+def own(saved: Path, tmp_path: Path) -> Path:
+    """A directory for each rank, with the first checkpoint as the last one."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        shutil.copy(saved / "1.ckpt", tmp_path / str(rank) / "last.ckpt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "last.ckpt"])
+def test_equal_files_of_several_hosts_are_one_checkpoint(ckpt_path: str, own: Path) -> None:
+    assert run_on_ranks(resume, directory=own, ckpt_path=ckpt_path) == [(None, 20)] * 2
+
+
+@pytest.mark.parametrize("function", ["fit", "test"])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_damage_on_one_rank_is_raised_on_every_rank(damaged: int, function: str, own: Path) -> None:
+    path = own / str(damaged) / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    ranks = run_on_ranks(resume, directory=own, ckpt_path="last", function=function)
+    text = f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged ("
+    assert all(raised.startswith(text) for raised, _ in ranks)
+    assert [raised.endswith(f" (on rank {damaged})") for raised, _ in ranks] == [damaged != 0, damaged != 1]
+    assert [steps for _, steps in ranks] == [0, 0]
+
+
+def test_damage_on_every_rank_is_raised_by_each(own: Path) -> None:
+    for rank in range(2):
+        (own / str(rank) / "last.ckpt").write_bytes(b"")
+    ranks = run_on_ranks(resume, directory=own, ckpt_path="last")
+    for rank, (raised, _) in enumerate(ranks):
+        assert raised.startswith(f"CheckpointReadError: Cannot read checkpoint `{own}/{rank}/last.ckpt`: it is empty")
+
+
+def test_different_files_are_refused(own: Path, saved: Path) -> None:
+    shutil.copy(saved / "2.ckpt", own / "1" / "last.ckpt")
+    text = (
+        f"CheckpointReadError: The checkpoint `{own}/0/last.ckpt` of rank 0 is another one than `{own}/1/last.ckpt` of"
+        f" rank 1: the files differ. {REMEDY} one file to every host."
+    )
+    assert run_on_ranks(resume, directory=own, ckpt_path="last") == [(text, 0)] * 2
+
+
+def test_a_checkpoint_that_only_one_rank_finds_is_refused(own: Path) -> None:
+    (own / "1" / "last.ckpt").unlink()
+    text = (
+        f"CheckpointReadError: There is a checkpoint `{own}/0/last.ckpt` to resume from, but not on rank 1."
+        f" {REMEDY} it to every host."
+    )
+    # Lightning finds none there, and would start afresh.
+    assert run_on_ranks(resume, directory=own, ckpt_path="last") == [(text, 0)] * 2
+
+
+def test_a_path_that_only_one_rank_has_is_refused(own: Path) -> None:
+    (own / "1" / "last.ckpt").unlink()
+    rank_zero, rank_one = run_on_ranks(resume, directory=own, ckpt_path="last.ckpt")
+    cause = f"FileNotFoundError: Checkpoint file not found: {own}/1/last.ckpt"
+    assert rank_zero == (
+        f"CheckpointReadError: Cannot read checkpoint `{own}/1/last.ckpt`: {cause} (on rank 1)",
+        0,
+    )
+    assert rank_one == (cause, 0)
+
+
+def test_without_a_checkpoint_every_rank_starts_afresh(tmp_path: Path) -> None:
+    assert run_on_ranks(resume, directory=tmp_path, ckpt_path="last") == [(None, 20)] * 2
+
+
+def test_what_could_run_code_is_refused_on_every_rank(own: Path) -> None:
+    for rank in range(2):
+        path = own / str(rank) / "last.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        torch.save({**checkpoint, "payload": print}, path)
+    for rank, (raised, steps) in enumerate(run_on_ranks(resume, directory=own, ckpt_path="last")):
+        assert raised.startswith(f"UnsafeCheckpointError: Checkpoint `{own}/{rank}/last.ckpt` is not loaded, because")
+        assert "print" in raised
+        assert steps == 0
+
+
+def test_a_rank_may_load_alone_while_training(saved: Path) -> None:
+    keys = [f"layers.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]
+    assert run_on_ranks(load_on_one_rank, path=saved / "1.ckpt") == [keys, []]
+
+
+# --- Fabric
+
+
+@pytest.fixture
+def of_fabric(tmp_path: Path) -> Path:
+    """A checkpoint of weight three for each rank."""
+    for rank in range(2):
+        checkpoint = {"module": {"weight": torch.full((1, 1), 3.0)}}
+        BucketDDPCheckpointIO().save_checkpoint(checkpoint, tmp_path / str(rank) / "model.ckpt")
+    return tmp_path
+
+
+def test_fabric_loads_on_every_rank_or_on_none(of_fabric: Path) -> None:
+    assert run_on_ranks(load_with_fabric, directory=of_fabric) == [(None, 3.0)] * 2
+    path = of_fabric / "1" / "model.ckpt"
+    path.write_bytes(path.read_bytes()[:-10])
+    (on_zero, weight_on_zero), (on_one, weight_on_one) = run_on_ranks(load_with_fabric, directory=of_fabric)
+    assert on_one.startswith(f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged (")
+    assert on_zero == f"{on_one} (on rank 1)"
+    assert (weight_on_zero, weight_on_one) == (0.0, 0.0)
+
+
+def test_one_rank_may_load_raw_with_fabric(of_fabric: Path) -> None:
+    BucketDDPCheckpointIO().save_checkpoint({"weight": torch.full((1, 1), 3.0)}, of_fabric / "0" / "model.ckpt")
+    assert run_on_ranks(load_with_fabric, directory=of_fabric, raw=True) == [(None, 3.0), (None, 0.0)]

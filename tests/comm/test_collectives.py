@@ -1,0 +1,11 @@
+"""What is between the ranks, and its end."""
+
+from __future__ import annotations
+
+from tests.support.jobs.closing import is_closed_while_a_tensor_is_lent
+from tests.support.ranks import run_on_ranks
+
+
+def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
+    # Before that, a thread of gloo's may wait for the interpreter while the interpreter waits for that thread.
+    assert run_on_ranks(is_closed_while_a_tensor_is_lent) == [(False, True)] * 2

@@ -1,0 +1,186 @@
+"""NCCL's settings for sockets between hosts: when they are chosen, when the user's or NCCL's own stay."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
+from tests.support.crews import crew
+from tests.support.jobs import sockets
+from tests.support.ranks import run_on_ranks
+
+HOME = pwd.getpwuid(os.getuid()).pw_dir
+TWO_HOSTS = [{"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}]
+
+
+def write(root: Path, path: str, text: str = "") -> None:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """The files of a machine with an ordinary network, and interfaces that are not hardware."""
+    write(tmp_path, "/sys/class/net/eth0/device/vendor", "0x15b3\n")
+    (tmp_path / "sys/class/net/lo").mkdir()
+    write(tmp_path, "/sys/class/net/bonding_masters", "\n")
+    return tmp_path
+
+
+def is_tuned(machine: Path, **environment: str) -> bool:
+    return uses_sockets_untuned(nccl_settings(environment, root=machine), machine)
+
+
+# --- What a machine and its user want
+
+
+def test_an_ordinary_network_gets_more_sockets(machine: Path) -> None:
+    assert is_tuned(machine)
+    (machine / "sys/class/infiniband").mkdir()
+    assert is_tuned(machine)
+
+
+def test_a_machine_of_which_nothing_is_known_gets_more_sockets(tmp_path: Path) -> None:
+    assert is_tuned(tmp_path)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("value", ["1", ""])
+def test_what_the_user_has_set_stays(name: str, value: str, machine: Path) -> None:
+    assert not is_tuned(machine, **{name: value})
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("file", ["/etc/nccl.conf", f"{HOME}/.nccl.conf", "/opt/nccl.conf"])
+def test_what_the_user_has_set_in_a_file_of_nccl_stays(name: str, file: str, machine: Path) -> None:
+    write(machine, file, f"# {name}=5\nNCCL_DEBUG=WARN\n")
+    assert is_tuned(machine, NCCL_CONF_FILE="/opt/nccl.conf")
+    write(machine, file, f"NCCL_DEBUG=WARN\n{name}=1")
+    # A file that is named is read instead of the one at home.
+    is_read = file != f"{HOME}/.nccl.conf"
+    assert is_tuned(machine, NCCL_CONF_FILE="/opt/nccl.conf") is not is_read
+    assert is_tuned(machine) is (file == "/opt/nccl.conf")
+
+
+def test_settings_are_those_that_nccl_takes(machine: Path) -> None:
+    write(machine, "/etc/nccl.conf", "NCCL_NET=machine\nNCCL_DEBUG=machine\nNCCL_ALGO=machine\n")
+    write(machine, f"{HOME}/.nccl.conf", "NCCL_NET=user\nNCCL_DEBUG=user\n")
+    assert nccl_settings({"NCCL_NET": "environment", "PATH": "no matter"}, root=machine) == {
+        "NCCL_NET": "environment",
+        "NCCL_DEBUG": "user",
+        "NCCL_ALGO": "machine",
+    }
+
+
+def test_a_relative_file_is_the_one_that_nccl_opens(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(machine, "my.conf", "NCCL_SOCKET_NTHREADS=1")
+    monkeypatch.chdir(machine)
+    assert nccl_settings({"NCCL_CONF_FILE": "my.conf"})["NCCL_SOCKET_NTHREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_left"),
+    [
+        ({"NCCL_NET": "IB"}, True),
+        ({"NCCL_NET": "Socket"}, False),
+        ({"NCCL_NET": "socket"}, False),
+        ({"NCCL_NET_PLUGIN": "aws-ofi"}, True),
+        ({"NCCL_NET_PLUGIN": "none"}, False),
+        ({"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "aws-ofi"}, True),
+        ({"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, False),
+    ],
+)
+def test_another_transport_that_the_user_has_chosen_stays(
+    variables: dict[str, str], is_left: bool, machine: Path
+) -> None:
+    assert is_tuned(machine, **variables) is not is_left
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_left"),
+    [({}, True), ({"NCCL_IB_DISABLE": "0"}, True), ({"NCCL_IB_DISABLE": "1"}, False), ({"NCCL_NET": "Socket"}, False)],
+)
+def test_infiniband_is_left_alone_where_nccl_may_use_it(
+    variables: dict[str, str], is_left: bool, machine: Path
+) -> None:
+    (machine / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert is_tuned(machine, **variables) is not is_left
+
+
+@pytest.mark.parametrize("vendor", ["0x1d0f", "0x1ae0"])
+def test_a_cloud_that_nccl_knows_is_left_to_it(vendor: str, machine: Path) -> None:
+    write(machine, "/sys/class/net/ens5/device/vendor", f"{vendor}\n")
+    assert not is_tuned(machine)
+    assert not is_tuned(machine, NCCL_NET="Socket")
+
+
+def test_hosts_are_those_that_nccl_sees(machine: Path) -> None:
+    assert host_of({"NCCL_HOSTID": "a"}, root=machine) == "a"
+    without_boot = host_of({}, root=machine)
+    write(machine, "/proc/sys/kernel/random/boot_id", "first\n")
+    first = host_of({}, root=machine)
+    write(machine, "/proc/sys/kernel/random/boot_id", "second\n")
+    assert len({without_boot, first, host_of({}, root=machine)}) == 3
+
+
+# --- Ranks
+
+
+@pytest.mark.parametrize("case", ["two hosts", "one host", "one by its name", "set on one", "set in one's file"])
+def test_ranks_of_several_hosts_set_the_same_or_nothing(
+    case: str, machine: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    variables, roots = [dict(v) for v in TWO_HOSTS], [machine, machine]
+    expected: list[dict[str, str]] = [dict(SETTINGS), dict(SETTINGS)]
+    if case != "two hosts":
+        expected = [{}, {}]
+    if case == "one host":
+        variables = [{"NCCL_HOSTID": "a"}] * 2
+    elif case == "one by its name":
+        variables = [{}, {}]
+    elif case == "set on one":
+        variables[1]["NCCL_SOCKET_NTHREADS"] = "3"
+        expected[1] = {"NCCL_SOCKET_NTHREADS": "3"}
+    elif case == "set in one's file":
+        roots[1] = tmp_path_factory.mktemp("other machine")
+        write(roots[1], "/etc/nccl.conf", "NCCL_NSOCKS_PERTHREAD=2\n")
+    ranks = run_on_ranks(sockets.decide, case=case, variables=variables, roots=roots)
+    num_hosts = 2 if case == "two hosts" else 0
+    assert ranks == [{"num_hosts": num_hosts, **of_rank} for of_rank in expected]
+
+
+NO_NCCL = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU: the group would be made")
+
+
+@NO_NCCL
+@pytest.mark.parametrize("interface", ["trainer", "fabric"])
+def test_variables_are_set_before_the_group_is_made_and_rank_zero_says_so(interface: str, tmp_path: Path) -> None:
+    with crew(sockets.start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
+        ended = ranks.wait()
+    expected = {"has_group": False, **(SETTINGS if can_be_tuned() else {})}
+    assert ended.results == {"0": expected, "1": expected}, ended.output
+    line = (
+        "bucketddp: NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2, because NCCL sends through sockets between 2 hosts."
+        " Set one of them yourself, and both are left as you want them.\n"
+    )
+    assert [output.count(line) for output in ended.output] == [1 if can_be_tuned() else 0, 0]
+
+
+def can_be_tuned() -> bool:
+    """Not where the network of this machine is one that is left alone."""
+    return uses_sockets_untuned(nccl_settings(os.environ))
+
+
+@pytest.mark.parametrize(("backend", "same_host"), [("gloo", False), pytest.param("nccl", True, marks=NO_NCCL)])
+def test_nothing_is_set_for_gloo_nor_within_one_host(backend: str, same_host: bool, tmp_path: Path) -> None:
+    with crew(sockets.start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host) as ranks:
+        ended = ranks.wait()
+    expected = {"has_group": backend == "gloo"}
+    assert ended.results == {"0": expected, "1": expected}, ended.output
+    assert "NCCL_NSOCKS_PERTHREAD" not in "".join(ended.output)

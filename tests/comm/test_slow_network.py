@@ -1,0 +1,112 @@
+"""The benchmark between two hosts: it measures over a network as slow as asked for, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import HostsRefused, held
+from benchmarks.slow_network import main
+from tests.support.programs import REPOSITORY, RUN_VARIABLE, Program, no_process_left, processes_of, run_together
+
+OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit", "--wire", "fp32"]
+COMMAND = ["-m", "benchmarks.slow_network", *OPTIONS]
+REFUSAL = "No hosts to measure between: "
+REMEDY = (
+    ". This benchmark makes network namespaces: run it as root, or where users may make them (in Docker with `--cap-add"
+    " SYS_ADMIN --cap-add NET_ADMIN`).\n"
+)
+
+
+@pytest.mark.long
+def test_steps_wait_for_the_network(tmp_path: Path) -> None:
+    options = [
+        "--bucket-cap-mb",
+        "0.1",
+        "--repetitions",
+        "1",
+        "--steps",
+        "1",
+        "--settle",
+        "2",
+        "--json",
+        tmp_path / "found.json",
+    ]
+    finished = run_together(Program([*COMMAND, *options]), root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
+    if finished.returncode != 0:
+        assert_refused(finished.output)
+        return
+    [table] = finished.results["found"]["tables"]
+    assert table["title"] == "gpt2_shapes, two hosts, 100mbit between them, fp32 wire"
+    assert table["title"] in finished.output
+    times = {name: row[0] for name, row in table["rows"].items()}
+    alone, step, *ours = times.pop("all-reduce alone"), times.pop("no communication"), "bucketddp", "bucketddp 0.1 MiB"
+    assert list(times)[:2] == ours
+    assert all(name.startswith("ddp") for name in list(times)[2:])
+    # 485 KB take 39 ms at that rate, of which a burst may save 20.
+    assert alone > 15
+    assert step > 0
+    assert all(taken > 15 for taken in times.values())
+
+
+def test_a_machine_without_the_tools_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(OPTIONS)
+    monkeypatch.undo()
+    assert f"{ended.value}\n" == f"{REFUSAL}`unshare` is not installed (package util-linux){REMEDY}"
+
+
+def test_what_a_machine_does_not_permit_is_told() -> None:
+    without_networks = 'echo 0 > /proc/sys/user/max_net_namespaces && exec unshare --net "$@"'
+    with (
+        pytest.raises(HostsRefused, match=r"^this machine does not permit `unshare --user .*: unshare: "),
+        held("unshare", "--user", "--map-root-user", "sh", "-c", without_networks, "sh"),
+    ):
+        raise AssertionError("it does")
+
+
+@pytest.mark.long
+def test_hosts_and_ranks_end_with_the_command(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    with no_process_left() as variables, output.open("w") as file:
+        options = {"cwd": REPOSITORY, "stdout": file, "stderr": subprocess.STDOUT, "variables": variables}
+        command = Program(COMMAND).start(**options)
+        run_id = variables[RUN_VARIABLE]
+        wait_until(lambda: len(ranks_of(run_id)) == 2 or command.poll() is not None)
+        command.send_signal(signal.SIGKILL)
+        if command.wait() != -signal.SIGKILL:
+            assert_refused(output.read_text())
+        # At once, and not when a rank has started and finds that nobody asks for anything.
+        wait_until(lambda: not processes_of(run_id), timeout_s=3)
+
+
+def assert_refused(output: str) -> None:
+    assert output.startswith(REFUSAL)
+    assert output.endswith(REMEDY)
+
+
+def ranks_of(run_id: str) -> list[bytes]:
+    """The command lines of the ranks that run."""
+    lines = [Path("/proc", str(pid), "cmdline").read_bytes() for pid in processes_of(run_id)]
+    return [line for line in lines if line.startswith(sys.executable.encode()) and b"benchmarks.ranks" in line]
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+@pytest.mark.parametrize("other", [("--ranks", "4"), ("--device", "cuda")])
+def test_only_one_rank_on_each_host_is_measured(other: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*OPTIONS, *other])
+    assert "There is one rank on each of two hosts, and gloo between them" in capsys.readouterr().err

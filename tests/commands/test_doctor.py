@@ -1,0 +1,552 @@
+"""`bucketddp doctor`: a healthy machine is healthy, and what is wrong is found, named, and ends in status 1."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bucketddp.checkpoint.atomic_file import temporary_name
+from lightning_bucketddp.cli import main
+from lightning_bucketddp.commands.doctor import checkpoints, clocks, crew, gpus, interfaces, resources, software, speed
+from lightning_bucketddp.commands.doctor.crew import Crew
+from lightning_bucketddp.commands.doctor.deadline import NeverEnded, within
+from lightning_bucketddp.commands.doctor.examination import Examination, _observe
+from lightning_bucketddp.commands.doctor.finding import Finding, Verdict
+from lightning_bucketddp.commands.doctor.printing import print_findings
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.startup.store import StoreAddress
+from tests.support.disks import forbidden_directory, not_as_root, small_disk
+from tests.support.programs import Program, no_process_left
+
+COMMAND = ["-m", "lightning_bucketddp.cli", "doctor"]
+# Where a hang would take minutes.
+AT_ONCE_S = 60
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as s:
+        return int(s.getsockname()[1])
+
+
+def start(*programs: Program, directory: Path) -> list[tuple[int, str, str]]:
+    """Exit status, standard output and standard error of programs that run at once and leave no process behind."""
+    with no_process_left() as variables:
+        processes = []
+        for number, program in enumerate(programs):
+            out, err = directory / f"{number}.out", directory / f"{number}.err"
+            with out.open("w") as stdout, err.open("w") as stderr:
+                processes.append(program.start(variables=variables, cwd=directory, stdout=stdout, stderr=stderr))
+        codes = [process.wait(timeout=120) for process in processes]
+    return [
+        (code, (directory / f"{n}.out").read_text(), (directory / f"{n}.err").read_text())
+        for n, code in enumerate(codes)
+    ]
+
+
+def launched(rank: int, *arguments: str, port: int, **variables: str) -> Program:
+    """A rank of two, as a launcher would start it."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return Program([*COMMAND, *arguments], {**place, **variables})
+
+
+def examine_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of a doctor that is alone in this process."""
+    status = main(["doctor", "--processes", "1", "--json", *map(str, arguments)])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
+    return [f"{finding['text']} {finding['remedy']}" for finding in findings if finding["verdict"] == verdict]
+
+
+# --- Healthy machines
+
+
+def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
+    """With warnings only, and nothing but JSON on the standard output."""
+    variables = {"OMP_NUM_THREADS": "1000"}
+    arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
+    [(status, printed, errors)] = start(Program(arguments, variables), directory=tmp_path)
+    assert status == 0, errors
+    seen = json.loads(printed)
+    assert seen["verdict"] == "warning"
+    assert "Set `OMP_NUM_THREADS=" in " ".join(said(seen["findings"], "warning"))
+    assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
+    assert {finding["theme"] for finding in seen["findings"]} >= {"Software", "GPUs", "Network", "Limits", "Ports"}
+    sizes = seen["all_reduce"]["by_size"]
+    assert [size["bytes"] for size in sizes] == [1024 * 4**n for n in range(len(sizes))]
+    assert len(sizes) > 3
+    assert all(size["link_bytes_per_s"] == pytest.approx(size["bytes"] / size["seconds"]) for size in sizes)
+    assert seen["all_reduce"]["expected"]["origin"].startswith("what copying within memory gives here, measured")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.err", "0.out"]
+
+
+def test_torchrun_can_launch_it(tmp_path: Path) -> None:
+    torchrun = Program(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND])
+    [(status, printed, errors)] = start(torchrun, directory=tmp_path)
+    assert status == 0, errors
+    assert "2 ranks on 1 host met." in printed
+    assert "All 2 ranks have the same versions." in printed
+    assert printed.count("all-reduce   ") == 1  # rank 0 speaks for all
+    assert "\x1b" not in printed
+    assert printed.splitlines()[-1].startswith(("Nothing is wrong", "1 warning", "2 warnings", "3 warnings"))
+
+
+# --- Ranks
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    """Everything else is examined all the same."""
+    began = time.monotonic()
+    arguments = ["--timeout", "1", "--json", "--checkpoints", str(tmp_path)]
+    [(status, printed, _)] = start(launched(0, *arguments, port=free_port()), directory=tmp_path)
+    assert time.monotonic() - began < AT_ONCE_S
+    assert status == 1
+    findings = json.loads(printed)["findings"]
+    [error] = said(findings, "error")
+    assert error.startswith("Rank 1 of 2 did not join at 127.0.0.1:")
+    assert error.endswith("If it only takes longer, pass a larger `--timeout`.")
+    assert {"Software", "Checkpoints"} <= {finding["theme"] for finding in findings}
+
+
+def test_a_rank_that_comes_and_is_silent_does_not_hold_it_up(tmp_path: Path) -> None:
+    port = free_port()
+    silent = """if True:
+        import time
+        from lightning_bucketddp.startup.store import StoreAddress
+        from lightning_bucketddp.startup.rendezvous import Rendezvous
+        point = StoreAddress(address="127.0.0.1", port=int({port}), rank=1, world_size=2, local_rank=1)
+        Rendezvous(point, timeout_s=60).meet(listener=None, find_failure=lambda: None)
+        time.sleep(6)
+    """.replace("{port}", str(port))
+    began = time.monotonic()
+    arguments = ["--timeout", "3", "--json"]
+    programs = [launched(0, *arguments, port=port), Program(["-c", silent])]
+    [(status, printed, _), _] = start(*programs, directory=tmp_path)
+    assert time.monotonic() - began < AT_ONCE_S
+    assert status == 1
+    [error] = said(json.loads(printed)["findings"], "error")
+    assert error.startswith("Ranks met, but cannot talk to each other: ")
+
+
+def test_what_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    """Rank 1 has another Lightning installed, is on another host as NCCL sees it, and has another setting."""
+    other = tmp_path / "other" / "lightning-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning\nVersion: 9.9.9\n")
+    path = f"{other.parent}:{os.environ.get('PYTHONPATH', '')}"
+    port = free_port()
+    programs = [
+        launched(0, "--json", port=port, NCCL_HOSTID="a", LOCAL_RANK="0"),
+        launched(1, "--json", port=port, NCCL_HOSTID="b", LOCAL_RANK="0", PYTHONPATH=path, NCCL_ALGO="Ring"),
+    ]
+    [(status, printed, _), (other_status, other_printed, _)] = start(*programs, directory=tmp_path)
+    assert (status, other_status, other_printed) == (1, 0, "")
+    findings = json.loads(printed)["findings"]
+    [error] = said(findings, "error")
+    assert error.startswith("Ranks have different versions of lightning: 2.")
+    assert "; 9.9.9 on rank 1. Install the same environment on every host." in error
+    assert any(w.startswith("NCCL_ALGO differs: unset on rank 0; Ring on rank 1.") for w in said(findings, "warning"))
+    assert any(text.startswith("2 ranks on 2 hosts met.") for text in said(findings, "ok"))
+    assert any(text.startswith("The clocks of 2 hosts are at most ") for text in said(findings, "ok"))
+    unknown = "What it should give is not known: the system does not tell the speed of the network"
+    assert any(text.startswith(unknown) for text in said(findings, "note"))
+
+
+def test_an_interface_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    status, seen = examine_here(capsys)
+    assert status == 1
+    talking, setting = said(seen["findings"], "error")
+    assert talking.startswith("Ranks met, but cannot talk to each other: ")
+    assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
+
+
+@pytest.fixture(params=["gloo", "cpu:gloo,cuda:nccl"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Crew:
+    """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
+    point = StoreAddress(address="127.0.0.1", port=free_port(), rank=0, world_size=1, local_rank=0)
+    return Crew(point=point, is_our_own=True)
+
+
+def is_destroyed() -> bool:
+    """Whether torch has nothing left of any process group; one that it has forgotten only warns when Python ends."""
+    return not dist.is_initialized() and not dist.distributed_c10d._world.pg_map
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ValueError("a bug")], ids=repr)
+def test_no_process_group_is_left(alone: Crew, error: BaseException | None) -> None:
+    with pytest.raises(type(error)) if error else nullcontext(), alone.meet(timeout_s=20) as colleagues:
+        assert colleagues.hosts.gather_json(1) == [1]
+        if error is not None:
+            raise error
+    assert is_destroyed()
+
+
+def test_no_process_group_is_left_that_cannot_be_used(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_device: object) -> None:
+        raise RuntimeError("no average")
+
+    monkeypatch.setattr(crew, "Collectives", fail)
+    with pytest.raises(RuntimeError, match="no average"), alone.meet(timeout_s=20):
+        pass
+    assert is_destroyed()
+
+
+def test_a_process_group_in_use_is_not_waited_for(alone: Crew) -> None:
+    try:
+        with pytest.raises(NeverEnded), alone.meet(timeout_s=20):
+            within(0.01, lambda: time.sleep(1), what="talking")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_that_cannot_be_left_is_not_waited_for(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(30))
+    try:
+        with pytest.raises(NeverEnded, match="lost"), alone.meet(timeout_s=3):
+            raise RuntimeError("lost")
+    finally:
+        destroy()
+
+
+# --- This host
+
+
+def test_a_port_in_use_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        status, seen = examine_here(capsys)
+    assert status == 1
+    [error] = said(seen["findings"], "error")
+    assert error.startswith(
+        f"Rank 0 cannot listen at MASTER_PORT={port}: Address already in use. Set it to a free port"
+    )
+    status, seen = examine_here(capsys)
+    assert status == 0
+    assert f"MASTER_PORT={port} is free. " in said(seen["findings"], "ok")
+
+
+def test_too_few_open_files_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        status, seen = examine_here(capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert status == 1
+    [error] = said(seen["findings"], "error")
+    expected = (
+        "A process may open only 200 files; with 1 rank each needs about 262. Raise it before the start: `ulimit -n"
+    )
+    assert error.startswith(expected)
+
+
+def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
+    with small_disk(num_bytes=MIB) as disk:
+        disk.mount("-t", "tmpfs", "-o", "size=1m", "none", "/dev/shm")
+        program = Program([*COMMAND, "--processes", "1", "--json"], within=disk.within)
+        [(status, printed, errors)] = start(program, directory=tmp_path)
+    assert status == 1, errors
+    [error] = said(json.loads(printed)["findings"], "error")
+    assert error.startswith("/dev/shm: 0.00 of 0.00 GiB are free. Data workers hand batches through it and will die.")
+
+
+def test_warnings_fail_if_they_are_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    assert examine_here(capsys)[0] == 0
+    assert examine_here(capsys, "--strict")[0] == 1
+
+
+# --- The directory for checkpoints
+
+
+def examine_directory(capsys: pytest.CaptureFixture[str], directory: Path) -> str:
+    """The one error that is found there."""
+    status, seen = examine_here(capsys, "--checkpoints", directory)
+    assert status == 1
+    [error] = said(seen["findings"], "error")
+    return error
+
+
+def test_a_full_disk_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(num_bytes=8 * MIB) as disk:
+        error = examine_directory(capsys, disk.path)
+        assert list(disk.path.iterdir()) == []
+    assert error.startswith(f"A checkpoint cannot be written to {disk.path}: No space left on device. Make room there,")
+
+
+def test_a_read_only_disk_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(num_bytes=8 * MIB) as disk:
+        disk.make_read_only()
+        assert "Read-only file system" in examine_directory(capsys, disk.path)
+
+
+def test_a_directory_of_others_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with forbidden_directory() as directory, not_as_root():
+        assert "Permission denied" in examine_directory(capsys, directory)
+
+
+def test_a_missing_directory_is_found_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = examine_directory(capsys, tmp_path / "missing")
+    assert error.startswith(f"There is no directory {tmp_path}/missing. Check the name, and that its disk is mounted;")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_saves_have_left_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / temporary_name()).write_bytes(bytes(MIB))
+    _, seen = examine_here(capsys, "--checkpoints", tmp_path)
+    [note] = [text for text in said(seen["findings"], "note") if "temporary file" in text]
+    assert note.startswith("1 temporary file of saves, 1.0 MiB:")
+
+
+def test_a_directory_that_never_answers_does_not_hold_it_up(tmp_path: Path) -> None:
+    """Opening a pipe that nobody reads never ends; a process that is stuck ends all the same."""
+    code = f"""if True:
+        import os, sys
+        from lightning_bucketddp.commands.doctor import checkpoints
+        from lightning_bucketddp.cli import main
+        os.mkfifo({str(tmp_path / "pipe")!r})
+        checkpoints.find_temporary_files = lambda directory: open({str(tmp_path / "pipe")!r})
+        sys.exit(main(["doctor", "--processes", "1", "--json", "--timeout", "1", "--checkpoints", {str(tmp_path)!r}]))
+    """
+    [(status, printed, _)] = start(Program(["-c", code]), directory=tmp_path)
+    assert status == 1
+    [error] = said(json.loads(printed)["findings"], "error")
+    assert error.startswith(f"A checkpoint cannot be written to {tmp_path}: it did not answer within 1 s.")
+
+
+def test_a_directory_that_is_hidden_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with forbidden_directory() as directory:
+        (directory / "inner").mkdir()
+        directory.chmod(0)
+        with not_as_root():
+            error = examine_directory(capsys, directory / "inner")
+        directory.chmod(0o755)
+        (directory / "inner").rmdir()
+    assert error.startswith(f"There is no directory {directory}/inner.")
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [("Link 0: 26.562 GB/s\\nLink 1: 26.562 GB/s", 53.124e9), ("", 16 * 3.938e9)],
+    ids=["nvlink", "pcie"],
+)
+def test_the_driver_is_asked_for_the_speed_of_links(
+    links: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in nvlink) printf "{links}";; *) echo "5, 16";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = gpus._link_speed()
+    assert found is not None
+    assert found["value"] == pytest.approx(expected)
+    assert "nvidia-smi" in found["origin"]
+
+
+def test_waiting_has_an_end() -> None:
+    assert within(10, lambda: 3, what="it") == 3
+    with pytest.raises(ZeroDivisionError):
+        within(10, lambda: 1 // 0, what="it")
+    with pytest.raises(NeverEnded, match=r"it did not end within 0\.1 s"):
+        within(0.1, lambda: time.sleep(3), what="it")
+
+
+# --- Machines that are not at hand: what they would tell, judged
+
+
+@pytest.fixture(scope="module")
+def this_rank() -> dict[str, Any]:
+    point = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
+    observed = _observe(Crew(point=point, is_our_own=False))
+    observed["network"] |= {"settings": {}, "infiniband_gbit": None}
+    return observed
+
+
+def two_hosts(this_rank: dict[str, Any]) -> list[dict[str, Any]]:
+    ranks = [copy.deepcopy(this_rank) for _ in range(2)]
+    for number, observed in enumerate(ranks):
+        observed |= {"rank": number, "host": f"host{number} 1", "hostname": f"host{number}"}
+        observed["network"] |= {"interfaces": {"eth7": {"is_up": True, "gbit": 10.0}}, "towards_main_address": "eth7"}
+    return ranks
+
+
+def texts(findings: Iterator[Finding], verdict: Verdict) -> list[str]:
+    return [f"{finding.text} {finding.remedy}".strip() for finding in findings if finding.verdict == verdict]
+
+
+def measurement(bytes_per_s: float) -> dict[str, Any]:
+    by_size = [{"bytes": size, "seconds": size / bytes_per_s, "link_bytes_per_s": bytes_per_s} for size in (1024, MIB)]
+    return {"by_size": by_size, "memory_bytes_per_s": 10e9}
+
+
+@pytest.mark.parametrize(("gbit", "verdict"), [(8.0, Verdict.OK), (3.0, Verdict.WARNING)])
+def test_a_network_is_compared_with_its_nominal_speed(gbit: float, verdict: Verdict, this_rank: dict[str, Any]) -> None:
+    findings = speed.judge(two_hosts(this_rank), measurement(gbit * 1e9 / 8), backend="gloo")
+    *_, last = texts(findings, verdict)
+    assert last.startswith(f"That is {gbit / 10:.0%} of 1.25 GB/s: the slowest of eth7, says /sys/class/net.")
+
+
+def test_infiniband_counts_for_nccl(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    for observed in ranks:
+        observed["network"]["infiniband_gbit"] = 400.0
+    assert speed.expectation(ranks, measurement(1e9), backend="NCCL")["bytes_per_s"] == 50e9
+    assert speed.expectation(ranks, measurement(1e9), backend="gloo")["bytes_per_s"] == 1.25e9
+
+
+def test_gpus_of_one_host_are_compared_with_their_links(this_rank: dict[str, Any]) -> None:
+    known = copy.deepcopy(this_rank)
+    known["gpus"]["link_bytes_per_s"] = {"value": 450e9, "origin": "18 NVLinks"}
+    expected = speed.expectation([known], measurement(1e9), backend="NCCL")
+    assert (expected["bytes_per_s"], expected["origin"]) == (450e9, "18 NVLinks")
+    findings = speed.judge([this_rank], measurement(1e9), backend="NCCL")
+    assert texts(findings, Verdict.NOTE) == [
+        "What it should give is not known: the driver does not tell what links the GPUs."
+    ]
+
+
+def test_clocks_that_are_apart_are_named(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    [warning] = texts(clocks.judge(ranks, [0.0, -5.0]), Verdict.WARNING)
+    assert warning.startswith("The clock of host1 is 5.0 s behind rank 0's: logs and files get times that mislead. Let")
+    assert texts(clocks.judge(ranks, [0.0, 0.25]), Verdict.OK) == [
+        "The clocks of 2 hosts are at most 250 ms from rank 0's."
+    ]
+
+
+def test_gpus_that_torch_cannot_use_differ_or_are_not_linked_are_named(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    ranks[0]["gpus"] |= {"devices": [], "seen_by_driver": ["H100", "H100"]}
+    [error] = texts(gpus.judge(ranks), Verdict.ERROR)
+    assert error.startswith("The driver sees 2 GPUs on host0, but torch cannot use them. Install a torch that is built")
+    h100 = {"name": "H100", "free_mib": 80_000, "total_mib": 81_000}
+    ranks[0]["gpus"] |= {"devices": [h100, {**h100, "free_mib": 10_240}], "without_peer_access": [[1, 0]]}
+    ranks[1]["gpus"] |= {"devices": [{**h100, "name": "A100"}], "without_peer_access": []}
+    memory, links, kinds = texts(gpus.judge(ranks), Verdict.WARNING)
+    assert memory.startswith("Of GPU 1 on host0 only 10.0 of 79.1 GiB are free.")
+    assert links.startswith("GPUs on host0 do not reach each other directly (pairs 0-1):")
+    assert kinds.startswith("GPUs differ, and every step waits for the slowest.")
+
+
+def test_settings_that_cost_speed_are_named(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    for observed in ranks:
+        observed["network"]["settings"] = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth"}
+    ranks[1]["network"]["infiniband_gbit"] = 200.0
+    warnings = texts(interfaces.judge(ranks), Verdict.WARNING)
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        "NCCL_P2P_DISABLE=1 on host0",
+        "NCCL_P2P_DISABLE=1 on host1",
+        "NCCL_IB_DISABLE=1 on host1",
+    ]
+    assert "NCCL_SOCKET_IFNAME=eth on host0: eth7." in texts(interfaces.judge(ranks), Verdict.OK)
+
+
+def test_what_bucketddp_sets_itself_is_said(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    for observed in ranks:
+        observed["gpus"]["devices"] = [{"name": "A10", "free_mib": 1, "total_mib": 1}]
+        observed["network"]["uses_sockets_untuned"] = True
+    [note] = texts(interfaces.judge(ranks), Verdict.NOTE)
+    assert "`bucketddp` sets NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2" in note
+
+
+def test_limits_are_judged_by_what_is_needed(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    ranks[0]["network"]["infiniband_gbit"] = 200.0
+    ranks[0]["resources"] |= {"locked_memory": 64 * 1024, "shared_memory": None}
+    ranks[1]["resources"] |= {"processes": 100, "memory_available": 1000, "cores": 0, "open_files": 1024}
+    errors = texts(resources.judge(ranks), Verdict.ERROR)
+    assert errors[0].startswith(
+        "Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can"
+    )
+    assert errors[1].startswith("There is no /dev/shm on host0, which data workers hand batches through.")
+    files, processes, cores, memory = texts(resources.judge(ranks[1:]), Verdict.WARNING)
+    assert files.startswith("A process may open only 1,024 files: with many data workers that may not be enough.")
+    assert processes.startswith("This user may start only 100 processes and threads.")
+    assert cores.startswith("1 ranks share 0 cores.")
+    assert memory.startswith("Memory: 0.0 GiB are free for 1 rank. End what else runs there")
+
+
+def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict[str, Any]) -> None:
+    ranks = two_hosts(this_rank)
+    seen = {"directory": "/ckpt", "exists": True, "free": 2**30, "file_system": "tmpfs", "num_leftovers": 0}
+    ranks[0]["checkpoints"] = {**seen, "leftover_bytes": 0, "error": None, "num_bytes": 64 * MIB, "seconds": 64.0}
+    ranks[1]["checkpoints"] = {"directory": "/ckpt", "exists": False}
+    slow, memory, space, shared = texts(checkpoints.judge(ranks), Verdict.WARNING)
+    assert "1 MiB/s. A checkpoint of 1 GiB holds training up for 1024 s. Pass `async_checkpoints=True`" in slow
+    assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
+    assert space.startswith("Only 1.0 GiB are free in /ckpt.")
+    assert shared.startswith("There is no directory /ckpt on rank 1: resuming reads it on all.")
+
+
+def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
+    observed = copy.deepcopy(this_rank)
+    observed["software"] |= {"versions": {"torch": "2.5"}, "backends": []}
+    assert len(texts(software.judge([observed]), Verdict.ERROR)) == 2
+
+
+def test_what_is_well_on_many_hosts_is_said_once(this_rank: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [two_hosts(this_rank)[n % 2] | {"rank": n, "host": f"{n}", "hostname": f"node-{n}"} for n in range(64)]
+    ranks[7]["resources"] |= {"memory_available": 1000}
+    print_findings(Examination(ranks, clocks_s=[0.0] * 64))
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "Open files on node-0: " in line and "(63 more hosts alike.)" in line]) == 1
+    assert any("Memory on node-7: 0.0 GiB are free" in line and "warning" in line for line in lines)
+    assert len(lines) < 60
+
+
+# --- Wrong use
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--processes", "0"], {}, "--processes must be at least 1, got 0."),
+        (["--timeout", "0"], {}, "--timeout must be a positive number of seconds, got 0."),
+        (["--timeout", "nan"], {}, "--timeout must be a positive number of seconds, got nan."),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT:"),
+        (
+            [],
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: ",
+        ),
+        (
+            ["--processes", "2"],
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "--processes is for a start without a launcher, but RANK and WORLD_SIZE are set.",
+        ),
+    ],
+)
+def test_wrong_use_is_one_line(
+    arguments: list[str],
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bucketddp doctor: {message}")
+    assert len(error.splitlines()) == 1

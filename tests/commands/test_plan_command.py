@@ -1,0 +1,442 @@
+"""`bucketddp plan`: the plan is the reducer's, predictions are the simulator's, and numbers say where they are from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_bucketddp.cli import main
+from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan
+from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
+from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.recording import record
+from tests.support.jobs import configured
+from tests.support.jobs.planned import plan_of_reducer
+from tests.support.ranks import run_on_ranks
+
+MODULES = "tests.support.jobs.planned"
+CONFIGURED = f"{configured.__name__}:Configured"
+ASSEMBLED = f"{configured.__name__}:Assembled"
+POWERS = [2**n for n in range(11)]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def plan(capsys: pytest.CaptureFixture[str], name: str, *arguments: object) -> dict[str, Any]:
+    assert main(["plan", _full(name), "--device", "cpu", "--json", *map(str, arguments)]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def text_of(capsys: pytest.CaptureFixture[str], name: str, *arguments: object) -> str:
+    assert main(["plan", _full(name), *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def _full(name: str) -> str:
+    return name if ":" in name or name.endswith(".yaml") else f"{MODULES}:{name}"
+
+
+def names(planned: dict[str, Any]) -> list[list[str]]:
+    return [bucket["parameters"] for bucket in planned["buckets"]]
+
+
+def recorded_profile() -> Profile:
+    """Of `Layers(depth=3)`, which arrives in an order that is not that of registration."""
+    order = ["large.weight", "large.bias", "last.weight", "last.bias"]
+    order += [f"layers.{i}.{part}" for i in (2, 1, 0) for part in ("bias", "weight")] + ["words.weight"]
+    sizes = {"large.weight": 8 * MIB, "large.bias": 64 * 1024, "words.weight": 5120}
+    specs = [
+        ParameterSpec(
+            name,
+            sizes.get(name, 65536 if name.endswith("weight") else 512),
+            "torch.float32 cpu",
+            sparse=name == "words.weight",
+            alone=name == "large.weight",
+        )
+        for name in [*order, "unused.bias", "unused.weight"]
+    ]
+    ready_s = [0.001 * (i + 1) for i in range(len(order))]
+    return Profile(specs, ready_s, 0.012, AllReduceCost(20e-6, 1e-9), 4, forward_s=0.005, optimizer_s=0.002)
+
+
+def layers_of_1_mib(folder: Path) -> tuple[Profile, list[object]]:
+    """A profile of eight layers whose gradients come 1 ms apart, and the arguments that name it and its module."""
+    order = [f"layers.{i}.{part}" for i in reversed(range(8)) for part in ("bias", "weight")]
+    specs = [ParameterSpec(name, MIB if "weight" in name else 16, "torch.float32 cpu") for name in order]
+    ready_s = [0.001 * (i // 2 + 1) for i in range(len(order))]
+    profile = Profile(specs, ready_s, 0.01, AllReduceCost(20e-6, 1e-9), 4, forward_s=0.005, optimizer_s=0.002)
+    path = folder / "layers.json"
+    path.write_text(profile.to_json())
+    return profile, ["--args", "width=65536", "name=abcd", "depth=8", "--profile", path]
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(recorded_profile().to_json())
+    return path
+
+
+# --- The plan
+
+
+@pytest.mark.parametrize("cap", ["0.1", "25", "0.01,0.2"])
+def test_the_plan_is_what_the_reducer_makes_in_a_real_run(cap: str, capsys: pytest.CaptureFixture[str]) -> None:
+    caps = [float(number) for number in cap.split(",")]
+    options = {"bucket_cap_mb": caps if len(caps) > 1 else caps[0]}
+    [buckets, _] = run_on_ranks(plan_of_reducer, name="Layers", **options)
+    planned = plan(capsys, "Layers", "--bucket-cap-mb", cap)
+    assert names(planned) == buckets
+    assert not any("frozen" in name for bucket in buckets for name in bucket)
+    assert planned["times"]["origin"].startswith("measured here, on cpu, with `example_input_array` of shape (2,)")
+    assert planned["times"]["forward_s"] > 0
+
+
+def test_without_times_there_is_a_plan_and_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(capsys, "NeedsArguments", "--args", "width=4", "name=ab", "depth=2")
+    assert names(planned) == [["layers.1.bias", "layers.1.weight", "layers.0.bias", "layers.0.weight"]]
+    assert planned["networks"] == []
+    printed = text_of(capsys, "NeedsArguments", "--args", '{"width": 4, "name": "ab"}')
+    assert (
+        "Times: not known; gradients are expected in reverse order of registration. So nothing is predicted" in printed
+    )
+    assert "ranks" not in printed
+
+
+def test_a_module_needs_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(capsys, "Huge", "--backward-ms", 1000)
+    assert planned["gradient_bytes"] == 4 * (2**40 + 2**20) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [(CONFIGURED, ["layer.bias", "layer.weight"]), ("NeedsValues", ["layer.bias", "layer.weight"])],
+)
+def test_modules_are_made_as_they_can_be(name: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert names(plan(capsys, name)) == [expected]
+
+
+def test_a_factory_makes_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    """A function, with arguments of its own and such that it passes on, or a method of a class."""
+    planned = plan(capsys, "make_layers", "--args", "width=4", "bias=false", "depth=3")
+    assert planned["module"] == "make_layers"
+    assert names(planned) == [["2.weight", "1.weight", "0.weight"]]
+    assert planned["num_parameter_tensors"] == 3
+    planned = plan(capsys, f"{ASSEMBLED}.small")
+    assert names(planned) == [["head.bias", "head.weight", "body.bias", "body.weight"]]
+
+
+HEAD = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 5, "out_features": 2, "bias": False}}
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], model: Any, *arguments: str) -> str:
+    """What a LightningCLI prints for `--print_config`, and saves beside its checkpoints."""
+    kinds = {"subclass_mode_model": True} if model is LightningModule else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py"])
+        with pytest.raises(SystemExit):
+            LightningCLI(model, args=["fit", "--trainer.logger=false", *arguments, "--print_config"], **kinds)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["named by the config", "of fit", "named beside the config"])
+def test_a_config_of_a_lightning_cli_makes_the_module(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    arguments = ["--model.head", json.dumps(HEAD), "--model.width", "5"]
+    if way == "named beside the config":
+        path.write_text(printed_config(capsys, configured.Assembled, *arguments))
+        planned = plan(capsys, ASSEMBLED, "--config", path)
+    else:
+        arguments = ["--model", ASSEMBLED.replace(":", "."), *arguments]
+        config = printed_config(capsys, LightningModule, *arguments)
+        path.write_text(config if way == "named by the config" else f"fit:\n{indent(config, '  ')}")
+        planned = plan(capsys, str(path))
+    assert planned["module"] == "Assembled"
+    assert names(planned) == [["head.weight", "body.bias", "body.weight"]]
+    assert planned["gradient_bytes"] == 4 * (5 * 2 + 5 * 5 + 5)
+
+
+def test_a_config_can_be_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what a LightningCLI links, say. What its class passes on is in the config, too; functions are as good."""
+    path = tmp_path / "config.yaml"
+    model = {"class_path": ASSEMBLED.replace(":", "."), "init_args": {"head": HEAD}, "dict_kwargs": {"bias": False}}
+    path.write_text(json.dumps({"model": model}))
+    planned = plan(capsys, str(path), "--args", "width=7")
+    assert names(planned) == [["head.weight", "body.weight"]]
+    assert planned["gradient_bytes"] == 4 * (5 * 2 + 7 * 7)
+    path.write_text(f"model: {{class_path: {MODULES}.make_layers, init_args: {{width: 2, depth: 1}}}}")
+    assert names(plan(capsys, str(path))) == [["0.bias", "0.weight"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (
+            "model: {width: 3}",
+            [],
+            "has no `model.class_path`, as that of a LightningCLI which has one model class. Name",
+        ),
+        ("trainer: {devices: 2}", [], "has no `model.class_path`"),
+        (
+            "model: {class_path: __main__.Net}",
+            [],
+            "names the class '__main__.Net', which only the script that wrote it",
+        ),
+        ("model: {class_path: no_such.Net}", [], "There is no module 'no_such'."),
+        (
+            "model: {class_path: tests.support.jobs.configured.Net}",
+            [],
+            "tests.support.jobs.configured has no 'Net'. It has Configured,",
+        ),
+        ("model: 3", [], "is no config of a LightningCLI: it says nothing of a `model`."),
+        ("- 1", [], "is no config of a LightningCLI: it says nothing of a `model`."),
+        ("a: [", [], "is no YAML: while parsing"),
+        (None, [], "cannot be read: No such file or directory."),
+        ("model: {width: abc}", [f"{MODULES}:make_layers"], "does not fit make_layers: "),
+        ("model: {depth: 1}", [f"{MODULES}:make_layers"], "does not fit make_layers: "),
+    ],
+)
+def test_a_config_that_does_not_name_a_module_is_refused(
+    config: str | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    if config is not None:
+        path.write_text(config)
+    assert main(["plan", *(arguments and [*arguments, "--config"]), str(path)]) == 2
+    printed, error = capsys.readouterr()
+    assert (printed, len(error.splitlines())) == ("", 1)
+    assert message in error
+
+
+# --- Predictions
+
+
+@pytest.mark.parametrize("cap", ["auto", "2.5"])
+def test_predictions_are_the_simulators(cap: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, arguments = layers_of_1_mib(tmp_path)
+    networks = ["--network", "eth-10g", "--network", "measured", "--network", "25,10"]
+    planned = plan(capsys, "NeedsArguments", *arguments, *networks, "--bucket-cap-mb", cap, "--ranks", 6)
+    expected_networks = [
+        NETWORKS["eth-10g"],
+        Network.measured(profile.cost, num_ranks=4),
+        Network("25 Gbit", 25e9 / 8, 10e-6),
+    ]
+    for network, predicted in zip(expected_networks, planned["networks"], strict=True):
+        assert [row["ranks"] for row in predicted["by_ranks"]] == sorted({*POWERS, 6})
+        for row in predicted["by_ranks"]:
+            cost = network.all_reduce(row["ranks"])
+            caps = ReducerConfig(bucket_cap_mb=2.5).caps
+            fixed = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
+            expected = simulate(profile, optimal_plan(profile, cost=cost) if cap == "auto" else fixed, cost)
+            assert row["exposed_s"] == expected.exposed_s
+            assert row["step_s"] == expected.step_s == pytest.approx(0.017 + expected.exposed_s)
+            assert row["efficiency"] == pytest.approx(0.017 / expected.step_s)
+            assert row["overlap"] == expected.overlap
+    assert planned["times"]["origin"] == f"recorded in {tmp_path / 'layers.json'}, by a run of 4 ranks"
+
+
+@pytest.mark.parametrize(("ranks", "network"), [(1024, "10,1000"), (2, "10,1")])
+def test_the_plan_of_the_first_network_and_the_ranks_asked_for_is_shown(
+    ranks: int, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, arguments = layers_of_1_mib(tmp_path)
+    networks = ["--network", network, "--network", "1,1"]
+    planned = plan(capsys, "NeedsArguments", *arguments, *networks, "--ranks", ranks)
+    cost = Network("", 1.25e9, float(network.split(",")[1]) * 1e-6).all_reduce(ranks)
+    buckets = optimal_plan(profile, cost=cost)
+    assert len(buckets) == (1 if ranks == 1024 else 7)
+    assert names(planned) == [[profile.specs[i].name for i in bucket.members] for bucket in buckets]
+    assert planned["plan"].startswith(f"bucket_cap_mb=auto, computed for {ranks:,} ranks on 10 Gbit")
+
+
+def test_1024_ranks_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """One bucket, which leaves when backward ends: all of its time is waited for."""
+    planned = plan(capsys, CONFIGURED, "--backward-ms", 10, "--bucket-cap-mb", 25, "--network", "8,5", "--ranks", 1024)
+    [network] = planned["networks"]
+    row = network["by_ranks"][-1]
+    seconds = 20 * 5e-6 + 2 * 1023 / 1024 * (4 * 3 + 4) * 4 / 1e9
+    assert row["ranks"] == 1024
+    assert row["exposed_s"] == pytest.approx(seconds)
+    assert row["efficiency"] == pytest.approx(0.01 / (0.01 + seconds))
+    assert row["overlap"] == pytest.approx(0)
+    assert network["by_ranks"][0] | {"buckets": 1} == {
+        "ranks": 1, "buckets": 1, "communication_s": 0, "exposed_s": 0, "step_s": 0.01, "overlap": 1, "efficiency": 1,
+    }  # fmt: skip
+
+
+def test_one_bucket_is_not_divided_as_it_is_not_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert names(plan(capsys, CONFIGURED, "--backward-ms", 10)) == [["layer.bias", "layer.weight"]]
+
+
+def test_half_the_bytes_take_half_the_time(profile_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--args", "depth=3", "--profile", profile_file, "--network", "1,0", "--bucket-cap-mb", 1]
+    full, half = (plan(capsys, "Layers", *arguments, *more) for more in ([], ["--reduce-dtype", "bf16"]))
+    seconds = [p["networks"][0]["by_ranks"][3]["communication_s"] for p in (full, half)]
+    assert seconds[1] == pytest.approx(seconds[0] / 2)
+
+
+def test_an_estimate_is_spread_by_size_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two buckets, the first complete after half of backward; on an endless network nobody waits."""
+    arguments = ["--args", "width=1023", "name=abcd", "depth=2", "--backward-ms", 8, "--bucket-cap-mb", "0.016"]
+    lines = text_of(capsys, "NeedsArguments", *arguments, "--network", "0.032768,0", "--ranks", 2)
+    printed = " ".join(lines.split())  # wherever they are broken
+    # 16 KiB at 4 MiB/s take 4 ms: the first bucket is hidden behind the second half, the second is not.
+    assert "On 2 ranks a step takes 12.00 ms, and 4.00 ms of it are spent waiting" in printed
+    assert "backward 8.00 ms; an estimate from --backward-ms: gradients in reverse order of registration" in printed
+    assert "Not known, and counted as nothing: forward and optimizer." in printed
+    assert "0.004096 GB/s from each rank, 0 us per hop (as you gave it)" in printed
+    assert "All of it is simulated" in printed
+
+
+def test_times_of_a_cpu_are_said_to_tell_nothing_about_gpus(
+    profile_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a backward that was measured here, or recorded; not of one that a person has put in."""
+    said = "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs"
+    svg = tmp_path / "x.svg"
+    recorded = ["--args", "depth=3", "--profile", profile_file]
+    for arguments in (["--args", "depth=1"], recorded):
+        printed = " ".join(text_of(capsys, "Layers", "--device", "cpu", "--svg", svg, *arguments).split())
+        assert printed.index(said) < printed.index("efficiency", printed.index(said) + len(said)) < len(printed)
+        assert "times of a CPU, not of a GPU" in svg.read_text()
+        assert plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
+    profile_file.write_text(profile_file.read_text().replace("float32 cpu", "float32 cuda"))
+    for arguments in (recorded, ["--backward-ms", 5]):
+        assert "nothing about GPUs" not in text_of(capsys, "Layers", *arguments)
+        assert not plan(capsys, "Layers", *arguments)["times"]["is_of_cpu"]
+
+
+def test_the_profile_is_found_in_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record.path_of(tmp_path, 0)
+    with path.open("w") as file:
+        record.write(record.Run(0, 4, "host", "cpu", "gloo", 13, 10), file)
+        record.write(recorded_profile(), file)
+    planned = plan(capsys, "Layers", "--args", "depth=3", "--profile", path)
+    assert planned["times"]["backward_s"] == 0.012
+    assert [network["name"] for network in planned["networks"]] == ["measured"]
+
+
+def test_steps_of_a_record_are_as_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two buckets: complete after 4 and 10 ms of a backward that was recorded without measuring each gradient."""
+    path = record.path_of(tmp_path, 0)
+    names_and_sizes = [(["layers.1.bias", "layers.1.weight"], [8, 32]), (["layers.0.bias", "layers.0.weight"], [8, 32])]
+    spans = [("forward", 0.0, 0.005), ("backward", 0.005, 0.015), ("exposed", 0.015, 0.018), ("optimizer", 0.018, 0.02)]
+    times = [record.BucketTimes(0.009, 0.009, 0.012), record.BucketTimes(0.015, 0.015, 0.018)]
+    with path.open("w") as file:
+        record.write(record.Run(0, 4, "host", "cpu", "gloo", 4, 80), file)
+        record.write(record.RecordedPlan(1, [record.RecordedBucket(*bucket) for bucket in names_and_sizes]), file)
+        record.write(record.Step(3, 1, [record.Span(*span) for span in spans], times), file)
+    arguments = ["--args", "width=4", "name=ab", "depth=2", "--profile", path, "--bucket-cap-mb", 40 / MIB]
+    planned = plan(capsys, "NeedsArguments", *arguments, "--ranks", 4, "--reduce-dtype", "bf16")
+    assert names(planned) == [names for names, _ in names_and_sizes]
+    assert planned["device"] == "cpu"
+    expected = {"forward_s": 0.005, "backward_s": 0.01, "optimizer_s": 0.002}
+    assert {name: planned["times"][name] for name in expected} == pytest.approx(expected)
+    # Buckets of one size do not tell what those of another size cost.
+    assert "differ by less than a factor of 4" in planned["times"]["origin"]
+    assert [network["name"] for network in planned["networks"]] == ["100 Gbit"]
+    assert main(["plan", _full("NeedsArguments"), *map(str, arguments), "--network", "measured"]) == 2
+    assert (
+        "--network measured needs a --profile that tells what an all-reduce costs: the sizes of its buckets differ"
+        in (capsys.readouterr().err)
+    )
+
+
+# --- Pictures
+
+
+def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scaling.svg"
+    networks = ["--network", "nvlink", "--network", "eth-1g"]
+    printed = text_of(capsys, CONFIGURED, "--backward-ms", 1, *networks, "--svg", path)
+    assert "\x1b" not in printed
+    assert len([line for line in printed.splitlines() if "█" in line]) == 2 * len(POWERS)
+    chart = ElementTree.fromstring(path.read_text())
+    lines = list(chart.iter(f"{SVG}polyline"))
+    assert [len(line.get("points", "").split()) for line in lines] == [len(POWERS)] * 2
+    texts = {text.text for text in chart.iter(f"{SVG}text")}
+    assert {"Configured: predicted scaling efficiency, from estimated times", "1,024", "NVLink", "1 Gbit"} <= texts
+
+
+# --- Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["planned"], "'planned' names no class. Write MODULE:CLASS, for example my_project.models:LitNet, or"),
+        (["no_such:Net"], "There is no module 'no_such'. Run the command in the folder of your project, or set"),
+        (["tests.support.jobs.no_such:Net"], "There is no module 'tests.support.jobs.no_such'."),
+        ([f"{MODULES}:NoSuch"], f"{MODULES} has no 'NoSuch'. It has Layers, Huge,"),
+        ([f"{MODULES}:NOT_A_CLASS"], "NOT_A_CLASS is neither a class of modules nor a function that makes one, but 3."),
+        ([f"{MODULES}:Any"], f"{MODULES}:Any is no LightningModule and no torch.nn.Module, but typing.Any."),
+        ([f"{MODULES}:make_nothing"], "make_nothing makes no torch.nn.Module, but None."),
+        ([f"{MODULES}:make_layers"], "make_layers needs arguments: width. Pass `--args width=...`."),
+        ([f"{MODULES}:NeedsArguments"], "needs arguments: width, name. Pass `--args width=... name=...`."),
+        ([f"{MODULES}:NeedsArguments", "--args", "width=1", "name=a", "x=1"], "takes no argument x. It takes: width,"),
+        ([f"{MODULES}:NeedsArguments", "--args", "width"], "--args width is neither a JSON object nor key=value."),
+        ([f"{MODULES}:NeedsArguments", "--args", "{"], "--args { is no JSON object: Expecting"),
+        ([f"{MODULES}:NeedsArguments", "--args", "width=x", "name=a"], "NeedsArguments cannot be made: TypeError:"),
+        ([f"{MODULES}:WithoutForward"], "WithoutForward cannot be trained on its `example_input_array`: RuntimeError:"),
+        ([f"{MODULES}:Lazy"], "`Lazy` has parameters without a shape yet: "),
+        ([f"{MODULES}:Frozen"], "Frozen has no parameters that train."),
+        ([f"{MODULES}:Huge", "--network", "token-ring"], "--network 'token-ring' is not known: pass eth-1g, eth-10g,"),
+        ([f"{MODULES}:Huge", "--network", "0,2"], "--network '0,2' is not known"),
+        ([f"{MODULES}:Huge", "--network", "measured"], "--network measured needs a --profile that was recorded with"),
+        ([f"{MODULES}:Huge", "--bucket-cap-mb", "0"], "--bucket-cap-mb must be auto or positive numbers of MiB, got 0"),
+        (
+            [f"{MODULES}:Huge", "--bucket-cap-mb", "x"],
+            "--bucket-cap-mb must be auto or positive numbers of MiB, got 'x'",
+        ),
+        ([f"{MODULES}:Huge", "--ranks", "0"], "--ranks must be at least 1, got 0."),
+        ([f"{MODULES}:Huge", "--backward-ms", "nan"], "--backward-ms must be a positive number, got nan."),
+        ([f"{MODULES}:Huge", "--svg", "x.svg"], "--svg needs times: pass --profile or --backward-ms."),
+        ([f"{MODULES}:Huge", "--profile", "/no/such/file"], "/no/such/file holds no profile of bucketddp: "),
+        (
+            [f"{MODULES}:Huge", "--backward-ms", "1", "--svg", "/no/such/folder/x.svg"],
+            "/no/such/folder/x.svg cannot be written: No such file or directory.",
+        ),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    printed, error = capsys.readouterr()
+    assert (printed, len(error.splitlines())) == ("", 1)
+    assert error.startswith("bucketddp plan: ")
+    assert message in error
+
+
+def test_a_module_whose_import_fails_is_told_from_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_project.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["plan", "broken_project:Net"]) == 2
+    expected = "Importing broken_project failed: ModuleNotFoundError: No module named 'no_such_dependency'"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_profile_of_another_module_is_refused(
+    profile_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{MODULES}:Layers", "--profile", str(profile_file)]) == 2
+    expected = "is of another module: `layers.3.weight` has 0 bytes there, and 65,536 in Layers."
+    assert expected in capsys.readouterr().err
+    empty = record.path_of(tmp_path, 0)
+    empty.write_text("")
+    assert main(["plan", f"{MODULES}:Layers", "--profile", str(empty)]) == 2
+    assert "holds no step of several ranks that says when its buckets were complete." in capsys.readouterr().err

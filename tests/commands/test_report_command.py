@@ -1,0 +1,48 @@
+"""`bucketddp report`: what it writes, what it says, and what it answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_bucketddp.cli import main
+from lightning_bucketddp.recording.record import FOLDER, path_of
+from tests.support.interpreter import run_python
+from tests.support.recordings import Recording
+
+
+def test_a_page_and_a_trace_are_written_and_opened(tmp_path: Path) -> None:
+    folder = Recording().write(tmp_path / "version_0" / FOLDER)
+    page, trace, opened = tmp_path / "page.html", tmp_path / "trace.json", tmp_path / "opened"
+    viewer = tmp_path / "viewer"
+    viewer.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    viewer.chmod(0o755)
+    arguments = [str(tmp_path), "--output", str(page), "--trace", str(trace), "--open"]
+    printed = run_python("-m", "lightning_bucketddp.cli", "report", *arguments, BROWSER=str(viewer))
+    first, *written = printed.splitlines()
+    assert first == f"Read 2 ranks and 5 steps from {folder}"
+    assert [line.partition(" (")[0] for line in written] == [f"Wrote the page: {page}", f"Wrote the trace: {trace}"]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert opened.read_text().strip() == page.as_uri()
+
+
+def test_missing_ranks_are_told_and_the_others_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Recording(num_ranks=3).write(tmp_path)
+    path_of(folder, 1).unlink()
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Read 2 ranks and 5 steps")
+    assert printed.err == "Note: Of 3 ranks, these are missing: 1.\n"
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_mistakes_are_answered_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"bucketddp report: No rank has left a record in {tmp_path}")
+    folder = Recording().write(tmp_path / FOLDER)
+    nowhere = tmp_path / "no" / "page.html"
+    assert main(["report", str(folder), "--output", str(nowhere)]) == 2
+    assert str(nowhere) in capsys.readouterr().err

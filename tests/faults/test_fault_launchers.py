@@ -1,0 +1,117 @@
+"""A fault in a real program ends all of its processes, whatever has started them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.soak.round import SCRIPT
+from tests.soak.running import Program, Running, running
+from tests.support import warm
+from tests.support.programs import SCRIPTS
+
+# Far from the time-out of the group.
+SOON_S = 30
+SETTINGS = {"strategy": "bucketddp", "timeout_s": 600, "pause_s": 0.03}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has ended with all its processes."""
+
+    exit_status: int
+    output: str
+    run: Running
+    directory: Path
+
+    @property
+    def completed(self) -> int:
+        """Steps that both ranks have done."""
+        return min(self.run.read(f"progress{rank}")["step"] for rank in (0, 1))
+
+    def saved_on_exception(self) -> dict[str, Any]:
+        path = self.directory / "checkpoints" / "last-on-exception.ckpt"
+        assert path.exists(), self.output
+        checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+        return checkpoint
+
+
+def end_of(
+    launcher: str,
+    directory: Path,
+    *,
+    fault: dict[str, Any] | None = None,
+    send: tuple[str, int | str] | None = None,
+    script: Path = SCRIPT,
+) -> Ended:
+    """Let a program meet a fault, or a signal after its seventh step; all of its processes have to end soon."""
+    settings = {"directory": str(directory), "checkpoints": str(directory / "checkpoints"), **SETTINGS}
+    # The ranks of torchrun watch the process that has started them.
+    python = sys.executable if launcher == "torchrun" else warm.python()
+    program = Program(script, launcher, {**settings, "fault": fault or {}}, python=python)
+    output = directory / "output.txt"
+    with running(program, directory=directory, output=output) as run:
+        fault_at = None
+        if send is not None:
+            assert run.wait_for_step(6), output.read_text()
+            fault_at = run.send(*send)
+        left = run.wait(fault_at=fault_at, patience_s=SOON_S)
+        assert not left, f"{left} still run\n{output.read_text()}"
+        assert run.exit_status != 0, output.read_text()
+        return Ended(run.exit_status or 0, output.read_text(), run, directory)
+
+
+def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
+    ended = end_of("script", tmp_path, send=("SIGKILL", 0))
+    assert ended.exit_status == -9
+    assert "RankFailedError: Rank 1 ends, because another rank failed first. Rank 0 (process " in ended.output
+    assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
+
+
+@pytest.mark.long
+def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path: Path) -> None:
+    ended = end_of("spawn", tmp_path, fault={"what": "raise", "where": "training", "rank": 1, "step": 7})
+    # torch shows the error of the rank that ends first.
+    assert re.search(r"Process 1 terminated with the following error|Rank 1 \(process \d+ on .*\) failed", ended.output)
+    assert "ValueError: an accident" in ended.output
+    assert "last-on-exception.ckpt` is not saved here, because other processes have trained" in ended.output
+    saved, step_5 = ended.saved_on_exception(), torch.load(tmp_path / "checkpoints" / "step=5.ckpt", weights_only=True)
+    assert saved["global_step"] == 7
+    # Two steps of Adam from there.
+    for name, weight in saved["state_dict"].items():
+        assert 0 < (weight - step_5["state_dict"][name]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_ranks_whose_parent_is_killed_stop_and_save(launcher: str, tmp_path: Path) -> None:
+    ended = end_of(launcher, tmp_path, send=("SIGKILL", "launcher"))
+    assert "; all ranks stop." in ended.output
+    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+
+
+@pytest.mark.parametrize("target", ["launcher", 1])
+def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_path: Path) -> None:
+    ended = end_of("fork", tmp_path, send=("SIGINT", target))
+    assert "received SIGINT; all ranks stop." in ended.output
+    assert ended.exit_status == 1  # Lightning's, for a keyboard interrupt
+    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+
+
+@pytest.mark.long  # tests/strategies/test_restarts.py has torchrun start such a rank again
+def test_torchrun_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    ended = end_of("torchrun", tmp_path, send=("SIGKILL", 1))
+    assert "exitcode  : -9" in ended.output
+    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+
+
+def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
+    fault = {"what": "raise", "rank": 1, "step": 3}
+    ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
+    assert "ValueError: an accident" in ended.output
+    assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 (process " in ended.output

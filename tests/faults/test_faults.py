@@ -1,0 +1,193 @@
+"""When one rank raises, dies or is stuck, all end in seconds and say which one it was."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import HashStore
+
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.stragglers import StragglerDetector
+from tests.support.crews import Ended, crew
+from tests.support.scripts.faults import LINGERING_S, Fault, fit
+
+# Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
+SOON_S = 20
+
+
+def end_of(directory: Path, *, world_size: int = 2, **options: Any) -> Ended:
+    """Let a fit go wrong and wait until every rank is gone, soon after it did."""
+    with crew(fit, directory=directory, world_size=world_size, **options) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    assert 0 not in ended.exit_codes
+    return ended
+
+
+def assert_saved_as_seen(ended: Ended, directory: Path) -> None:
+    """The callbacks that save on exceptions have saved what rank zero had when it failed."""
+    seen = ended.results["seen0"]
+    can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
+    by_model_checkpoint = list((directory / "saved").glob("*.ckpt"))
+    assert len(by_model_checkpoint) == can_save_on_exception
+    for path in (*by_model_checkpoint, directory / "on_exception" / "on_exception.ckpt"):
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] == seen["step"]
+        weights = [w for name, w in checkpoint["state_dict"].items() if "running" not in name and "num_b" not in name]
+        assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
+
+
+def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_path: Path) -> None:
+    fault = Fault("raise on rank 1, sleep on rank 0", "optimizer", rank=None)
+    ended = end_of(tmp_path, fault=fault, pause_after_s=0.8)
+    assert "seen0" in ended.results, ended.output[0]
+    assert ended.results["seen0"]["type"] == "RankFailedError"
+    assert ended.results["seen0"]["step"] == 4
+    assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_train_batch_end"])
+def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: str, tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", where), world_size=3)
+    assert ended.exit_codes == [1, 1, 1]
+    assert ended.results["seen1"]["type"] == "ValueError"
+    for rank in (0, 2):
+        seen = ended.results[f"seen{rank}"]
+        assert seen["type"] == "RankFailedError"
+        assert "Rank 1 (process" in seen["message"]
+        assert "ValueError: boom" in seen["message"]
+        assert "epoch 0" in seen["message"]
+        assert not seen["has_group"]
+    # Rank zero has taken the step of batch 3 where the exception came after its gradients were exchanged.
+    assert ended.results["seen0"]["step"] == (3 if where == "training_step" else 4)
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_exception_of_rank_zero_ends_all(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise in a library", rank=0))
+    assert ended.results["seen0"]["type"] == "ValueError"
+    said = ended.results["seen1"]["message"]
+    assert "Rank 0 (process" in said
+    assert re.search(r"in training_step\n.*in happen\n.* more \.\.\.\n.*in forward\n", said, re.DOTALL), said
+    assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("validation_step", {"val_check_interval": 2}), ("setup", {}), ("data worker", {"num_workers": 1})],
+)
+def test_exception_outside_of_training_ends_all(where: str, options: dict[str, Any], tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", where), **options)
+    if where != "setup":  # before there are optimizers for the witness to look at
+        assert "ValueError" in ended.results["seen1"]["type"] + ended.results["seen1"]["message"]
+    assert "Rank 1 (process" in ended.output[0]
+    assert "boom" in ended.output[0]
+
+
+def test_exception_of_all_ranks_leaves_their_group_as_it_is(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", rank=None))
+    assert [ended.results[f"seen{rank}"]["type"] for rank in (0, 1)] == ["ValueError", "ValueError"]
+    assert all(ended.results[f"seen{rank}"]["has_group"] for rank in (0, 1))
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_ranks_that_raised_together_wait_for_each_other(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("raise", rank=None), lingers_on=0)
+    assert [ended.results[f"seen{rank}"]["type"] for rank in (0, 1)] == ["ValueError", "ValueError"]
+    assert abs(ended.results["seen1"]["at"] - ended.results["seen0"]["at"]) < LINGERING_S / 2
+
+
+def test_nobody_waits_for_a_rank_whose_callbacks_take_long(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("raise"), world_size=3, lingers_on=1) as ranks:
+        ended = ranks.wait()
+    lingering = ended.results["seen1"]["at"]
+    assert all(lingering - ended.results[f"seen{rank}"]["at"] > LINGERING_S / 2 for rank in (0, 2))
+    assert all(ended.results[f"seen{rank}"]["type"] == "RankFailedError" for rank in (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "said"),
+    [
+        ("SIGKILL", 1, "killed by signal 9 (SIGKILL)"),
+        ("SIGKILL", 0, "killed by signal 9 (SIGKILL)"),
+        ("SIGSEGV", 1, "killed by signal 11 (SIGSEGV)"),
+        ("exit", 1, "ended with exit status 0 in the middle of the run"),
+    ],
+)
+def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(what, rank=rank), world_size=3) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    for other in {0, 1, 2} - {rank}:
+        seen = ended.results[f"seen{other}"]
+        assert seen["type"] == "RankFailedError"
+        assert f"Rank {rank} (process {ended.results['fault']['pid']}" in seen["message"]
+        assert said in seen["message"] or "only its parent process knows" in seen["message"]
+        assert ended.exit_codes[other] == 1
+    if rank != 0:
+        assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["loop", "sleep in a library", "SIGSTOP"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, stall_warning_s=1)
+    waiting = 1 - rank
+    said = ended.output[waiting]
+    assert len(re.findall(rf"rank {waiting} has waited \d+ s for other ranks in backward of batch 3", said)) == 1
+    assert f"Rank {rank} " in said
+    assert "RankFailedError" in said
+    if what == "SIGSTOP":
+        assert "its process is stopped" in said
+        assert ended.exit_codes[rank] == -signal.SIGKILL
+    else:
+        assert "forward of batch 3 in epoch 0" in said
+        assert "in happen" in said  # the user's part of its stack
+        assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
+
+
+def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, timeout_s=8, stall_warning_s=1)
+    assert re.search(r"Rank 1 .*is stuck in data loading( after batch \d in epoch 0)?:", ended.output[0])
+    assert ended.results["seen1"]["type"] == "RankFailedError"
+    assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
+
+
+def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep", "backward"), timeout_s=8, stall_warning_s=1)
+    where = (
+        r"backward of batch 3 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
+    )
+    assert re.search(where, ended.output[0]), ended.output[0]
+
+
+def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
+    store = HashStore()
+    here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
+    progress = Progress(waiting_in=(__file__,))
+    progress.follow_this_thread()
+    progress.since -= 10
+    stalls = StragglerDetector(here, progress, warn_after_s=0.1, timeout_s=1)
+    beat = {"where": "forward", "seconds": 10, "waits": False, "process": "", "stack": ""}
+    there.beat({**beat, "count": 1})
+    stalls.waits_too_long()
+    assert stalls.nears_timeout()
+    stalls.anticipate_timeout()
+    threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
+    [behind] = stalls.find_behind([], can_ask=True)
+    assert behind.what == "it has been there for 10 s"
+
+
+def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeout_s=8, stall_warning_s=1)
+    told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
+    assert len(told) == 1

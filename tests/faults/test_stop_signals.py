@@ -1,0 +1,175 @@
+"""SIGTERM and SIGINT, to one process or to all, at any moment: all stop, soon, and nothing is lost but a step."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.crews import Ended, crew
+from tests.support.scripts.faults import Fault, fit
+
+SOON_S = 20
+SEEN_AS = {signal.SIGTERM: "SIGTERMException", signal.SIGINT: "KeyboardInterrupt"}
+EXIT_CODE_OF = {signal.SIGTERM: 143, signal.SIGINT: 1}
+
+
+def checkpoint_of(directory: Path) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(directory / "on_exception" / "on_exception.ckpt", weights_only=True)
+    return checkpoint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", SEEN_AS)
+def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, rank: int, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [EXIT_CODE_OF[number]] * 3
+    seen = [ended.results[f"seen{r}"] for r in range(3)]
+    assert {one["type"] for one in seen} == {SEEN_AS[number]}
+    # The step in which the signal came is complete on all, so no rank needs to leave the others.
+    assert [one["step"] for one in seen] == [4, 4, 4]
+    assert all(one["has_group"] for one in seen)
+    assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]
+    assert checkpoint_of(tmp_path)["global_step"] == 4
+    assert f"rank {rank} received {number.name}" in ended.output[rank]
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C, noticed late by rank 1", "Ctrl-C, passed on by the parent"])
+def test_one_ctrl_c_that_comes_in_two_ways_stops_after_a_step(how: str, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault(how, rank=None)) as ranks:
+        ended = ranks.wait()
+    assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [4, 4], ended.output
+    assert checkpoint_of(tmp_path)["global_step"] == 4
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("Ctrl-C twice", rank=None)) as ranks:
+        ended = ranks.wait()
+    assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [3, 3], ended.output
+
+
+def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    assert ended.exit_codes == [143, 143]
+    assert checkpoint_of(tmp_path)["global_step"] == 3
+
+
+@pytest.mark.parametrize("number", SEEN_AS)
+@pytest.mark.parametrize("where", ["training_step", "data worker", "validation_step"])
+def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
+    number: signal.Signals, where: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1} if where == "data worker" else {"val_check_interval": 4}
+    with crew(fit, directory=tmp_path, fault=Fault("sleep", where), **options) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)  # by now rank 0 waits for rank 1, where no handler can run
+        ranks.send(0, number)
+        ended = ranks.wait()
+    assert ended.exit_codes == [EXIT_CODE_OF[number]] * 2, ended.output
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[number]}
+    assert f"rank 0 received {number.name}; all ranks stop." in ended.output[0]
+    assert checkpoint_of(tmp_path)["global_step"] == ended.results["seen0"]["step"]
+
+
+@pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)])
+def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple[int, ...], tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)
+        for rank in targets:
+            ranks.send(rank, signal.SIGINT)
+        ended = ranks.wait()
+    assert ended.exit_codes == [1, 1], ended.output
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {"KeyboardInterrupt"}
+    assert checkpoint_of(tmp_path)["global_step"] == 3
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int, tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
+        ranks.wait_for("fault.json")
+        time.sleep(1.5)
+        ranks.send(target, signal.SIGINT)
+        ended = ranks.wait()
+    assert 0 not in ended.exit_codes
+    assert not any("finished" in name for name in ended.results)
+
+
+def test_sigint_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGINT", rank=0), ignores_sigint=True) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [0, 0], ended.output
+    assert {"finished0", "finished1"} <= ended.results.keys()
+
+
+def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
+    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
+        ended = ranks.wait()
+    checkpoint = checkpoint_of(tmp_path)
+    # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
+    assert checkpoint["optimizer_states"][0]["state"][0]["step"] == checkpoint["global_step"] >= 4
+    assert ended.exit_codes == [143, 143]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A signal to some ranks, at some moment of a training that also validates and saves."""
+
+    number: signal.Signals
+    ranks: tuple[int, ...]
+    delay_s: float
+
+    @classmethod
+    def draw(cls, generator: random.Random) -> Trial:
+        number = generator.choice([signal.SIGTERM, signal.SIGINT])
+        return cls(number, generator.choice([(0,), (1,), (0, 1)]), generator.uniform(0, 0.6))
+
+    def run(self, directory: Path) -> Ended:
+        directory.mkdir()
+        options = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
+        with crew(fit, directory=directory, **options) as ranks:
+            ranks.wait_for("training.json")
+            time.sleep(self.delay_s)
+            for rank in self.ranks:
+                ranks.send(rank, self.number)
+            sent_at = time.time()
+            ended = ranks.wait()
+        assert ended.at - sent_at < SOON_S
+        return ended
+
+
+def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
+    told = f"{trial}: {ended.exit_codes}\n{ended.output[0]}\n{ended.output[1]}"
+    assert 0 not in ended.exit_codes, told
+    assert {"seen0", "seen1"} <= ended.results.keys(), told
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[trial.number]}, told
+    saved_step = checkpoint_of(directory)["global_step"]
+    assert saved_step == ended.results["seen0"]["step"], told
+    completed = max(ended.results[f"progress{rank}"]["step"] for rank in (0, 1))
+    assert completed - saved_step <= 1, told
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_moments", [12, pytest.param(88, marks=pytest.mark.long)])
+def test_signals_at_a_hundred_random_moments(num_moments: int, tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown when it fails
+    generator = random.Random(seed)
+    trials = [Trial.draw(generator) for _ in range(num_moments)]
+    directories = [tmp_path / str(index) for index in range(len(trials))]
+    # Two at once: the processes wait most of the time.
+    with ThreadPoolExecutor(2) as executor:
+        for trial, directory, ended in zip(
+            trials, directories, executor.map(Trial.run, trials, directories), strict=True
+        ):
+            assert_stopped_well(trial, ended, directory)

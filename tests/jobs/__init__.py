@@ -1,1 +1,0 @@
-"""Functions that run on every rank of a process group (see `tests.ranks`). No pytest here: they also run without it."""

@@ -1,0 +1,214 @@
+"""The tests that need a GPU, without pytest: `python -m tests.on_gpu.suite [PART OF A NAME ...]`.
+
+Two NCCL ranks share the first GPU (each pretends to be a host of its own). Prints one line per test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
+
+import torch
+from torch import nn
+
+from tests.support.jobs import cuda, nonfinite, reducing, replicas, sync_batchnorm, weighting
+from tests.support.jobs.models import CASES
+from tests.support.jobs.nonfinite import WAYS, Bad
+from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
+from tests.support.jobs.recording import CONFIGS
+from tests.support.jobs.sync_batchnorm import Batches
+from tests.support.ranks import close_pools, run_on_ranks
+
+# NCCL reduces no sparse tensors, so torch DDP cannot train this there.
+WITHOUT_DDP_ON_NCCL = {"sparse_embedding"}
+# Kernels that add in no fixed order make two runs of the same model differ by rounding.
+ROUNDING = 1e-5
+ROUNDED = {"tied_transformer", "sparse_embedding", "conv_batchnorm", "channels_last", "many_dtypes"}
+
+
+def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and tests."""
+    for case, known in CASES.items():
+        tolerance = ROUNDING if case in ROUNDED else 0.0
+        with_ddp = torch_ddp_can(case) and case not in WITHOUT_DDP_ON_NCCL
+        job = parity_with_torch_ddp if with_ddp else parity_with_mean
+        for training in (
+            Training(tolerance=tolerance),
+            Training(tolerance=tolerance, marked=known.ddp is None, bucket_cap_mb=0.001),
+            Training(tolerance=tolerance, all_alone=True),
+        ):
+            yield f"{job.__name__} {case} {training}", partial(run_on_ranks, job, case=case, training=training)
+    for optimizer in ("adamw_fused", "adamw_foreach"):
+        training = Training(optimizer=optimizer, clip="norm", micro_batches=3, tolerance=ROUNDING)
+        yield (
+            f"channels_last {optimizer}",
+            partial(run_on_ranks, parity_with_torch_ddp, case="channels_last", training=training),
+        )
+    for name, options in REDUCING.items():
+        for kwargs in options:
+            yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
+    for config in weighting.CONFIGS:
+        for num_micro_batches in (1, 3):
+            yield (
+                f"weighted_mean {config} {num_micro_batches}",
+                partial(run_on_ranks, weighting.weighted_mean, config=config, num_micro_batches=num_micro_batches),
+            )
+    for way in WAYS:
+        for on_nonfinite in ("warn", "raise", "skip"):
+            for parameter in ("2.weight", None):
+                options = {"way": way, "on_nonfinite": on_nonfinite, "parameter": parameter}
+                yield f"nonfinite {options}", partial(nonfinite_is_told, **options)  # type: ignore[arg-type]
+    for batches in SYNC_BATCHNORM:
+        layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
+        yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
+    for world_size in (1, 2):
+        yield f"doctor of {world_size}", partial(doctor_leaves_no_group, world_size)
+    yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
+    for dtype in replicas.DTYPES:
+        yield f"every bit counts {dtype}", partial(run_on_ranks, replicas.every_bit_counts, dtype=dtype)
+    for on_divergence in ("raise", "heal", "log"):
+        yield (
+            f"replicas that drift {on_divergence}",
+            partial(run_on_ranks, replicas.flip_in_a_loop, on_divergence=on_divergence, on_rank=1),
+        )
+    # Without overlap: NCCL would wait for ever for buckets that only one rank has launched.
+    yield (
+        "frozen on one rank",
+        partial(run_on_ranks, replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False),
+    )
+    yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
+    yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
+    yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
+    for config in CONFIGS:
+        yield (
+            f"recorded steps without waiting {config}",
+            partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config=config),
+        )
+    yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
+    yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
+
+
+def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> list[Any]:
+    """What rank 0 says of a value that is not finite on rank 1, in the second of three steps."""
+    ranks = run_on_ranks(nonfinite.train, bad=Bad(parameter), on_nonfinite=on_nonfinite, **WAYS[way])
+    told = ranks[0].error or ranks[0].warnings[0]
+    what = "the loss on rank 1 (nan)" if parameter is None else "the gradient of `2.weight` on rank 1"
+    assert f"ot finite in backward 2: {what}." in told, told
+    assert [rank.steps_withheld for rank in ranks] == [[1] if on_nonfinite == "skip" else []] * 2
+    return [told]
+
+
+REDUCING: dict[str, list[dict[str, Any]]] = {
+    "no_sync_around_backward_alone_is_enough": [{}],
+    "calling_a_submodule_synchronises": [{}],
+    "second_backward_on_one_forward_synchronises": [{}],
+    "parameter_used_only_in_an_earlier_micro_batch_is_reduced": [{}],
+    "parameter_unfrozen_after_setup_is_reduced": [{}],
+    "alternating_networks_keep_their_plans": [{}],
+    "training_continues_after_an_exception_in_backward": [
+        {"marked": marked, "failing_ranks": ranks} for marked in (True, False) for ranks in ([0, 1], [1])
+    ],
+    "late_gradient": [{"overlap": True}, {"overlap": False}],
+    "buckets_leave_while_backward_runs": [{"overlap": True}],
+    "half_precision_gradients_do_not_overflow": [{}],
+    "gradients_live_in_the_buckets": [{}],
+    "a_large_gradient_stays_where_it_is": [{}],
+    "strides_follow_the_parameter": [{}],
+    "weights_and_buffers_come_from_rank_zero": [{}],
+    "norm_statistics_are_shared_on_demand": [{}],
+    "replica_error": [{"build": reducing.other_width}, {"build": reducing.other_dtype}],
+    "gradients_travel_in_another_dtype": [
+        {"own": own, "travels_as": travels_as}
+        for own, travels_as in (
+            (torch.float32, "bf16"),
+            (torch.float32, "fp16"),
+            (torch.bfloat16, "fp32"),
+            (torch.float16, "fp32"),
+        )
+    ],
+    "comm_hook_runs": [{"hook_name": "allreduce_hook"}, {"hook_name": "bf16_compress_hook"}],
+}
+
+
+SYNC_BATCHNORM = [
+    Batches(split=split, dtype=dtype, layout=layout)
+    for split in ((5, 3), (7, 1), (8, 0))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for layout in ("contiguous", "channels_last")
+]
+
+
+TRAINER_RUNS = ["tests.on_gpu.fit", "tests.on_gpu.resuming", "tests.on_gpu.compiling"]
+
+
+def doctor_leaves_no_group(world_size: int) -> list[None]:
+    """NCCL warns of a process group that was not destroyed when the process ends."""
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "LOCAL_RANK": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", "--json"],
+            env={**os.environ, **place, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    for said, errors in [rank.communicate(timeout=200) for rank in ranks]:
+        assert "destroy_process_group" not in errors, errors
+        assert "cannot talk" not in said, said
+    return []
+
+
+def trainer_runs(module: str) -> bool:
+    """Whether `module` exits well on two ranks; it prints its own lines."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712", "NCCL_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", module],
+            env={**environment, "NODE_RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
+        )
+        for rank in range(2)
+    ]
+    return [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+
+
+def main() -> int:
+    """Run everything; the exit status says whether all passed."""
+    failed = 0
+    num_tests = 0
+    wanted = sys.argv[1:]
+    for name, test in tests():
+        if wanted and not any(part in name for part in wanted):
+            continue
+        num_tests += 1
+        start = time.monotonic()
+        try:
+            result = test()
+        except Exception:
+            failed += 1
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
+        else:
+            shown = result if any(value is not None for value in result) else ""
+            print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
+    close_pools()
+    for module in TRAINER_RUNS:
+        if wanted and not any(part in module for part in wanted):
+            continue
+        num_tests += 1
+        failed += not trainer_runs(module)
+    print(f"{num_tests - failed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

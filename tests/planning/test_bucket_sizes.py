@@ -1,0 +1,63 @@
+"""What other bucket sizes would do, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_bucketddp.commands.report.bucket_sizes import predict_sizes
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.recording.record import RecordedBucket, RecordedPlan
+
+# Each of four gradients of 1 MiB takes one second to make, and one and a half to reduce.
+NAMES = ["d", "c", "b", "a"]
+PROFILE = Profile(
+    [ParameterSpec(name, MIB, "float32") for name in NAMES],
+    ready_s=[1.0, 2.0, 3.0, 4.0],
+    backward_s=4.0,
+    cost=AllReduceCost(0.5, 1.0 / MIB),
+    num_ranks=2,
+)
+
+
+def plan_of(*buckets: str) -> RecordedPlan:
+    return RecordedPlan(1, [RecordedBucket(list(names), [MIB] * len(names)) for names in buckets])
+
+
+def test_predictions_follow_from_the_profile() -> None:
+    sizes = predict_sizes(PROFILE, plan_of("dc", "ba"))
+    caps = {prediction.cap_mb: prediction for prediction in sizes.by_cap}
+    assert min(caps) == 0.25
+    assert max(caps) == 4
+    # Alone: from 1 to 2.5, to 4, to 5.5, to 7.
+    assert (caps[1].num_buckets, caps[1].exposed_s) == (4, pytest.approx(3.0))
+    # d alone because the first is to leave early, a alone because the last is to be short: 2.5; from 3 to 5.5; to 7.
+    assert (caps[2].num_buckets, caps[2].exposed_s) == (3, pytest.approx(3.0))
+    assert sizes.current is not None
+    # From 2 to 4.5, to 7.
+    assert (sizes.current.cap_mb, sizes.current.num_buckets) == (2, 2)
+    assert sizes.current.exposed_s == pytest.approx(3.0)
+    # d from 1 to 2.5, c to 4, and what is left to 6.5.
+    assert (sizes.optimum.num_buckets, sizes.optimum.exposed_s) == (3, pytest.approx(2.5))
+
+
+def test_the_optimum_is_as_good_as_any_size() -> None:
+    profile = Profile(PROFILE.specs, [0.1, 0.2, 3.0, 4.0], 4.0, AllReduceCost(0.05, 0.4 / MIB), num_ranks=2)
+    sizes = predict_sizes(profile, None)
+    assert sizes.current is None
+    assert sizes.optimum.exposed_s <= min(prediction.exposed_s for prediction in sizes.by_cap) + 1e-9
+
+
+def test_a_plan_of_other_parameters_is_not_predicted() -> None:
+    assert predict_sizes(PROFILE, plan_of("dc", "bx")).current is None
+    assert predict_sizes(PROFILE, plan_of("dc")).current is None
+
+
+def test_a_parameter_that_is_large_by_itself_does_not_count_as_the_size_of_buckets() -> None:
+    specs = [ParameterSpec("d", 64 * MIB, "float32"), *PROFILE.specs[1:]]
+    profile = Profile(specs, PROFILE.ready_s, 4.0, PROFILE.cost, num_ranks=2)
+    current = predict_sizes(profile, plan_of("d", "cba")).current
+    assert current is not None
+    assert current.cap_mb == 3

@@ -1,0 +1,115 @@
+"""Where parameters go. Pure, so every bucket_set of small grids is checked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
+
+
+def specs(*sizes: int, kind: str = "float32") -> list[ParameterSpec]:
+    return [ParameterSpec(f"p{i}", num_bytes=size, kind=kind) for i, size in enumerate(sizes)]
+
+
+def members(plan: list[BucketSpec]) -> list[tuple[int, ...]]:
+    return [bucket.members for bucket in plan]
+
+
+def uniform(cap: int) -> BucketCaps:
+    return BucketCaps(by_position=(cap,), last=None)
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_no_longer_fits() -> None:
+    plan = plan_buckets(specs(4, 4, 4, 4, 4), arrived=[4, 3, 2, 1, 0], missing=[], caps=uniform(8))
+    assert members(plan) == [(4, 3), (2, 1), (0,)]
+
+
+def test_a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() -> None:
+    plan = plan_buckets(specs(2, 100, 2, 2), arrived=[0, 1, 2, 3], missing=[], caps=uniform(8))
+    assert members(plan) == [(0,), (1,), (2, 3)]
+
+
+def test_a_list_of_caps_holds_bucket_by_bucket_and_its_last_value_for_the_rest() -> None:
+    caps = BucketCaps(by_position=(2, 6), last=None)
+    plan = plan_buckets(specs(*[2] * 8), arrived=range(8), missing=[], caps=caps)
+    assert members(plan) == [(0,), (1, 2, 3), (4, 5, 6), (7,)]
+
+
+def test_first_and_last_bucket_are_small() -> None:
+    caps = BucketCaps(by_position=(2, 100), last=2)
+    plan = plan_buckets(specs(*[2] * 6), arrived=range(6), missing=[], caps=caps)
+    assert members(plan) == [(0,), (1, 2, 3, 4), (5,)]
+
+
+def test_a_last_parameter_larger_than_the_last_cap_leaves_alone() -> None:
+    caps = BucketCaps(by_position=(100,), last=2)
+    plan = plan_buckets(specs(2, 2, 50), arrived=[0, 1, 2], missing=[], caps=caps)
+    assert members(plan) == [(0, 1), (2,)]
+
+
+def test_buckets_hold_one_kind_and_leave_when_their_last_member_has_arrived() -> None:
+    mixed = [ParameterSpec(str(i), 4, "float32" if i % 2 else "float64") for i in range(6)]
+    plan = plan_buckets(mixed, arrived=[0, 1, 2, 3, 4, 5], missing=[], caps=uniform(8))
+    assert members(plan) == [(0, 2), (1, 3), (4,), (5,)]
+
+
+def test_parameters_that_did_not_arrive_come_last_and_apart() -> None:
+    plan = plan_buckets(specs(1, 1, 1, 1), arrived=[3, 1], missing=[2, 0], caps=uniform(100))
+    assert members(plan) == [(3, 1), (2, 0)]
+
+
+def test_sparse_gradients_travel_alone_and_before_a_bucket_that_carries_the_flags() -> None:
+    params = [*specs(4, 4), ParameterSpec("embedding", 4, "float32", sparse=True)]
+    plan = plan_buckets(params, arrived=[2, 0, 1], missing=[], caps=uniform(100))
+    assert plan == [BucketSpec((2,), sparse=True), BucketSpec((0, 1))]
+
+
+@pytest.mark.parametrize("large", [{"sparse": True}, {"alone": True}], ids=str)
+def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, bool]) -> None:
+    params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **large)]
+    plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
+    assert plan == [BucketSpec((0,)), BucketSpec((1,), **large), BucketSpec(())]
+
+
+def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_it() -> None:
+    params = [*specs(4, 4, 4), ParameterSpec("large", 50, "float32", alone=True)]
+    plan = plan_buckets(params, arrived=[0, 3, 1, 2], missing=[], caps=uniform(100))
+    assert plan == [BucketSpec((3,), alone=True), BucketSpec((0, 1, 2))]
+
+
+@pytest.mark.parametrize("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)], ids=str)
+@pytest.mark.parametrize("caps", [uniform(4), BucketCaps(by_position=(1, 10), last=1)], ids=["uniform", "edges"])
+def test_every_parameter_is_placed_once_in_order_and_within_the_cap(sizes: list[int], caps: BucketCaps) -> None:
+    plan = plan_buckets(specs(*sizes), arrived=[2, 0, 3], missing=[1], caps=caps)
+    assert list(itertools.chain(*members(plan))) == [2, 0, 3, 1]
+    for bucket in plan:
+        assert len(bucket.members) == 1 or sum(sizes[i] for i in bucket.members) <= max(caps.by_position)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0, -1, float("nan"), float("inf"), [], [5, 0], [None], "25", True], ids=str)
+def test_a_cap_that_is_no_positive_number_is_refused(bucket_cap_mb: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list"
+    ):
+        ReducerConfig(bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]
+
+
+def test_what_travels_is_checked() -> None:
+    with pytest.raises(ValueError, match="`reduce_dtype` must be one of fp32, bf16, fp16, got 'int8'"):
+        ReducerConfig(reduce_dtype="int8")
+    with pytest.raises(ValueError, match="`reduce_dtype` and a communication hook both say what travels"):
+        ReducerConfig(reduce_dtype="bf16", comm_hook=print)
+
+
+def test_a_number_means_that_size_with_small_edges() -> None:
+    assert ReducerConfig(bucket_cap_mb=None).caps == BucketCaps((MIB, 25 * MIB), last=MIB)
+    assert ReducerConfig(bucket_cap_mb="auto").caps == ReducerConfig().caps == ReducerConfig(bucket_cap_mb=25).caps
+    assert ReducerConfig(bucket_cap_mb=40).caps == BucketCaps((MIB, 40 * MIB), last=MIB)
+    assert ReducerConfig(bucket_cap_mb=0.5).caps == BucketCaps((MIB // 2, MIB // 2), last=MIB // 2)
+
+
+def test_a_list_means_exactly_that() -> None:
+    assert ReducerConfig(bucket_cap_mb=[3, 20.5]).caps == BucketCaps((3 * MIB, 20 * MIB + MIB // 2), last=None)

@@ -1,0 +1,116 @@
+"""What an all-reduce costs, here and elsewhere, and what a plan makes of a backward."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
+from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
+
+SIZES = [4_096, 262_144, 2**22, 2**25]
+
+
+# --- Cost
+
+
+def test_measurements_on_a_line_give_that_line() -> None:
+    true = AllReduceCost(50e-6, 1 / 1e9)
+    fitted = AllReduceCost.fit({size: [true.seconds(size)] * 3 for size in SIZES})
+    assert fitted.latency_s == pytest.approx(true.latency_s)
+    assert fitted.s_per_byte == pytest.approx(true.s_per_byte)
+
+
+def test_outliers_and_noise_do_not_bend_it() -> None:
+    true = AllReduceCost(200e-6, 1 / 5e9)
+    rng = random.Random(0)
+    measured = {
+        size: [*(true.seconds(size) * rng.uniform(0.97, 1.03) for _ in range(4)), 100 * true.seconds(size)]
+        for size in SIZES
+    }
+    fitted = AllReduceCost.fit(measured)
+    assert fitted.latency_s == pytest.approx(true.latency_s, rel=0.1)
+    assert fitted.s_per_byte == pytest.approx(true.s_per_byte, rel=0.1)
+
+
+def test_the_largest_size_does_not_decide_the_latency() -> None:
+    true = AllReduceCost(50e-6, 1 / 1e9)
+    fitted = AllReduceCost.fit({size: [true.seconds(size) * (1.2 if size == SIZES[-1] else 1)] for size in SIZES})
+    assert fitted.latency_s == pytest.approx(true.latency_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [{1000: [1.0], 2000: [0.5]}, {1000: [1.0], 2000: [5.0]}, {1000: [1.0]}, {0: [1.0]}, {1000: [0.0], 2000: [0.0]}],
+    ids=["falling", "steep", "one_size", "no_bytes", "no_time"],
+)
+def test_no_cost_is_negative(measured: dict[int, list[float]]) -> None:
+    fitted = AllReduceCost.fit(measured)
+    assert fitted.latency_s >= 0
+    assert fitted.s_per_byte >= 0
+
+
+def test_a_network_costs_hops_and_its_share_of_the_bytes() -> None:
+    network = Network("test", bytes_per_s=1e9, hop_s=1e-5)
+    assert network.all_reduce(1) == AllReduceCost(0, 0)
+    assert network.all_reduce(2) == AllReduceCost(2e-5, 1e-9)
+    assert network.all_reduce(4) == AllReduceCost(4e-5, 1.5e-9)
+    # A ring would take 2,046 hops; trees take twice the height.
+    assert network.all_reduce(1024).latency_s == pytest.approx(20e-5)
+    assert network.all_reduce(1024).s_per_byte == pytest.approx(2e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 100])
+def test_a_measured_network_costs_what_was_measured(num_ranks: int) -> None:
+    cost = AllReduceCost(40e-6, 2e-10)
+    again = Network.measured(cost, num_ranks=num_ranks).all_reduce(num_ranks)
+    assert again.latency_s == pytest.approx(cost.latency_s)
+    assert again.s_per_byte == pytest.approx(cost.s_per_byte)
+
+
+# --- Profile and timeline
+
+
+def profile_of_three() -> Profile:
+    specs = [
+        *[ParameterSpec(name, size, "float32") for name, size in [("c", 10), ("b", 20), ("a", 5)]],
+        ParameterSpec("rows", 40, "float32", sparse=True),
+        ParameterSpec("unused", 7, "float32"),
+    ]
+    return Profile(specs, [1.0, 2.0, 30.0, 31.0], 32.0, AllReduceCost(1.0, 1.0), 2, forward_s=10.0, optimizer_s=3.0)
+
+
+def test_a_profile_survives_json() -> None:
+    profile = profile_of_three()
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_reductions_run_one_after_the_other_when_their_buckets_are_complete() -> None:
+    timeline = simulate(profile_of_three(), [BucketSpec((0,)), BucketSpec((1,)), BucketSpec((2,))], AllReduceCost(1, 1))
+    assert timeline.buckets == [
+        SimulatedBucket(10, ready_s=1, start_s=1, end_s=12),
+        SimulatedBucket(20, ready_s=2, start_s=12, end_s=33),
+        SimulatedBucket(5, ready_s=30, start_s=33, end_s=39),
+    ]
+    assert (timeline.exposed_s, timeline.compute_s, timeline.step_s) == (7, 45, 52)
+
+
+def test_what_did_not_arrive_is_complete_when_backward_ends_and_rows_cost_the_latency() -> None:
+    plan = [BucketSpec((0, 1, 2)), BucketSpec((4,)), BucketSpec((3,), sparse=True), BucketSpec(())]
+    timeline = simulate(profile_of_three(), plan, AllReduceCost(1, 0.01))
+    assert [bucket.ready_s for bucket in timeline.buckets] == [30, 32, 32, 32]
+    assert [bucket.num_bytes for bucket in timeline.buckets] == [35, 7, 0, 0]
+    assert timeline.buckets[-1].end_s == pytest.approx(32 + 1.07 + 1 + 1)
+
+
+def test_a_complete_bucket_waits_for_those_before_it() -> None:
+    timeline = simulate(profile_of_three(), [BucketSpec((2,)), BucketSpec((0, 1))], AllReduceCost(1, 1))
+    assert [bucket.ready_s for bucket in timeline.buckets] == [30, 30]
+
+
+def test_reductions_inside_backward_cost_no_time() -> None:
+    timeline = simulate(profile_of_three(), [BucketSpec((0, 1))], AllReduceCost(1, 0.1))
+    assert (timeline.exposed_s, timeline.step_s) == (0, 45)

@@ -1,0 +1,84 @@
+"""Profiles from recorded steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec
+from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.recording.profiles import plan_in, profile_of, reduced_backward
+from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
+
+# Two micro-batches; the second backward begins at 100 and is over at 110. LaunchQueue take 1 s and 1 s for each MiB.
+SPANS = [
+    Span("forward", 90, 92),
+    Span("backward", 92, 96),
+    Span("data", 96, 97),
+    Span("forward", 97, 100),
+    Span("backward", 100, 110),
+    Span("exposed", 110, 113),
+    Span("backward", 113, 113.5),
+    Span("optimizer", 113.5, 115),
+]
+STEP = Step(3, plan=1, spans=SPANS, buckets=[BucketTimes(104, 104.5, 107.5), BucketTimes(110, 110, 113)])
+PLAN = RecordedPlan(1, [RecordedBucket(["d", "c"], [MIB, MIB]), RecordedBucket(["b", "a"], [MIB // 2, 3 * MIB // 2])])
+
+
+def test_gradients_arrive_evenly_between_the_completions_of_buckets() -> None:
+    profile = profile_of(PLAN, [STEP], num_ranks=2)
+    assert profile is not None
+    assert [spec.name for spec in profile.specs] == ["d", "c", "b", "a"]
+    assert profile.ready_s == [2, 4, 5.5, 10]
+    assert (profile.forward_s, profile.backward_s, profile.optimizer_s) == (5, 10, 1.5)
+    assert profile.num_ranks == 2
+
+
+# Of 1 and 4 MiB.
+DIFFERENT = RecordedPlan(1, [RecordedBucket(["b"], [MIB]), RecordedBucket(["a"], [4 * MIB])])
+REDUCED = replace(STEP, buckets=[BucketTimes(104, 104, 106), BucketTimes(110, 110, 115)])
+
+
+def test_the_plan_that_was_recorded_is_simulated_as_it_was() -> None:
+    steps = [replace(REDUCED, step=n) for n in range(3)]
+    profile = profile_of(DIFFERENT, steps, num_ranks=2)
+    assert profile is not None
+    assert profile.cost is not None
+    plan = plan_in(profile, DIFFERENT)
+    assert plan == [BucketSpec((0,)), BucketSpec((1,))]
+    assert simulate(profile, plan, profile.cost).exposed_s == pytest.approx(5)
+
+
+def test_costs_are_those_of_the_reductions() -> None:
+    profile = profile_of(DIFFERENT, [REDUCED], num_ranks=2)
+    assert profile is not None
+    assert profile.cost is not None
+    assert profile.cost.latency_s == pytest.approx(1)
+    assert profile.cost.s_per_byte * MIB == pytest.approx(1)
+
+
+@pytest.mark.parametrize("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
+def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
+    buckets = [RecordedBucket([name], [size]) for name, size in zip("ba", sizes, strict=True)]
+    profile = profile_of(RecordedPlan(1, buckets), [REDUCED], num_ranks=2)
+    assert profile is not None
+    assert profile.cost is None
+    assert profile.ready_s == [4, 10]
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_what_shows_nothing_gives_no_profile() -> None:
+    assert profile_of(PLAN, [], num_ranks=2) is None
+    assert profile_of(PLAN, [replace(STEP, plan=2)], num_ranks=2) is None
+    assert profile_of(PLAN, [replace(STEP, spans=SPANS[:2])], num_ranks=2) is None
+    assert reduced_backward(STEP) == Span("backward", 100, 110)
+
+
+def test_a_plan_of_other_parameters_is_not_simulated() -> None:
+    profile = profile_of(PLAN, [STEP], num_ranks=2)
+    assert profile is not None
+    assert plan_in(profile, RecordedPlan(2, PLAN.buckets[:1])) is None
+    assert plan_in(profile, RecordedPlan(2, [*PLAN.buckets, RecordedBucket(["e"], [4])])) is None

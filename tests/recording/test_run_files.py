@@ -1,0 +1,143 @@
+"""Which records are found, how those of all ranks come onto one clock, and which steps are shown."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_bucketddp.commands.report.aligned import align, shown_steps
+from lightning_bucketddp.recording.record import FOLDER, path_of
+from lightning_bucketddp.recording.run_files import find_folder, read_run
+from tests.support.recordings import STAGGER_S, Recording
+
+# --- Folders
+
+
+def test_a_folder_with_records_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert find_folder(Recording().write(tmp_path)) == tmp_path
+
+
+def test_of_several_runs_below_the_newest_is_taken(tmp_path: Path) -> None:
+    folders = [Recording().write(tmp_path / f"version_{i}" / FOLDER) for i in range(3)]
+    for age, folder in zip([20, 0, 10], folders, strict=True):
+        for file in folder.iterdir():
+            os.utime(file, (1e9 - age, 1e9 - age))
+    assert find_folder(tmp_path) == folders[1]
+
+
+def test_where_nothing_was_recorded_it_says_how_to_record(tmp_path: Path) -> None:
+    Recording().write(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"No rank has left a record in .*monitor=True"):
+        find_folder(tmp_path)
+    with pytest.raises(ValueError, match="There is no folder"):
+        find_folder(tmp_path / "nowhere")
+
+
+# --- Ranks
+
+
+def test_all_that_the_ranks_have_written_is_read(tmp_path: Path) -> None:
+    recording = Recording(num_ranks=3)
+    record = read_run(recording.write(tmp_path))
+    assert list(record.ranks) == [0, 1, 2]
+    assert record.problems == []
+    assert record.step_numbers == [0, 10, 20, 30, 40]
+    assert [record.ranks[rank].steps[20] for rank in range(3)] == recording.step(20)
+    assert record.last_plan == recording.plan
+    assert record.first.profile == recording.profile
+
+
+def test_missing_and_damaged_ranks_are_named_and_left_out(tmp_path: Path) -> None:
+    folder = Recording(num_ranks=5).write(tmp_path)
+    path_of(folder, 1).unlink()
+    path_of(folder, 2).write_text("not a record\n")
+    path_of(folder, 3).write_bytes(b"\xff\xfe\n")
+    path_of(folder, 4).write_text("")
+    record = read_run(folder)
+    assert list(record.ranks) == [0]
+    assert len(record.problems) == 4
+    told = "\n".join(sorted(record.problems))
+    assert "Of 5 ranks, these are missing: 1, 2, 3, 4." in told
+    assert "rank-2.jsonl was left out: Line 1 of " in told
+    assert "rank-3.jsonl was left out: " in told
+    assert "rank-4.jsonl was left out: It holds no step." in told
+
+
+def test_a_rank_of_another_run_is_left_out(tmp_path: Path) -> None:
+    Recording(num_ranks=3).write(tmp_path)
+    record = read_run(Recording(num_ranks=2).write(tmp_path))
+    assert list(record.ranks) == [0, 1]
+    assert record.problems == ["Rank 2 was left out: it is of another run, with 3 ranks."]
+
+
+def test_of_two_runs_in_one_file_the_last_is_read(tmp_path: Path) -> None:
+    old = path_of(Recording(steps=range(100)).write(tmp_path / "old"), 0).read_text()
+    new = path_of(Recording(steps=range(3)).write(tmp_path), 0)
+    new.write_text(old + new.read_text())
+    assert list(read_run(tmp_path).ranks[0].steps) == [0, 1, 2]
+
+
+def test_a_folder_in_which_no_rank_came_to_a_step_is_refused(tmp_path: Path) -> None:
+    folder = Recording(steps=range(0)).write(tmp_path)
+    with pytest.raises(ValueError, match=r"No rank has recorded a step in .*rank-.\.jsonl was left out: It holds no"):
+        read_run(folder)
+
+
+# --- One clock
+
+
+def test_ranks_with_different_clocks_come_onto_one(tmp_path: Path) -> None:
+    recording = Recording(num_ranks=3, slowness={2: 1.4})
+    true = recording.step(30)
+    clocks = replace(recording, clock_s={1: 5e3, 2: -77.7})
+    aligned = align(read_run(clocks.write(tmp_path)), 30)
+    for rank, step in aligned.ranks.items():
+        for span, expected in zip(step.spans, true[rank].spans, strict=True):
+            assert (span.start_s, span.end_s) == pytest.approx((expected.start_s, expected.end_s), abs=1e-9)
+        for times, wanted in zip(step.buckets, true[rank].buckets, strict=True):
+            assert times.ready_s == pytest.approx(wanted.ready_s, abs=1e-9)
+            assert times.launched_s == pytest.approx(wanted.launched_s, abs=1e-9)
+            assert times.ended_s == pytest.approx(wanted.ended_s, abs=1e-9)
+    assert aligned.start_s == pytest.approx(true[0].start_s)
+    assert aligned.end_s == pytest.approx(true[2].end_s)
+
+
+def test_one_reduction_that_a_rank_saw_late_does_not_shift_its_clock(tmp_path: Path) -> None:
+    record = read_run(Recording(num_buckets=3, clock_s={1: 9.0}).write(tmp_path))
+    step = record.ranks[1].steps[0]
+    late = replace(step.buckets[-1], ended_s=step.buckets[-1].ended_s + 1.0)
+    record.ranks[1].steps[0] = replace(step, buckets=[*step.buckets[:-1], late])
+    aligned = align(record, 0)
+    assert aligned.ranks[1].start_s == pytest.approx(aligned.ranks[0].start_s + STAGGER_S)
+
+
+def test_without_reductions_ranks_are_taken_to_begin_together(tmp_path: Path) -> None:
+    aligned = align(read_run(Recording(num_buckets=0, clock_s={1: 9.0}).write(tmp_path)), 0)
+    assert aligned.ranks[1].start_s == pytest.approx(aligned.ranks[0].start_s)
+
+
+def test_a_step_that_one_rank_did_not_record_is_aligned_without_it(tmp_path: Path) -> None:
+    record = read_run(Recording(num_ranks=3).write(tmp_path))
+    del record.ranks[0].steps[40]
+    assert list(align(record, 40).ranks) == [1, 2]
+
+
+# --- What is shown
+
+
+def test_all_steps_are_shown_while_there_is_room(tmp_path: Path) -> None:
+    record = read_run(Recording(num_ranks=2, num_buckets=4).write(tmp_path))
+    assert shown_steps(record) == [0, 10, 20, 30, 40]
+    # 2 ranks, each with 5 spans and 4 reductions.
+    assert shown_steps(record, most_bars=5 * 18) == [0, 10, 20, 30, 40]
+
+
+def test_of_too_many_steps_some_are_shown_with_the_slowest_and_the_last(tmp_path: Path) -> None:
+    record = read_run(Recording(num_ranks=2, num_buckets=4, steps=range(100)).write(tmp_path))
+    step = record.ranks[1].steps[33]
+    longer = replace(step.spans[-1], end_s=step.end_s + 1)
+    record.ranks[1].steps[33] = replace(step, spans=[*step.spans[:-1], longer])
+    assert shown_steps(record, most_bars=10 * 18) == [0, 10, 20, 30, 33, 40, 50, 60, 70, 80, 90, 99]

@@ -1,0 +1,289 @@
+"""The summary of a fit: what is said, and what is suggested, with answers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.recording.record import (
+    BucketTimes,
+    RecordedBucket,
+    RecordedPlan,
+    Run,
+    Span,
+    Step,
+    path_of,
+    read,
+)
+from lightning_bucketddp.recording.record_file import RecordFile, Thinning
+from lightning_bucketddp.recording.suggestions import suggestions
+from lightning_bucketddp.recording.summary import Summary, print_summary
+from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
+
+MS = 1e-3
+RUN = Run(0, 2, "a", "cpu", "gloo", num_parameters=4, gradient_bytes=16)
+OPTIONS = {
+    "bucket_cap_mb": 25,
+    "overlap": True,
+    "reduce_dtype": None,
+    "ddp_comm_hook": None,
+    "gradient_dtype": "torch.float32",
+    "accumulate_grad_batches": 1,
+    "num_workers": 0,
+}
+# Gradients of 10 MiB after 1 and 2 ms; each takes 2 ms on the wire. The step's other phases take 20 ms.
+PROFILE = Profile(
+    [ParameterSpec(name, 10 * MIB, "torch.float32 cpu") for name in ("b", "a")],
+    [1 * MS, 2 * MS],
+    backward_s=2 * MS,
+    cost=AllReduceCost(0.0, 0.2 * MS / MIB),
+    num_ranks=2,
+)
+TWO_BUCKETS = RecordedPlan(1, [RecordedBucket([name], [10 * MIB]) for name in ("b", "a")])
+ONE_BUCKET = RecordedPlan(1, [RecordedBucket(["b", "a"], [10 * MIB] * 2)])
+
+
+def numbers(
+    rank: int = 0, *, exposed: float = 3, data: float = 0, forward: float = 17, error: float = 0
+) -> RankNumbers:
+    phases = {"data": data, "forward": forward, "backward": 2.0, "exposed": exposed, "optimizer": 1.0}
+    return RankNumbers(
+        rank=rank,
+        host=f"host{rank}",
+        num_steps=30,
+        phases={name: MS * ms for name, ms in phases.items()},
+        own_error_s=MS * error,
+        communication_s=4 * MS,
+        bytes_on_wire=20 * MIB,
+        memory_bytes=(rank + 1) * 100 * MIB,
+        waits=(0.2, 0.7),
+    )
+
+
+def typical(*ranks: RankNumbers) -> TypicalStep:
+    return TypicalStep(ranks, num_ranks=len(ranks))
+
+
+def suggested(ranks: list[RankNumbers], plan: RecordedPlan | None = TWO_BUCKETS, **options: Any) -> list[str]:
+    return suggestions(typical(*ranks), plan, PROFILE, options={**OPTIONS, **options})
+
+
+def test_half_the_bytes_hide_what_the_simulation_says() -> None:
+    # 1 to 3 and 3 to 5 ms, of which 3 are exposed; with half the bytes 1 to 2 and 2 to 3 ms.
+    assert suggested([numbers(0), numbers(1)]) == [
+        '`reduce_dtype="bf16"` would hide 2.00 of the 3.00 ms exposed (9% of the step).',
+        "`accumulate_grad_batches=2`, with twice the global batch, would halve the 3.00 ms exposed (7% of the step).",
+    ]
+
+
+def test_the_simulation_is_scaled_to_what_was_measured() -> None:
+    # LaunchQueue of 4 ms: 1 to 5 and 5 to 9 ms, 7 exposed. Halved they are those of the test above.
+    [bf16, *_] = suggested([numbers(0, exposed=7), numbers(1, exposed=7)])
+    assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).'
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduce_dtype": "bf16"}, {"gradient_dtype": "torch.bfloat16"}, {"ddp_comm_hook": "powerSGD_hook"}]
+)
+def test_what_travels_small_already_is_not_halved(options: dict[str, Any]) -> None:
+    [text] = suggested([numbers(0), numbers(1)], accumulate_grad_batches=4, **options)
+    assert text.startswith("`accumulate_grad_batches=8`")
+
+
+# One bucket of 4 ms from 2 to 6 ms; two of them end at 5 ms.
+WAITING = [numbers(0, exposed=4), numbers(1, exposed=4)]
+
+
+def test_better_buckets_are_suggested_to_who_has_set_a_size() -> None:
+    text = '`bucket_cap_mb="auto"` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step).'
+    assert text in suggested(WAITING, ONE_BUCKET)
+    assert not any("bucket_cap_mb" in text for text in suggested(WAITING, ONE_BUCKET, overlap=False))
+
+
+def test_who_has_auto_is_told_of_no_other_size() -> None:
+    # It has measured what the simulation thinks best, and decided.
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb="auto")
+    assert len(texts) == 2
+    assert not any("bucket_cap_mb" in text for text in texts)
+
+
+@pytest.mark.parametrize("cap", ["auto", 50])
+def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any) -> None:
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, deterministic=True)
+    assert (
+        "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)." in texts
+    )
+
+
+def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:
+    # Rank 0 waits 8 ms more than rank 1, which waits for the network alone.
+    ranks = [numbers(0, exposed=11), numbers(1, exposed=3, forward=25)]
+    assert typical(*ranks).straggler == Straggler(ranks[1], pytest.approx(8 * MS))
+    texts = suggested(ranks)
+    assert texts[0] == (
+        "rank 1 on host1 makes the others wait 8.00 ms, most of it in forward (8.00 ms): see what else runs there, and"
+        " whether its batches are larger (26% of the step)."
+    )
+    assert texts[1] == (
+        '`reduce_dtype="bf16"` would hide 2.00 of the 3.00 ms that rank 1, the slowest, waits (6% of the step).'
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "is_late"), [(0.5, 0, False), (0.7, 0, True), (0.7, 0.24, False), (0.7, 0.2, True)]
+)
+def test_a_straggler_is_late_by_more_than_a_little_and_more_than_by_chance(
+    more: float, error: float, is_late: bool
+) -> None:
+    # 3% of what the others take for themselves are 0.6 ms.
+    step = typical(numbers(0, error=error), numbers(1, error=error / 2), numbers(2, forward=17 + more))
+    assert (step.straggler is not None) == is_late
+    assert step.network_wait_s == pytest.approx(3 * MS)
+    [line] = [line for line in Summary.of(step, None, suggestions=[]).lines if line.startswith("Slowest rank: ")]
+    assert (line == "Slowest rank: none, all take about as long.") != is_late
+    assert any("rank 2" in text for text in suggestions(step, None, None, options={})) == is_late
+
+
+@pytest.mark.parametrize(("data", "is_much"), [(2, False), (3, True)])
+def test_waiting_for_data_is_named_from_a_tenth_of_the_step(data: float, is_much: bool) -> None:
+    texts = suggested([numbers(0, data=data, exposed=0)])
+    expected = "a larger `num_workers` of the `DataLoader`, which is 0 now, would save up to 3.00 ms (13% of the step)."
+    assert texts == ([expected] if is_much else [])
+
+
+def test_what_gains_little_is_not_suggested() -> None:
+    # 3 ms exposed of 203: bf16 would gain 2, which is one hundredth.
+    assert suggested([numbers(0, forward=197), numbers(1, forward=197)]) == []
+
+
+def test_there_are_three_at_most_and_the_best_come_first() -> None:
+    ranks = [numbers(0, exposed=12, data=6), numbers(1, exposed=4, data=6, forward=25)]
+    texts = suggested(ranks, ONE_BUCKET)
+    assert [text.split(" ")[0] for text in texts] == ["rank", "a", '`reduce_dtype="bf16"`']
+
+
+def test_without_a_plan_or_what_an_all_reduce_costs_nothing_is_simulated() -> None:
+    other = RecordedPlan(1, [RecordedBucket(["c"], [4])])
+    assert suggested([numbers(0)], None) == []
+    for plan, profile in ((other, PROFILE), (TWO_BUCKETS, None), (TWO_BUCKETS, replace(PROFILE, cost=None))):
+        [text] = suggestions(typical(numbers(0)), plan, profile, options=OPTIONS)
+        assert text.startswith("`accumulate_grad_batches=2`")
+
+
+STEP = Step(
+    step=7,
+    plan=1,
+    spans=[Span("forward", 0.0, 1.0), Span("backward", 1.0, 3.0), Span("exposed", 3.0, 8.0), Span("optimizer", 8, 9)],
+    # The second waits for the first, and runs from 4.5 to 8.
+    buckets=[BucketTimes(2.0, 2.0, 4.5), BucketTimes(3.0, 3.0, 8.0)],
+    bytes_on_wire=12,
+    memory_bytes=5,
+)
+
+
+def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> None:
+    short, long = (replace(STEP, spans=[Span("forward", 0.0, seconds)], memory_bytes=6) for seconds in (5.0, 50.0))
+    found = RankNumbers.of(RUN, [STEP, short, long])
+    assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
+    assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
+    assert found.communication_s == 6
+    assert TypicalStep([found], num_ranks=2).bandwidth == 2
+    assert RankNumbers.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert RankNumbers.of(RUN, []).step_s == 0
+
+
+def test_phases_add_up_to_the_steps_whatever_varies() -> None:
+    # Steps of 9 seconds, of which the same phase is never twice the longest: each phase's median is that of the others.
+    spans = [("forward", 7, 1, 1), ("backward", 1, 7, 1), ("optimizer", 1, 1, 7)]
+    steps = []
+    for n in range(3):
+        ends = [sum(span[1 + n] for span in spans[:i]) for i in range(4)]
+        steps.append(replace(STEP, spans=[Span(spans[i][0], ends[i], ends[i + 1]) for i in range(3)]))
+    assert RankNumbers.of(RUN, steps * 4).step_s == pytest.approx(9)
+
+
+def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
+    names = ["d", "c", "b", "a"]
+    plan = RecordedPlan(1, [RecordedBucket(["e"], [MIB]), RecordedBucket(names, [MIB] * 4)])
+    step = typical(numbers(0, exposed=11), numbers(1, exposed=3, forward=25))
+    assert Summary.of(step, plan, suggestions=["do this."]).lines == [
+        "Communication: 4.00 ms, of which 0% is hidden; 20.00 MiB in 2 buckets at 41.94 Gbit/s.",
+        "Late bucket: 1 of 2, 4.00 MiB (`d`, `c` and 2 more): 4.90 of the 7.00 ms exposed are spent on it.",
+        "Slowest rank: 1 on host1, 8.00 ms (26% of the step) slower than the others. It waits 3.00 ms, for the network"
+        " alone.",
+        "Memory: 200 MiB at most, on rank 1.",
+        "Suggestion 1: do this.",
+    ]
+    assert Summary.of(typical(numbers()), None, suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
+
+
+def test_the_only_bucket_takes_all_that_is_exposed() -> None:
+    # And the second of two what the first has left.
+    one = replace(STEP, buckets=[BucketTimes(3.0, 3.0, 8.0)])
+    for steps, waits in (([one], [1.0]), ([STEP], [0.3, 0.7])):
+        found = RankNumbers.of(RUN, steps)
+        assert found.waits == pytest.approx(waits)
+        late = TypicalStep([found], num_ranks=2).late_bucket
+        assert late is not None
+        assert (late.index, late.wait_s) == (len(waits) - 1, pytest.approx(5 * waits[-1]))
+
+
+def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(Summary.of(typical(numbers(0), numbers(1)), None, suggestions=["[b]do[/b] `this`."]))
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    title, *_ = printed.splitlines()
+    assert title == "bucketddp: 30 recorded steps on 2 ranks"
+    assert "│ exposed communication │  3.00 │  13.0 │" in printed
+    assert "│ all                   │ 23.00 │ 100.0 │" in printed
+    assert printed.endswith("\nSuggestion 1: [b]do[/b] `this`.\n")
+
+
+def test_every_portion_is_half_as_dense_as_the_one_before() -> None:
+    thinning = Thinning(batches_per_portion=4)
+    taken = []
+    for number in range(40):
+        if thinning.takes_next():
+            taken.append(number)
+            thinning.add(2)  # accumulated
+    assert taken == [0, 1, 3, 5, 7, 11, 15, 23, 31]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_cannot_be_written_is_warned_of_once(
+    is_full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    if is_full:
+        folder.mkdir()
+        path_of(folder, 3).symlink_to("/dev/full")
+    else:
+        folder.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        file = RecordFile(folder, rank=3)
+        for _ in range(3):
+            file.write(RUN)
+        file.close()
+    [text] = [record.getMessage() for record in caplog.records]
+    assert text.startswith(f"bucketddp: rank 3 cannot record its steps in `{path_of(folder, 3)}` (")
+    assert text.endswith(
+        "). Training goes on, without a record from here. Pass another `dirpath` to `BucketDDPMonitor`."
+    )
+
+
+def test_a_new_record_replaces_an_old_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        file = RecordFile(tmp_path / "folder", rank=0)
+        file.write(RUN)
+        file.close()
+        file.close()
+    assert list(read(path_of(tmp_path / "folder", 0))) == [RUN]

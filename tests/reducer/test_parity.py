@@ -1,0 +1,89 @@
+"""Our gradients and weights are torch DDP's, bit for bit where the arithmetic is the same.
+
+With 2 ranks a mean has one rounding whatever the order, so equality is exact. With 4 ranks the order of the additions
+depends on where in its bucket an element lies, so a tolerance of a few units in the last place is allowed; the ranks
+among themselves are exactly equal all the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.jobs.models import CASES
+from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
+from tests.support.ranks import run_on_ranks
+
+WITH_DDP = [case for case in CASES if torch_ddp_can(case)]
+WITHOUT_DDP = [case for case in CASES if not torch_ddp_can(case)]
+FOUR_RANKS_TOLERANCE = 1e-6
+BF16_TOLERANCE = 2e-2  # one of `many_dtypes` is bf16, and the next step's fp32 gradients depend on it
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "plain_backward"])
+@pytest.mark.parametrize("case", WITH_DDP)
+def test_equals_torch_ddp(case: str, marked: bool) -> None:
+    run_on_ranks(parity_with_torch_ddp, case=case, training=Training(marked=marked))
+
+
+@pytest.mark.parametrize("case", WITHOUT_DDP)
+def test_equals_the_mean_where_torch_ddp_cannot(case: str) -> None:
+    run_on_ranks(parity_with_mean, case=case, training=Training())
+
+
+@pytest.mark.parametrize("case", ["mlp", "freeze_and_unfreeze", "unused_in_turns", "sparse_embedding"])
+def test_plain_backward_equals_the_mean(case: str) -> None:
+    run_on_ranks(parity_with_mean, case=case, training=Training(marked=False))
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+@pytest.mark.parametrize("case", ["mlp", "channels_last", "tied_transformer", "many_dtypes"])
+def test_accumulation_equals_torch_ddp(case: str, micro_batches: int) -> None:
+    run_on_ranks(parity_with_torch_ddp, case=case, training=Training(micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
+def test_accumulation_equals_the_mean(case: str) -> None:
+    # Also where a parameter is used only in an earlier micro-batch, which torch DDP never synchronises.
+    run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=3))
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied_transformer", "unused_in_turns", "many_dtypes", "sparse_embedding"])
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.0005, [0.001, 0.0001, 0.002]], ids=["one_each", "some", "list"])
+def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float]) -> None:
+    ranks = run_on_ranks(parity_with_torch_ddp, case=case, training=Training(bucket_cap_mb=bucket_cap_mb))
+    assert all(rank.num_buckets > 1 for rank in ranks)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
+def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
+    run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused", "adamw_foreach"])
+@pytest.mark.parametrize("case", ["mlp", "channels_last"])
+def test_optimizers_and_clipping_equal_torch_ddp(case: str, optimizer: str, clip: str) -> None:
+    training = Training(optimizer=optimizer, clip=clip, micro_batches=2, bucket_cap_mb=0.001)
+    run_on_ranks(parity_with_torch_ddp, case=case, training=training)
+
+
+def test_lbfgs_equals_torch_ddp() -> None:
+    run_on_ranks(parity_with_torch_ddp, case="mlp", training=Training(optimizer="lbfgs"))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_four_ranks(case: str) -> None:
+    job = parity_with_torch_ddp if torch_ddp_can(case) else parity_with_mean
+    tolerance = BF16_TOLERANCE if case == "many_dtypes" else FOUR_RANKS_TOLERANCE
+    training = Training(bucket_cap_mb=0.001, steps=3, tolerance=tolerance)
+    run_on_ranks(job, world_size=4, case=case, training=training)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", ["mlp", "unused_in_turns", "everything_unused_on_one_rank", "many_dtypes"])
+def test_each_bucket_is_reduced_once_per_step(case: str, micro_batches: int) -> None:
+    training = Training(micro_batches=micro_batches, bucket_cap_mb=0.001)
+    for rank in run_on_ranks(parity_with_mean, case=case, training=training):
+        assert rank.num_all_reduces == rank.stats.num_reductions == training.steps * rank.num_buckets
+        assert rank.stats.num_backwards == training.steps

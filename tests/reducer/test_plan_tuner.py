@@ -1,0 +1,239 @@
+"""`bucket_cap_mb="auto"`: a plan is computed, tried and kept if it is better, on all ranks at the same backward."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import optimal_plan
+from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.reducer.plan_tuner import NUM_OBSERVED, NUM_WARM_UP
+from tests.support.jobs.tuning import (
+    Training,
+    Tuned,
+    keep_gradients_across_changes,
+    leaves_out_in_turns,
+    let_go_of_old_buffers,
+    train_alone,
+    train_beside_torch_ddp,
+    train_in_turns,
+    train_with,
+    train_with_an_accident,
+)
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.shown import lines_on_terminal
+from tests.support.scripts.tuned import fit_wide
+
+# The first backward has no plan; then come those of the first plan, and those of the computed one.
+CHANGED_AT = 1 + NUM_WARM_UP + NUM_OBSERVED
+SETTLED_AT = CHANGED_AT + NUM_WARM_UP + NUM_OBSERVED
+NUM_PARAMS = 12
+
+
+def num_buckets(rank: Tuned) -> list[int]:
+    return [len(plan) for plan in rank.plans]
+
+
+def test_twenty_backwards_are_enough() -> None:
+    assert SETTLED_AT <= 20
+
+
+# --- Results are those of torch DDP, whatever the plan does
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(micro_batches=4),
+        Training(set_to_none=False),
+        Training(set_to_none=False, micro_batches=2),
+        Training(leaves_out=leaves_out_in_turns),
+        Training(slower_at=CHANGED_AT, micro_batches=2),
+    ],
+    ids=["plain", "accumulating", "zeroed", "zeroed_accumulating", "unused", "falling_back"],
+)
+def test_training_across_changes_equals_torch_ddp(training: Training) -> None:
+    ranks = run_on_ranks(train_beside_torch_ddp, training=training)
+    assert ranks[0].plans == ranks[1].plans
+    plans = ranks[0].plans
+    assert len(plans) == training.steps
+    assert plans[0] == plans[CHANGED_AT - 1] != plans[CHANGED_AT] == plans[SETTLED_AT - 1]
+    assert plans[-1] == (plans[0] if training.slower_at else plans[CHANGED_AT])
+    for plan in plans:
+        assert sorted(i for bucket in plan for i in bucket) == list(range(NUM_PARAMS))
+
+
+def test_three_ranks_have_the_same_plan_at_each_step() -> None:
+    ranks = run_on_ranks(train_beside_torch_ddp, world_size=3, training=Training(tolerance=1e-5))
+    assert ranks[0].plans == ranks[1].plans == ranks[2].plans
+    assert num_buckets(ranks[0]) == [3] * CHANGED_AT + [1] * (30 - CHANGED_AT)
+
+
+@pytest.mark.parametrize("freezes_at", [CHANGED_AT - 2, CHANGED_AT, SETTLED_AT + 1])
+def test_a_layer_that_is_frozen_meanwhile_begins_anew(freezes_at: int) -> None:
+    steps = freezes_at + SETTLED_AT + 3
+    ranks = run_on_ranks(train_beside_torch_ddp, training=Training(steps=steps, freezes_at=freezes_at))
+    assert ranks[0].plans == ranks[1].plans
+    members = [sorted(i for bucket in plan for i in bucket) for plan in ranks[0].plans]
+    still_trained = [i for i in range(NUM_PARAMS) if i not in (2, 3)]
+    assert members == [list(range(NUM_PARAMS))] * freezes_at + [still_trained] * (steps - freezes_at)
+    assert num_buckets(ranks[0])[freezes_at:] == [3] * CHANGED_AT + [1] * (steps - freezes_at - CHANGED_AT)
+
+
+def test_kept_gradients_stay_as_they_are() -> None:
+    for rank in run_on_ranks(keep_gradients_across_changes):
+        assert rank == [True] * (20 * NUM_PARAMS)
+
+
+def test_old_buffers_are_gone_before_there_are_new_ones() -> None:
+    for rank in run_on_ranks(let_go_of_old_buffers):
+        assert rank == [0, 0]
+
+
+@pytest.mark.parametrize("accident_at", [3, CHANGED_AT - 2, CHANGED_AT - 1, SETTLED_AT - 1])
+def test_a_backward_that_dies_on_one_rank_leaves_the_plans_together(accident_at: int) -> None:
+    unhurt, hurt = run_on_ranks(train_with_an_accident, accident_at=accident_at)
+    assert num_buckets(unhurt) == [3] * CHANGED_AT + [1] * (24 - CHANGED_AT)
+    assert unhurt.plans[:accident_at] + unhurt.plans[accident_at + 1 :] == hurt.plans
+
+
+def test_sets_that_take_turns_are_tuned_each_for_itself() -> None:
+    for rank in run_on_ranks(train_in_turns):
+        assert rank == [(NUM_PARAMS, 3)] * (2 * CHANGED_AT) + [(NUM_PARAMS, 1)] * (44 - 2 * CHANGED_AT)
+
+
+# --- Decisions
+
+
+def test_what_is_better_stays_and_nothing_else_is_left() -> None:
+    ranks = run_on_ranks(train_with, steps=SETTLED_AT + 1)
+    for rank in ranks:
+        assert num_buckets(rank) == [3] * CHANGED_AT + [1] * (SETTLED_AT + 1 - CHANGED_AT)
+        assert rank.num_plans == 2
+        assert rank.num_hooks == NUM_PARAMS
+        assert re.fullmatch(r"12 parameter tensors in 1 bucket \(2\.07 MiB\), computed", rank.description)
+    assert [len(rank.messages) for rank in ranks] == [1, 0]
+    assert re.fullmatch(
+        r"bucketddp: 1 bucket instead of 3: backward with reductions predicted to take \d+\.\d\d instead of"
+        r" \d+\.\d\d ms, measured \d+\.\d\d instead of \d+\.\d\d ms; they stay\.",
+        ranks[0].messages[0],
+    )
+
+
+def test_what_measures_worse_is_taken_back() -> None:
+    training = Training(steps=SETTLED_AT + 2, slower_at=CHANGED_AT)
+    ranks = run_on_ranks(train_beside_torch_ddp, training=training)
+    for rank in ranks:
+        assert num_buckets(rank) == [3] * CHANGED_AT + [1] * (SETTLED_AT - CHANGED_AT) + [3] * 2
+        assert rank.plans[-1] == rank.plans[0]
+        assert rank.num_hooks == NUM_PARAMS
+        assert not rank.description.endswith("computed")
+    assert ranks[0].messages[0].endswith("; back to 3.")
+
+
+def test_what_promises_nothing_is_not_tried() -> None:
+    ranks = run_on_ranks(train_with, network={"latency_s": 0, "s_per_byte": 0})
+    for rank in ranks:
+        assert num_buckets(rank) == [3] * 20
+        assert rank.num_plans == 1
+        assert rank.num_hooks == NUM_PARAMS
+    assert ranks[0].messages == ["bucketddp: 3 buckets of up to 25 MiB stay, no other plan promises to be faster."]
+
+
+def test_the_profile_has_the_costs_that_the_plan_was_computed_for() -> None:
+    """Whoever simulates other plans with it finds none that is better, and expects of this one what was expected."""
+    network = {"latency_s": 1e-3, "s_per_byte": 4e-9, "contention": 3.0}
+    [rank, _] = run_on_ranks(train_with, network=network)
+    assert rank.profile is not None
+    profile = Profile.from_json(rank.profile)
+    assert profile.cost is not None
+    assert profile.cost.seconds(10**6) == pytest.approx(3 * 5e-3, rel=0.1)
+    names = [f"layers.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
+    tried = [{names[i] for i in bucket} for bucket in rank.plans[CHANGED_AT]]
+    best = optimal_plan(profile)
+    assert [{profile.specs[i].name for i in bucket.members} for bucket in best] == tried != [set(names)]
+    [message] = rank.messages
+    assert f"predicted to take {1e3 * simulate(profile, best, profile.cost).end_s:.2f} instead of " in message
+    assert message == f"bucketddp: {rank.tuning}."
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deterministic": True},
+        {"overlap": False},
+        {"comm_hook": "allreduce_hook"},
+        {"bucket_cap_mb": 25},
+        {"bucket_cap_mb": None},
+        {"bucket_cap_mb": [1.0, 5.0]},
+    ],
+    ids=str,
+)
+def test_plans_that_must_not_depend_on_time_do_not(options: dict[str, Any]) -> None:
+    for rank in run_on_ranks(train_with, **options):
+        assert [plan == rank.plans[0] for plan in rank.plans] == [True] * 20
+        assert (rank.num_plans, rank.profile, rank.messages) == (1, None, [])
+        assert rank.num_hooks == NUM_PARAMS
+
+
+def test_a_deterministic_plan_is_that_of_25_mib() -> None:
+    [deterministic, *_] = run_on_ranks(train_with, deterministic=True)
+    [fixed, *_] = run_on_ranks(train_with, bucket_cap_mb=25)
+    assert deterministic.plans == fixed.plans
+
+
+def test_a_rank_alone_has_nothing_to_tune() -> None:
+    for rank in run_on_ranks(train_alone):
+        assert num_buckets(rank) == [3] * 20
+        assert (rank.num_plans, rank.profile) == (1, None)
+
+
+# --- With the clock of the machine
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "bf16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | None) -> None:
+    ranks = run_on_ranks(train_with, world_size=world_size, virtual=False, reduce_dtype=reduce_dtype)
+    for rank in ranks:
+        assert rank.plans == ranks[0].plans
+        assert rank.num_hooks == NUM_PARAMS
+        assert rank.plans[SETTLED_AT:] == [rank.plans[SETTLED_AT]] * (20 - SETTLED_AT)
+    assert len(ranks[0].messages) == 1
+    assert [rank.profile is None for rank in ranks] == [False] + [True] * (world_size - 1)
+    profile = Profile.from_json(ranks[0].profile)
+    assert sorted(spec.name for spec in profile.specs) == sorted(
+        f"layers.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")
+    )
+    assert list(profile.ready_s) == sorted(profile.ready_s)
+    assert 0 < profile.ready_s[0] < profile.ready_s[-1] <= profile.backward_s < 60
+    assert profile.num_ranks == world_size
+    assert profile.cost.seconds(0) >= 0
+    assert profile.cost.seconds(2**20) > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_trainer_tunes_unless_it_is_deterministic_and_trains_as_ddp(deterministic: bool, accumulate: int) -> None:
+    options = {"deterministic": deterministic, "accumulate": accumulate}
+    theirs = run_on_ranks(fit_wide, strategy="ddp", **options)
+    ours = run_on_ranks(fit_wide, strategy="bucketddp", **options)
+    assert [rank.weights for rank in ours] == [rank.weights for rank in theirs]
+    assert [rank.has_profile for rank in ours] == [not deterministic, False]
+    if deterministic:
+        assert [rank.num_plans for rank in ours] == [1, 1]
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+def test_what_was_decided_is_shown_to_who_has_configured_no_logging(root: str, tmp_path: Path) -> None:
+    lines, on_rank_one = run_on_ranks(lines_on_terminal, root=root, directory=str(tmp_path))
+    [decision] = [line for line in lines if "bucket" in line.removeprefix("bucketddp: ")]
+    assert re.search(r"; (they stay|back to 3)\.$|^bucketddp: 3 buckets of up to 25 MiB stay, ", decision)
+    # So is what saving took, where a fit saves by itself.
+    assert sum("held up training for" in line for line in lines) == ("fabric" not in root)
+    assert on_rank_one == []

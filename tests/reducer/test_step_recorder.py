@@ -1,0 +1,147 @@
+"""Recorded steps: every reduction is there, and at the right time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.recording.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
+from lightning_bucketddp.recording.record import BucketTimes, Span, Step
+from lightning_bucketddp.reducer.clock import Axis, HostClock
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.step_recorder import StepRecorder
+from tests.support.jobs.recording import (
+    CONFIGS,
+    assert_in_order,
+    phase_after_a_backward_of_nothing,
+    record,
+    record_a_long_backward,
+)
+from tests.support.ranks import run_on_ranks
+
+
+def assert_ends_agree(steps: list[Step]) -> None:
+    """No rank has a result before every rank has given its part. Ranks on one host have one clock."""
+    for buckets in zip(*(step.buckets for step in steps), strict=True):
+        assert min(bucket.ended_s for bucket in buckets) >= max(bucket.launched_s for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [*[("mlp", config) for config in CONFIGS], ("sparse_embedding", "plain"), ("unused_on_one_rank", "plain")],
+)
+def test_every_reduction_is_recorded_and_in_order(case: str, config: str) -> None:
+    ranks = run_on_ranks(record, case=case, config=config)
+    for rank in ranks:
+        assert len(rank.step.buckets) == len(rank.bucket_bytes) > 1
+        assert_in_order(rank.step)
+        names = [span.name for span in rank.step.spans]
+        assert [name for name in names if name == "forward"] == ["forward"] * 2
+        assert (names[:4], names[-1]) == (["forward", "backward"] * 2, "optimizer")
+        assert rank.step.num_unused == rank.num_unused
+        # Rank 0 waits for rank 1, also where the wait is at the launch.
+        assert "exposed" in names
+    if case != "sparse_embedding":  # whose exchange is a matter of three collectives
+        assert_ends_agree([rank.step for rank in ranks])
+    assert (ranks[0].num_unused + ranks[1].num_unused > 0) == (case == "unused_on_one_rank")
+
+
+def test_bytes_are_those_that_travel() -> None:
+    [plain, _], [halved, _] = (run_on_ranks(record, case="mlp", config=config) for config in ("plain", "bf16"))
+    assert plain.step.bytes_on_wire == sum(plain.bucket_bytes)
+    assert halved.step.bytes_on_wire == sum(plain.bucket_bytes) / 2
+
+
+def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
+    for rank in run_on_ranks(record, case="mlp", config="hook"):
+        exposed = [(span.start_s, span.end_s) for span in rank.step.spans if span.name == "exposed"]
+        assert exposed[:-1] == [(bucket.launched_s, bucket.ended_s) for bucket in rank.step.buckets]
+
+
+def test_buckets_are_ready_before_they_leave() -> None:
+    for rank in run_on_ranks(record, case="mlp", config="no overlap"):
+        ready, launched = zip(*((bucket.ready_s, bucket.launched_s) for bucket in rank.step.buckets), strict=True)
+        assert max(ready) < min(launched)
+
+
+def test_an_end_is_seen_when_it_comes_and_not_when_it_is_waited_for() -> None:
+    for rank in run_on_ranks(record_a_long_backward):
+        first, *_, last = rank.step.buckets
+        assert first.ended_s < last.ready_s
+
+
+def test_a_backward_without_reductions_waits_for_none() -> None:
+    assert run_on_ranks(phase_after_a_backward_of_nothing) == ["backward"] * 2
+
+
+def test_a_step_that_was_given_up_is_forgotten() -> None:
+    stats = ReducerStats(num_unused=3)
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.turn_to("forward")
+    recorder.turn_to("backward")
+    recorder.see_ready(0)  # and no more: backward has raised
+    assert step_of(recorder.complete(stats, step=1, plan=1), recorder.axis, memory_bytes=0) is None
+    recorder.turn_to("backward")
+    recorder.turn_to("optimizer")
+    stats.num_unused = 5
+    step = step_of(recorder.complete(stats, step=2, plan=1), recorder.axis, memory_bytes=7)
+    assert step is not None
+    assert [span.name for span in step.spans] == ["backward", "optimizer"]
+    assert (step.num_unused, step.memory_bytes) == (2, 7)
+    recorder.turn_to("data")
+    recorder.forget_phase()
+    assert step_of(recorder.complete(stats, step=3, plan=1), recorder.axis, memory_bytes=0) is None
+    recorder.close()
+
+
+def test_an_axis_that_moves_tells_the_same_time() -> None:
+    class FewDigits(HostClock):
+        """As a GPU's events, which tell times far apart with few digits."""
+
+        def seconds(self, start: float, stop: float) -> float:
+            return float(torch.tensor(stop - start, dtype=torch.float16))
+
+    axis = Axis(FewDigits())
+    origin = axis.seconds(HostClock().mark())
+    start = axis._origin
+    for number in range(1, 4):
+        axis.move_to(start + 1000 * number)
+    assert axis.seconds(start + 3000.25) == pytest.approx(origin + 3000.25, abs=0.05)
+
+
+STEPS = [
+    Step(
+        step,
+        plan=step,
+        spans=[
+            Span("forward", 0.0, 1.0),
+            Span("backward", 1.0, 3.0),
+            Span("exposed", 3.0, 3.5),
+            Span("optimizer", 4, 5),
+        ],
+        buckets=[BucketTimes(1.5, 1.5, 2.5), BucketTimes(2.0, 2.0, 3.5)],
+        bytes_on_wire=MIB * step,
+        num_unused=step,
+    )
+    for step in (1, 3)
+]
+
+
+def test_what_is_logged_are_means() -> None:
+    assert seconds_of(STEPS[0]) == 4.5
+    # Two seconds of communication; of four ranks each link carries 1.5 times the bytes.
+    assert bandwidth_of(STEPS[0], num_ranks=4) == 0.75 * MIB
+    assert bandwidth_of(STEPS[0], num_ranks=1) == 0
+    assert metrics_of(STEPS, num_ranks=4) == {
+        "step_ms": 4500,
+        "communication_ms": 2000,
+        "exposed_ms": 500,
+        "overlap_pct": 75,
+        "mb_on_wire": 2,
+        "bandwidth_gbit_s": pytest.approx(1.5 * MIB * 8 / 1e9),
+        "buckets": 2,
+        "unused_parameters": 2,
+        "skipped_ranks": 0,
+        "plan_version": 3,
+    }

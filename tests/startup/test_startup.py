@@ -1,0 +1,463 @@
+"""Starting: the ranks meet within the start time-out, or all end with a message that names what is missing."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.startup import store
+from lightning_bucketddp.startup.child_processes import ChildProcesses
+from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
+from lightning_bucketddp.startup.store import StartError, part_of
+from tests.support.hosts import two_hosts
+from tests.support.jobs.meetings import ALL_THERE, meet, meet_alone
+from tests.support.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
+from tests.support.ranks import run_on_ranks
+
+# Far below the time-outs of the tests that expect an end at once.
+AT_ONCE_S = 20
+HOST = re.escape(socket.gethostname())
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as s:
+        return int(s.getsockname()[1])
+
+
+def outcomes(**options: Any) -> list[str]:
+    """What comes of a meeting of two processes, which must come at once unless a time-out is given."""
+    results = run_on_ranks(meet, port=options.pop("port", None) or free_port(), **options)
+    limit_s = options.get("start_timeout_s", 0) + AT_ONCE_S
+    assert all(result["seconds"] < limit_s for result in results)
+    return [result["outcome"] for result in results]
+
+
+# --- Ranks that meet
+
+
+@pytest.mark.parametrize("late_s", [[0, 1], [1, 0]], ids=["rank_1_late", "rank_0_late"])
+def test_a_rank_may_be_late(late_s: list[float]) -> None:
+    assert outcomes(ranks=[0, 1], world_sizes=[2, 2], late_s=late_s) == [ALL_THERE] * 2
+
+
+def test_ranks_that_are_missing_are_named_on_every_rank_that_is_there() -> None:
+    port = free_port()
+    expected = (
+        rf"Ranks 1, 2, 4, 5, 6, 7, 8, 9 and 2 more of 12 did not join at 127\.0\.0\.1:{port} within 1\.5 s\. 2 did,"
+        rf" from host {HOST}\. Look at the output of what is missing; .* pass a larger `start_timeout_s`\."
+    )
+    for outcome in outcomes(port=port, ranks=[0, 3], world_sizes=[12, 12], start_timeout_s=1.5):
+        assert re.fullmatch(expected, outcome)
+
+
+def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
+    for outcome in outcomes(ranks=[0, 1], world_sizes=[3, 3], start_timeout_s=3, late_s=[1, 0]):
+        assert outcome.startswith("Rank 2 of 3 did not join")
+
+
+def test_rank_zero_stays_until_the_others_know_why() -> None:
+    port = free_port()
+    alone = f"""if True:
+        from tests.support.jobs.meetings import *
+        try:
+            meet_alone({port}, rank=0, world_size=3, timeout_s=5)
+        except StartError:
+            os._exit(1)
+        """
+    with subprocess.Popen([sys.executable, "-c", alone], stderr=subprocess.DEVNULL) as rank_0:
+        with pytest.raises(StartError, match=r"^Rank 2 of 3 did not join"):
+            meet_alone(port, rank=1, world_size=3, timeout_s=100)
+        assert rank_0.wait(AT_ONCE_S) == 1
+
+
+def test_another_world_size_is_refused_at_once_by_all() -> None:
+    both = set(outcomes(ranks=[0, 1], world_sizes=[2, 4], late_s=[0, 0.5]))
+    assert len(both) == 1
+    assert re.fullmatch(
+        rf"Rank 0 \(process \d+ on host {HOST}\) was started as one of 2, but rank 1 \(process \d+ on host {HOST}\) as"
+        r" one of 4\. Start every node with the same `devices` and `num_nodes`, and give different runs different ports"
+        r" \(`MASTER_PORT`\)\.",
+        both.pop(),
+    )
+
+
+def test_two_processes_of_one_rank_are_refused_at_once_by_all() -> None:
+    port = free_port()
+    with futures.ThreadPoolExecutor() as pool:
+        rank_0 = pool.submit(meet_alone, port, rank=0, world_size=3, timeout_s=60)
+        everywhere = {*outcomes(port=port, ranks=[1, 1], world_sizes=[3, 3]), str(rank_0.exception())}
+    assert len(everywhere) == 1
+    assert re.fullmatch(two_processes(rank=1), everywhere.pop())
+
+
+def two_processes(rank: int) -> str:
+    process = rf"process \d+ on host {HOST}"
+    return rf"Two processes want to be rank {rank}: {process}, and {process}\. Give every node a `NODE_RANK` .*"
+
+
+def test_a_failure_that_one_rank_finds_is_every_ranks_error_at_once() -> None:
+    assert outcomes(ranks=[0, 1], world_sizes=[3, 3], failure_on=1) == ["it broke"] * 2
+
+
+def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(store, "_REPORTS_S", (0.2, 0.5, 0.8))
+    port = free_port()
+    with pytest.raises(StartError, match=r"Rank 1 of 2 did not join"):
+        meet_alone(port, rank=0, world_size=2, timeout_s=1.7)
+    texts = [
+        f"bucketddp: waiting for rank 1 to join at 127.0.0.1:{port} for {s} s; giving up after 1.7 s."
+        for s in (0, 1, 1, 2)  # after 0.2, 0.5 and 0.8 s, and twice the last
+    ]
+    assert [m for m in caplog.messages if "waiting" in m] == texts
+
+
+# --- The store that torchrun's agent hosts
+
+
+@pytest.fixture
+def agent() -> dist.TCPStore:
+    return dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+
+
+def test_ranks_meet_at_the_agent_again_and_again(agent: dist.TCPStore) -> None:
+    options: dict[str, Any] = {"ranks": [0, 1], "world_sizes": [2, 2], "agent": True, "num_meetings": 3}
+    assert outcomes(port=agent.port, **options) == [ALL_THERE] * 2
+
+
+def test_two_rank_zeros_are_refused_at_once(agent: dist.TCPStore) -> None:
+    both = set(outcomes(port=agent.port, ranks=[0, 0], world_sizes=[2, 2], agent=True))
+    assert len(both) == 1
+    assert re.fullmatch(two_processes(rank=0), both.pop())
+
+
+def test_what_an_earlier_start_has_left_does_not_count(agent: dist.TCPStore) -> None:
+    options: dict[str, Any] = {"port": agent.port, "world_sizes": [3, 3], "agent": True}
+    # Neither that it failed, nor that it was not decided.
+    outcomes(ranks=[0, 1], start_timeout_s=0.5, **options)
+    assert outcomes(ranks=[1, 2], start_timeout_s=0.5, **options)[0].startswith("Rank 1 found at 127.0.0.1:")
+    left_behind = RendezvousRound(part_of(agent, "bucketddp/start"), RankInfo(rank=0, world_size=2))
+    left_behind.post(part_of(agent, "bucketddp/start"))
+    left_behind.join(RankInfo(rank=1, world_size=2))
+    assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
+
+
+def test_rank_zero_may_be_what_is_missing(agent: dist.TCPStore) -> None:
+    for outcome in outcomes(port=agent.port, ranks=[1, 2], world_sizes=[3, 3], start_timeout_s=1.5, agent=True):
+        assert outcome.startswith("Rank 0 of 3 did not join")
+
+
+# --- No store
+
+
+def test_an_address_where_nobody_listens_is_named() -> None:
+    port = free_port()
+    with pytest.raises(StartError) as raised:
+        meet_alone(port, rank=1, timeout_s=1)
+    assert str(raised.value) == (
+        f"Rank 1 on host {socket.gethostname()} could not reach rank 0 at 127.0.0.1:{port} within 1 s: Connection"
+        " refused. Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
+    )
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"], ids=["silence", "garbage"])
+def test_a_port_of_another_program_is_named(answer: bytes) -> None:
+    with another_program(answer) as port:
+        began = time.monotonic()
+        with pytest.raises(StartError, match=rf"at 127\.0\.0\.1:{port} within 1 s: .*, maybe another program\."):
+            meet_alone(port, rank=1, timeout_s=1)
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+@contextmanager
+def another_program(answer: bytes) -> Iterator[int]:
+    """A program that listens, and answers so to everything."""
+    connections: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connections.append(server.accept()[0])
+                connections[-1].sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+def test_rank_zero_says_at_once_that_its_port_is_in_use() -> None:
+    with another_program(b"") as port, pytest.raises(StartError) as raised:
+        meet_alone(port, rank=0, timeout_s=60)
+    assert str(raised.value) == port_in_use(port)
+
+
+def port_in_use(port: int) -> str:
+    return (
+        f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
+        " ranks; for a run on this host alone leave it unset, and a free one is found."
+    )
+
+
+# --- Processes that a launcher watches
+
+
+class Launcher:
+    """As much of ours as is asked for."""
+
+    def __init__(self, *commands: str) -> None:
+        self.children = tuple(subprocess.Popen([sys.executable, "-c", command]) for command in commands)
+
+
+def test_processes_that_end_are_named_and_the_others_ended() -> None:
+    launcher = Launcher("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(1000)")
+    killed, sleeping = launcher.children
+    launched = ChildProcesses(launcher, rank=4, local_rank=0)
+    killed.wait()
+    assert launched.find_failure() == (
+        f"Rank 5 (process {killed.pid}) ended by signal 9 (SIGKILL) before all ranks had joined. Its output says why."
+    )
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
+        raise KeyboardInterrupt
+    assert sleeping.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_process_that_ends_well_too_early_is_named() -> None:
+    launcher = Launcher("")
+    launcher.children[0].wait()
+    assert ChildProcesses(launcher, rank=0, local_rank=0).find_failure() == (
+        f"Rank 1 (process {launcher.children[0].pid}) ended with exit status 0 before all ranks had joined. Its output"
+        " says why."
+    )
+
+
+def test_a_launcher_that_has_ended_is_noticed_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        monkeypatch.setenv("BUCKETDDP_LAUNCHER_PID", str(launcher.pid))
+        launched = ChildProcesses(None, rank=3, local_rank=1)
+        assert launched.find_failure() is None
+        launcher.kill()
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+        why = f"Rank 3 has lost the process that launched it ({launcher.pid}): that one has ended."
+        assert launched.find_failure() == why
+        launcher.wait()
+        assert launched.find_failure() == why
+    # One that was not launched has not lost anything.
+    assert ChildProcesses(None, rank=2, local_rank=0).find_failure() is None
+
+
+# --- The port of a local launch
+
+
+ROOTS = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The variables of a process that has launched nothing."""
+    with monkeypatch.context() as variables:
+        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
+            variables.delenv(name, raising=False)
+        yield variables
+
+
+def make_launcher(root: str = "lightning.pytorch", start_method: str = "popen") -> Any:
+    """What a strategy would launch two processes with where nothing but Lightning chooses the port."""
+    plugins = import_module(
+        f"{'lightning.fabric' if 'lightning.' in root else 'lightning_fabric'}.plugins.environments"
+    )
+    strategy = strategy_class(root)(
+        cluster_environment=plugins.LightningEnvironment(),
+        parallel_devices=[torch.device("cpu")] * 2,
+        start_method=start_method,
+    )
+    # Lightning and its users ask for exactly this class.
+    assert type(strategy.cluster_environment) is plugins.LightningEnvironment
+    strategy._configure_launcher()
+    return strategy.launcher
+
+
+def open_port(launcher: Any) -> int:
+    """Have `launcher` open the port; the one that Lightning will tell all ranks."""
+    environment = launcher.guarding_strategy.cluster_environment
+    launcher._open_port(environment)
+    return int(environment.main_port)
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
+    launchers = [make_launcher(root) for _ in range(20)]
+    ports = [open_port(launcher) for launcher in launchers]
+    assert len(set(ports)) == 20
+    for port in ports:
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server(("", port))
+    for launcher in launchers:
+        launcher.take_listener().close()
+
+
+def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest.MonkeyPatch) -> None:
+    with another_program(b"") as port:
+        environment.setenv("MASTER_PORT", str(port))
+        with pytest.raises(StartError, match=re.escape(port_in_use(port))):
+            open_port(make_launcher())
+    for launcher in [make_launcher(), make_launcher()]:
+        assert open_port(launcher) == port
+        assert launcher.take_listener() is None
+
+
+def test_a_port_that_the_user_chose_for_programs_that_find_a_free_one_is_kept(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("STANDALONE_PORT", str(free_port()))
+    launcher = make_launcher()
+    assert open_port(launcher) == int(os.environ["STANDALONE_PORT"])
+    launcher.take_listener().close()
+
+
+@pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
+def test_only_who_launches_rank_zero_keeps_the_port(variable: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_PORT", str(free_port()))
+    environment.setenv(variable, "1")
+    launcher = make_launcher()
+    assert open_port(launcher) == int(os.environ["MASTER_PORT"])
+    assert launcher.take_listener() is None
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_a_launch_that_fails_leaves_the_environment_as_it_was(
+    start_method: str, environment: pytest.MonkeyPatch
+) -> None:
+    with another_program(b"") as port:
+        environment.setenv("MASTER_PORT", str(port))
+        before = dict(os.environ)
+        with pytest.raises(StartError):
+            make_launcher(start_method=start_method).launch(print, trainer=None)
+        assert os.environ == before
+
+
+# --- The option
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "5", True, None])
+def test_a_start_timeout_that_is_no_time_is_refused(root: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"`start_timeout_s` must be a positive number of seconds, got .*\."):
+        strategy_class(root)(start_timeout_s=value)
+
+
+# --- Programs
+
+
+def start(
+    directory: Path,
+    *arguments: object,
+    root: str = "lightning.pytorch",
+    python: str | None = None,
+    **variables: str,
+) -> Run:
+    """Run `starts.py` until no process of it is left, which is long before its start time-out if it has none."""
+    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables, python=python)
+    return run_together(program, root=root, directory=directory)
+
+
+def assert_ended(finished: Run, message: str) -> None:
+    """The run has ended with `message` as its only error, on all ranks that were there yet, and was not killed."""
+    assert finished.returncode == 1, finished.output
+    errors = re.findall(r"StartError: (.*)", finished.output)
+    assert errors, finished.output
+    assert all(re.match(message, error) for error in errors), finished.output
+
+
+def test_a_rank_that_starts_late_trains(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "late")
+    assert_trained(finished, root="lightning.pytorch")
+
+
+def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "exit", root="pytorch_lightning")
+    message = r"Rank 1 \(process \d+\) ended with exit status 3 before all ranks had joined\. Its output says why\."
+    assert_ended(finished, message)
+
+
+def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
+    finished = start(tmp_path, "--rank-1", "kill_launcher", python=sys.executable)  # it kills its parent
+    assert finished.returncode == -signal.SIGKILL
+    assert re.search(r"StartError: Rank 1 has lost the process that launched it \(\d+\)", finished.output)
+
+
+def test_a_port_in_use_ends_the_run_before_anything_is_launched(tmp_path: Path) -> None:
+    with another_program(b"") as port:
+        finished = start(tmp_path, MASTER_PORT=str(port))
+    assert_ended(finished, re.escape(port_in_use(port)))
+    assert finished.output.count("started") == 1
+
+
+def test_a_node_that_is_missing_ends_the_others(tmp_path: Path) -> None:
+    finished = start(
+        tmp_path,
+        "--fabric",
+        "--num-nodes",
+        2,
+        "--start-timeout-s",
+        8,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert_ended(finished, r"Ranks (1, )?2, 3 of 4 did not join at 127\.0\.0\.1:\d+ within 8 s\. \d did")
+
+
+def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = [
+        Program(
+            [SCRIPTS / "starts.py", "--num-nodes", "2", "--devices", str(devices)],
+            {**variables, "NODE_RANK": str(node)},
+        )
+        for node, devices in enumerate([2, 1])
+    ]
+    message = r"Rank \d \(process \d+ on host .*\) was started as one of (2|4), but rank \d \(.*\) as one of (2|4)\."
+    assert_ended(run_together(*nodes, root="lightning.pytorch", directory=tmp_path), message)
+
+
+def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        for address, obstacle in [
+            (hosts[0].address, "Connection refused"),
+            ("10.0.0.3", "(No route to host|timed out)"),
+        ]:
+            alone = [
+                "from tests.support.jobs.meetings import *",
+                f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})",
+            ]
+            program = Program(["-c", "; ".join(alone)], within=hosts[1].within)
+            finished = run_together(program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
+            message = rf"Rank 1 on host {HOST} could not reach rank 0 at {address}:29500 within 4 s: {obstacle}\. Check"
+            assert_ended(finished, message)
+
+
+def test_torchrun_starts_a_run_again(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    finished = run(*torchrun, SCRIPTS / "starts.py", "--fail-first", root="lightning.pytorch", directory=tmp_path)
+    assert_trained(finished, root="lightning.pytorch")
+    assert finished.output.count("RuntimeError: the first attempt fails") >= 1

@@ -1,0 +1,123 @@
+"""The `bucketddp` command itself: help that is quick, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_bucketddp import __version__, cli
+from lightning_bucketddp.commands.usage import UsageError
+from tests.support.interpreter import run_code
+
+COMMANDS = list(cli._COMMANDS)
+
+
+def call(arguments: Sequence[str]) -> int:
+    """The exit status, however it comes."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def raising(error: BaseException) -> Any:
+    def run(_arguments: object) -> int:
+        raise error
+
+    return run
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A command in the place of the doctor, whose `run` a test chooses."""
+    command = SimpleNamespace(HELP="help", add_arguments=lambda parser: None, run=lambda arguments: 0)
+    monkeypatch.setattr(cli, "import_module", lambda name: command)
+    return command
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+def test_help_and_version_do_not_wait_for_torch(arguments: list[str]) -> None:
+    printed = run_code(f"""
+        import sys
+        from lightning_bucketddp.cli import main
+        try:
+            main({arguments})
+        except SystemExit as end:
+            print("status", end.code, "torch" in sys.modules, "rich" in sys.modules)
+    """)
+    assert printed.endswith("status 0 False False")
+
+
+def test_help_begins_with_what_one_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: bucketddp COMMAND [options]\n\nWhat do you want to know?")
+    for command in cli._COMMANDS.values():
+        assert f"  {command.question}\n      {command.example}" in printed
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning-bucketddp {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: bucketddp {name}")
+    assert import_module(cli._COMMANDS[name].module).HELP in printed
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-command"], ["--no-such-option"], ["--"], ["doctor", "--no-such-option"]]
+)
+def test_what_is_not_known_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(arguments) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_an_error_of_the_user_is_one_line(doctor: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.run = raising(UsageError("--this is wrong: do that."))
+    assert call(["doctor"]) == 2
+    assert capsys.readouterr() == ("", "bucketddp doctor: --this is wrong: do that.\n")
+
+
+def test_an_error_of_ours_is_not_hidden(doctor: SimpleNamespace) -> None:
+    doctor.run = raising(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        call(["doctor"])
+
+
+def test_an_interrupted_command_says_nothing(doctor: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.run = raising(KeyboardInterrupt())
+    assert call(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    code = """if True:
+        import sys
+        from types import SimpleNamespace
+        from lightning_bucketddp import cli
+        def run(arguments):
+            for _ in range(100_000):
+                print("a line")
+            return 0
+        cli.import_module = lambda name: SimpleNamespace(HELP="", add_arguments=lambda parser: None, run=run)
+        sys.exit(cli.main(["doctor"]))
+    """
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.read(reading, 10)
+    os.close(reading)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,159 @@
+"""Every way to start processes that Lightning has, as a user does it. No script here imports our package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.programs import REPOSITORY, SCRIPTS, assert_trained, run, weights_on_one_host
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.one_host import print_config, train_by_command_line
+
+
+def test_a_script_starts_its_processes(tmp_path: Path) -> None:
+    finished = run(SCRIPTS / "fit.py", "bucketddp", root="lightning.pytorch", directory=tmp_path)
+    assert_trained(finished, root="lightning.pytorch", name="bucketddp")
+    # Those of Lightning stay in the environment of rank 0, which has launched rank 1.
+    assert not [name for name in finished.results["bucketddp.variables0"] if "BUCKETDDP" in name]
+
+
+def test_a_module_starts_its_processes(tmp_path: Path) -> None:
+    finished = run(
+        "-m", "tests.support.scripts.fit", "bucketddp", root="pytorch_lightning", directory=tmp_path, cwd=REPOSITORY
+    )
+    assert_trained(finished, root="pytorch_lightning", name="bucketddp")
+
+
+def test_processes_are_forked_and_spawned_and_hand_their_weights_back(tmp_path: Path) -> None:
+    names = ["bucketddp_fork", "bucketddp_spawn"]
+    finished = run(SCRIPTS / "fit.py", *names, root="lightning.pytorch", directory=tmp_path)
+    for name in names:
+        assert_trained(finished, root="lightning.pytorch", name=name)
+        assert finished.results[f"{name}.main0"] == finished.results[f"{name}.rank0"]["weights"]
+        assert finished.results[f"{name}.variables0"] == []
+
+
+def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = run(*torchrun, SCRIPTS / "fit.py", "bucketddp", root="pytorch_lightning", directory=tmp_path)
+    assert_trained(finished, root="pytorch_lightning", name="bucketddp")
+
+
+# --- LightningCLI
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    config = directory / "config.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {**trainer, **changes}}))
+    return config
+
+
+BY_CLASS_PATH = {
+    "class_path": "lightning_bucketddp.BucketDDPStrategy",
+    "init_args": {"bucket_cap_mb": 5, "find_unused_parameters": True, "check_reduction": True, "timeout": 90},
+}
+
+
+def test_a_config_names_the_strategy(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy="bucketddp")
+    finished = run(SCRIPTS / "cli.py", "fit", "--config", config, root="lightning.pytorch", directory=tmp_path)
+    assert_trained(finished, root="lightning.pytorch")
+
+
+def test_a_config_gives_the_class_path_and_options(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy=BY_CLASS_PATH)
+    finished = run(SCRIPTS / "cli.py", "fit", "--config", config, root="pytorch_lightning", directory=tmp_path)
+    assert_trained(finished, root="pytorch_lightning", bucket_cap_mb=5)
+    assert finished.output.count("bucketddp: no effect, and no need to set: `find_unused_parameters`") == 1
+
+
+def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path) -> None:
+    program, root = SCRIPTS / "cli.py", "pytorch_lightning"
+    config = write_config(tmp_path, strategy=BY_CLASS_PATH)
+    finished = run(program, "fit", "--config", config, "--print_config", root=root, directory=tmp_path)
+    assert finished.returncode == 0, finished.output
+    text = finished.output[finished.output.index("seed_everything:") :]
+    printed = yaml.safe_load(text)["trainer"]["strategy"]
+    assert printed["class_path"].endswith("BucketDDPStrategy")
+    expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90}
+    assert {option: printed["init_args"][option] for option in expected} == expected
+    config.write_text(text)
+    assert_trained(run(program, "fit", "--config", config, root=root, directory=tmp_path), root=root, bucket_cap_mb=5)
+
+
+BY_ARGUMENTS = [
+    *("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=2"),
+    *("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bucket_cap_mb"),
+    [
+        (["--trainer.strategy=bucketddp"], "auto"),
+        (["--trainer.strategy", "lightning_bucketddp.BucketDDPStrategy", "--trainer.strategy.bucket_cap_mb=5"], 5),
+        (
+            [
+                *("--trainer.strategy.class_path", "lightning_bucketddp.BucketDDPStrategy"),
+                *("--trainer.strategy.bucket_cap_mb", "auto"),
+            ],
+            "auto",
+        ),
+    ],
+    ids=["name", "class", "class_path"],
+)
+def test_arguments_and_the_config_printed_for_them_train_the_same(
+    strategy: list[str], bucket_cap_mb: float | str, tmp_path: Path
+) -> None:
+    arguments = ["fit", *BY_ARGUMENTS, *strategy]
+    expected = {"bucket_cap_mb": bucket_cap_mb, "weights": weights_on_one_host()}
+    assert run_on_ranks(train_by_command_line, arguments=arguments) == [expected] * 2
+    [printed, _] = run_on_ranks(print_config, arguments=[*arguments, "--print_config"])
+    config = tmp_path / "printed.yaml"
+    config.write_text(printed)
+    assert run_on_ranks(train_by_command_line, arguments=["fit", "--config", str(config)]) == [expected] * 2
+
+
+def test_an_argument_overrides_the_strategy_of_a_config(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy=BY_CLASS_PATH)
+    arguments = ["fit", "--config", str(config), "--trainer.strategy.bucket_cap_mb", "[1, 7.5]"]
+    expected = {"bucket_cap_mb": [1, 7.5], "weights": weights_on_one_host()}
+    assert run_on_ranks(train_by_command_line, arguments=arguments) == [expected] * 2
+
+
+# --- Failures
+
+
+def test_ranks_that_differ_end_every_process(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy="bucketddp")
+    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.extra_layer_on_rank", "1"]
+    finished = run(*command, root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode != 0
+    # Once from each rank.
+    assert finished.output.count("ReplicaMismatchError: `extra.weight` exists on rank 1 but not on rank 0.") == 2
+
+
+def test_a_rank_that_runs_out_of_data_ends_every_process(tmp_path: Path) -> None:
+    config = write_config(tmp_path, strategy="bucketddp", use_distributed_sampler=False)
+    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.short_of_data_on_rank", "1"]
+    finished = run(*command, root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode != 0
+    # Once from each rank.
+    assert finished.output.count("OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on") == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_every_process(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = write_config(
+        tmp_path,
+        strategy="bucketddp_fork",
+        enable_checkpointing=True,
+        default_root_dir=str(tmp_path / "file" / "below"),
+    )
+    finished = run(SCRIPTS / "cli.py", "fit", "--config", config, root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode != 0
+    assert f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/file/below/" in finished.output

@@ -1,0 +1,303 @@
+"""What the Trainer and Fabric do about losses, gradients and weights that are not finite."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_bucketddp.bindings.registration import strategy_class
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts import nonfinite_fabric
+from tests.support.scripts.nonfinite import Outcome, Setting, fit, fit_and_keep_one, fit_and_save_each_step, save
+
+# In `Setting` rank 1's fourth batch is bad.
+WHERE = "step 3 (epoch 0, batch 3)"
+WHAT = {"loss": "the loss on rank 1 (nan)", "gradient": "the gradient of `layers.0.bias` on rank 1"}
+WHAT_HELPS = "To find the cause, look at the data of that rank, clip gradients or lower the learning rate"
+
+
+def trained(bad: str = "", on_nonfinite: str = "skip", **setting: Any) -> list[Outcome]:
+    options = {"on_nonfinite": on_nonfinite, **setting.pop("options", {})}
+    return run_on_ranks(fit, setting=Setting(bad, options=options, **setting))
+
+
+def assert_same(a: Outcome, b: Outcome) -> None:
+    assert all(torch.equal(ours, other) for ours, other in zip(a.weights, b.weights, strict=True))
+    torch.testing.assert_close(a.optimizer_state, b.optimizer_state, rtol=0, atol=0)
+
+
+def is_finite(tensors: list[torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+# --- How it is set
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_options_are_checked(root: str) -> None:
+    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, got 'ignore'\.$"):
+        strategy_class(root)(on_nonfinite="ignore")
+    with pytest.raises(ValueError, match=r"^`check_gradients` must be True or False, got 'no'\.$"):
+        strategy_class(root)(check_gradients="no")
+
+
+# --- Warn
+
+
+@pytest.mark.parametrize("bad", WHAT)
+def test_by_default_rank_zero_warns_and_training_goes_on(bad: str) -> None:
+    rank_zero, rank_one = run_on_ranks(fit, setting=Setting(bad))
+    assert rank_zero.warnings == [
+        f"bucketddp: not finite in {WHERE}: {WHAT[bad]}. It goes into the weights of all ranks; `on_nonfinite='raise'`"
+        f" or `on_nonfinite='skip'` prevents that. {WHAT_HELPS}."
+    ]
+    assert rank_one.warnings == []
+    for rank in (rank_zero, rank_one):
+        assert rank.error == ""
+        assert rank.global_step == 6
+        # A loss that is nan by a constant does no harm, and is no longer so in the steps that follow.
+        assert rank.logged == (1 if bad == "loss" else 3)
+
+
+# --- Raise
+
+
+@pytest.mark.parametrize("bad", WHAT)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true", "16-true"])
+def test_every_rank_raises_before_the_weights_change(precision: str, bad: str) -> None:
+    expected = run_on_ranks(fit, setting=Setting(leaves_out=[3, 4, 5], precision=precision))
+    for rank in trained(bad, "raise", precision=precision):
+        assert rank.error == (
+            f"NonFiniteError: Not finite in {WHERE}: {WHAT[bad]}. No optimizer has used it, the weights are as they"
+            f" were. {WHAT_HELPS}; or pass `on_nonfinite='skip'` to the strategy to leave such steps out."
+        )
+        assert rank.global_step == 3
+        assert_same(rank, expected[0])
+
+
+def test_a_micro_batch_that_does_not_synchronise_is_found_when_one_does() -> None:
+    for bad, what in WHAT.items():
+        for rank in trained(bad, "raise", accumulate=3, at=3):
+            assert rank.error.startswith(f"NonFiniteError: Not finite in step 1 (epoch 0, batch 5): {what}.")
+
+
+def test_the_newest_checkpoint_is_finite(tmp_path: Path) -> None:
+    setting = Setting("gradient", options={"on_nonfinite": "raise"})
+    for error in run_on_ranks(fit_and_save_each_step, setting=setting, directory=tmp_path):
+        assert WHAT["gradient"] in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert is_finite(list(torch.load(tmp_path / "step=3.ckpt", weights_only=False)["state_dict"].values()))
+
+
+# --- Skip
+
+
+@pytest.mark.parametrize("bad", WHAT)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"precision": "bf16-mixed"},
+        {"precision": "16-true"},
+        {"clips": True},
+        {"manual": "step"},
+        {"manual": "closure"},
+        {"optimizer": "lbfgs"},
+        {"hook": True},
+        {"returns_none_on": 0},
+        {"options": {"reduce_dtype": "bf16"}},
+        {"options": {"overlap": False}},
+        {"options": {"gradient_weight": "batch_size"}},
+    ],
+    ids=str,
+)
+def test_a_skipped_step_leaves_no_trace(how: dict[str, Any], bad: str) -> None:
+    expected = trained(leaves_out=[3], **how)
+    for rank, other in zip(trained(bad, **how), expected, strict=True):
+        assert rank.error == ""
+        assert_same(rank, other)
+        assert rank.logged == 1
+        assert 3 not in rank.batches_stepped
+
+
+@pytest.mark.parametrize("bad", WHAT)
+@pytest.mark.parametrize("at", [3, 5])
+def test_a_bad_micro_batch_skips_the_step_of_all(at: int, bad: str) -> None:
+    expected = trained(leaves_out=[3, 4, 5], accumulate=3)
+    for rank in trained(bad, accumulate=3, at=at):
+        assert_same(rank, expected[0])
+        assert rank.logged == 1
+        assert rank.global_step == 2
+
+
+def test_a_grad_scaler_is_left_alone() -> None:
+    expected = trained(leaves_out=[3], precision="scaler")
+    for rank in trained("loss", precision="scaler"):
+        assert_same(rank, expected[0])
+        assert rank.logged == 1
+    rank_zero, _ = trained("loss", "warn", precision="scaler")
+    assert "The GradScaler skips the step if gradients are not finite, either." in rank_zero.warnings[0]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["warn", "raise", "skip"])
+def test_gradients_are_left_to_a_grad_scaler(on_nonfinite: str) -> None:
+    for rank in trained("gradient", on_nonfinite, precision="scaler"):
+        assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
+        assert is_finite(rank.weights)
+
+
+def test_gradients_are_not_looked_at_on_request() -> None:
+    for rank in trained("gradient", "raise", options={"check_gradients": False}):
+        # A step later the loss shows it, on every rank.
+        assert rank.error.startswith(
+            "NonFiniteError: Not finite in step 4 (epoch 0, batch 4): the loss on rank 0 (nan), rank 1 (nan)."
+        )
+
+
+# --- Checkpoints
+
+
+@pytest.mark.parametrize(
+    ("save_last", "options"),
+    [(True, {}), ("link", {}), (True, {"async_checkpoints": True})],
+    ids=["plain", "link", "in_background"],
+)
+def test_by_default_the_newest_finite_checkpoint_is_kept(
+    save_last: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    keep_one = partial(run_on_ranks, fit_and_keep_one, directory=tmp_path, save_last=save_last)
+    (rank_zero, warnings), (rank_one, no_warnings) = keep_one(setting=Setting("gradient", options=options))
+    assert rank_zero.error == rank_one.error == ""
+    assert rank_zero.global_step == 6
+    newest = "last.ckpt" if save_last is True else "step=3.ckpt"
+    assert warnings == [
+        "bucketddp: weights have become infinite or nan by step 4: `layers.0.bias`."
+        f" Checkpoint `{tmp_path}/step=4.ckpt` is written as `{tmp_path}/nonfinite/step=4.ckpt`, and further ones"
+        f" likewise; earlier ones are neither replaced nor removed. Resume from `{tmp_path}/{newest}`."
+    ]
+    assert no_warnings == []
+    # What was saved last, but not finite, is there too, and no more than one of each kind.
+    links = {"step=6.ckpt"} if save_last == "link" else set()
+    beside = {"step=6.ckpt"} if save_last == "link" else {"step=6.ckpt", "last.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=3.ckpt", "nonfinite"} | links
+    assert {path.name for path in (tmp_path / "nonfinite").iterdir()} == beside
+    assert not is_finite(weights_in(tmp_path / "nonfinite" / "step=6.ckpt"))
+    for path in (tmp_path / "last.ckpt", tmp_path / "step=3.ckpt"):
+        assert is_finite(weights_in(path))
+        assert torch.load(path, weights_only=False)["global_step"] == 3
+    # Without the bad batch, training goes on from there, with all batches of the epoch.
+    (resumed, warnings), _ = keep_one(setting=Setting(options=options), ckpt_path="last")
+    assert (resumed.error, warnings) == ("", [])
+    assert resumed.global_step == 3 + 6
+    assert is_finite(resumed.weights)
+    assert is_finite(weights_in(tmp_path / "last.ckpt"))
+
+
+def weights_in(path: Path) -> list[torch.Tensor]:
+    return list(torch.load(path, weights_only=False)["state_dict"].values())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(
+    ("spoiled", "named"),
+    [
+        ("linear", "`linear.weight`, `linear.bias`"),
+        ("norm.running_mean", "`norm.running_mean`"),
+        ("bias", "`bias`"),  # infinite from the start, and nan now
+    ],
+)
+def test_a_checkpoint_with_bad_weights_is_written_beside(
+    spoiled: str, named: str, weights_only: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled=spoiled, on_nonfinite="warn", weights_only=weights_only)
+    assert rank_zero == (
+        "",
+        [
+            f"bucketddp: weights have become infinite or nan by step 1: {named}. Checkpoint `{path}` is written as"
+            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
+            f" removed. Resume from `{path}`."
+        ],
+    )
+    assert rank_one == ("", [])
+    name = named.split("`")[1]
+    kept, beside = (torch.load(p, weights_only=False) for p in (path, tmp_path / "nonfinite" / "model.ckpt"))
+    assert not kept["state_dict"][name].isnan().any()
+    assert not is_finite([beside["state_dict"][name]])
+    assert ("optimizer_states" in beside) is not weights_only
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_checkpoint_with_bad_weights_is_refused_on_every_rank(on_nonfinite: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="linear.weight", on_nonfinite=on_nonfinite)
+    error = (
+        f"CheckpointWriteError: Checkpoint `{path}` is not written, because weights are not finite: `linear.weight`."
+        f" Earlier ones are untouched: resume from `{path}`."
+    )
+    assert rank_zero == (error, [])
+    assert rank_one == (f"{error} (on rank 0)", [])
+    assert is_finite([torch.load(path, weights_only=False)["state_dict"]["linear.weight"]])
+
+
+@pytest.mark.parametrize("on_nonfinite", ["warn", "raise"])
+def test_what_is_infinite_from_the_start_is_legitimate(on_nonfinite: str, tmp_path: Path) -> None:
+    ranks = run_on_ranks(save, path=tmp_path / "model.ckpt", spoiled=None, on_nonfinite=on_nonfinite)
+    assert ranks == [("", [])] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
+
+
+# --- Fabric
+
+
+@pytest.mark.parametrize("bad", WHAT)
+@pytest.mark.parametrize("loop", ["backward", "closure"])
+def test_fabric_raises_on_every_rank(loop: str, bad: str) -> None:
+    for error, weights in run_on_ranks(nonfinite_fabric.train, on_nonfinite="raise", bad=bad, loop=loop):
+        assert error.startswith(f"NonFiniteError: Not finite in backward 4: {WHAT[bad].replace('layers.', '')}.")
+        assert is_finite(weights)
+
+
+@pytest.mark.parametrize(
+    ("loop", "bad"),
+    [
+        ("backward", "loss"),
+        ("backward", "gradient"),
+        ("closure", "loss"),
+        ("plain_backward", "gradient"),
+        ("scaler", "loss"),
+    ],
+)
+def test_fabric_skips_the_step(loop: str, bad: str) -> None:
+    expected = run_on_ranks(nonfinite_fabric.train, on_nonfinite="skip", loop=loop, leaves_out=[3])
+    for error, weights in run_on_ranks(nonfinite_fabric.train, on_nonfinite="skip", bad=bad, loop=loop):
+        assert error == ""
+        assert all(torch.equal(ours, other) for ours, other in zip(weights, expected[0][1], strict=True))
+
+
+def test_fabric_refuses_to_write_bad_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(nonfinite_fabric.save, path=path, spoiled="bias", on_nonfinite="raise")
+    assert "is not written, because weights are not finite: `bias`." in rank_zero[0]
+    assert rank_one[0] == f"{rank_zero[0]} (on rank 0)"
+    assert is_finite([torch.load(path, weights_only=False)["model"]["bias"]])
+
+
+def test_fabric_writes_bad_weights_beside(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(nonfinite_fabric.save, path=path, spoiled="bias", on_nonfinite="warn")
+    assert rank_one == ("", [])
+    assert rank_zero == (
+        "",
+        [
+            f"bucketddp: weights have become infinite or nan: `bias`. Checkpoint `{path}` is written as"
+            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
+            f" removed. Resume from `{path}`."
+        ],
+    )
+    assert is_finite([torch.load(path)["model"]["bias"]])
+    assert not is_finite([torch.load(tmp_path / "nonfinite" / "model.ckpt")["model"]["bias"]])

@@ -1,0 +1,311 @@
+"""The strategy's names and keywords: those of `ddp`, checked, and explained where they no longer mean anything."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math
+import re
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.strategies.options import check_devices
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
+
+TRAINER_ROOTS = ["lightning.pytorch", "pytorch_lightning"]
+FABRIC_ROOTS = ["lightning.fabric", "lightning_fabric"]
+START_METHOD_OF = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+# The Trainer and Fabric give a strategy the module.
+NOT_FOR_USERS_OF_A_STRATEGY = {"self", "module"}
+
+BucketDDPStrategy: Any = strategy_class("lightning.pytorch")
+
+
+def strategy_of(root: str, name: str) -> Any:
+    """The strategy that a Trainer or a Fabric of `root` makes of `name`."""
+    front = getattr(importlib.import_module(root), "Fabric" if root in FABRIC_ROOTS else "Trainer")
+    quiet = {} if root in FABRIC_ROOTS else {"logger": False, "enable_checkpointing": False}
+    return front(accelerator="cpu", devices=2, strategy=name, **quiet).strategy
+
+
+def launched_by(strategy: Any) -> str:
+    """The start method of the launcher that will be used, by what it is and not by what it was asked to be."""
+    kinds = {"_ScriptLauncher": "popen", "_ProcessLauncher": ""}
+    strategy._configure_launcher()
+    return kinds[type(strategy.launcher).__name__] or strategy.launcher._start_method
+
+
+# --- Names
+
+
+@pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_false", "_find_unused_parameters_true"])
+@pytest.mark.parametrize("name", START_METHOD_OF)
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: str) -> None:
+    strategy = strategy_of(root, f"bucketddp{name}{suffix}")
+    assert type(strategy) is strategy_class(root)
+    assert launched_by(strategy) == START_METHOD_OF[name]
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_an_interactive_session_forks(
+    root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert launched_by(strategy_of(root, "bucketddp")) == "fork"
+    assert "bucketddp: starting processes by fork, because this is an interactive session." in caplog.messages
+
+
+def test_a_start_method_that_was_asked_for_is_used_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert BucketDDPStrategy(start_method="spawn")._start_method == "spawn"
+
+
+# --- Keywords
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_keywords_are_those_of_ddp(root: str) -> None:
+    ours = inspect.signature(strategy_class(root)).parameters
+    lightning_ddp = inspect.signature(importlib.import_module(f"{root}.strategies").DDPStrategy).parameters
+    torch_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(ours)
+    # In the same order, for who passes them by position.
+    assert [name for name in lightning_ddp if name != "kwargs"] == list(ours)[: len(lightning_ddp) - 1]
+
+
+def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
+    config = BucketDDPStrategy(bucket_cap_mb_list=[1, 5], forward_sync_buffers=False).config
+    assert (config.bucket_cap_mb, config.broadcast_buffers) == ([1, 5], False)
+
+
+def test_a_weight_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`gradient_weight` must be `batch_size` or a function .*, got 'tokens'\."):
+        BucketDDPStrategy(gradient_weight="tokens")
+
+
+def test_keywords_without_effect_are_explained_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        BucketDDPStrategy(
+            find_unused_parameters=True,
+            static_graph=False,
+            gradient_as_bucket_view=True,
+            batched_grad_copy=True,
+            skip_all_reduce_unused_params=True,
+            device_ids=[0],
+            output_device="cuda:0",
+            dim=0,
+            check_reduction=False,
+            delay_all_reduce_named_params=[("weight", nn.Parameter(torch.ones(1)))],
+            param_to_hook_all_reduce=nn.Parameter(torch.ones(1)),
+        )
+    assert caplog.messages == [
+        "bucketddp: no effect, and no need to set:"
+        " `find_unused_parameters` (unused parameters are always handled; only a step that leaves some out takes"
+        " longer),"
+        " `static_graph` (how often each parameter is used is learned from the first backward),"
+        " `gradient_as_bucket_view` (gradients always live in their buckets),"
+        " `batched_grad_copy` (gradients are always copied by one call per bucket),"
+        " `skip_all_reduce_unused_params` (unused parameters need no mode of their own),"
+        " `device_ids` (Lightning gives each process its device),"
+        " `output_device` (outputs stay on the device of the process),"
+        " `dim` (batches are not scattered to devices),"
+        " `check_reduction` (torch ignores it, too),"
+        " `delay_all_reduce_named_params` (each bucket leaves as soon as it is complete),"
+        " `param_to_hook_all_reduce` (each bucket leaves as soon as it is complete)."
+    ]
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_mixed_precision_of_torch_ddp_is_refused_with_what_to_do(root: str) -> None:
+    with pytest.raises(ValueError, match="mixed_precision") as raised:
+        strategy_class(root)(mixed_precision=object())
+    assert str(raised.value) == (
+        "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
+        ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.'
+    )
+
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "device_ids", "output_device"),
+    [(GPU, [1], 1), (GPU, ["cuda:1"], GPU), (GPU, [], None), (torch.device("cpu"), None, "cpu")],
+)
+def test_devices_that_lightning_has_chosen_may_be_named(
+    device: torch.device, device_ids: list[Any] | None, output_device: Any
+) -> None:
+    check_devices(device, device_ids, output_device)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "device_ids", "output_device", "named"),
+    [
+        ("device_ids", GPU, [0], None, "cuda:0"),
+        ("device_ids", GPU, [1, 2], None, "cuda:2"),
+        ("output_device", GPU, [1], 0, "cuda:0"),
+        ("output_device", torch.device("cpu"), None, "cuda:0", "cuda:0"),
+    ],
+)
+def test_another_device_is_refused(
+    name: str, device: torch.device, device_ids: list[Any] | None, output_device: Any, named: str
+) -> None:
+    with pytest.raises(ValueError, match=name) as raised:
+        check_devices(device, device_ids, output_device)
+    assert str(raised.value) == (
+        f"`{name}` names {named}, but Lightning has given this process {device}. Leave it out, and pass `devices` to"
+        " the Trainer or to Fabric."
+    )
+
+
+def test_groups_of_all_ranks_are_explained_and_others_refused() -> None:
+    def refused(name: str, shape: str) -> str:
+        return (
+            f"`{name}` has shape {shape}, but gradients are averaged over all ranks of a run, here (2,). Leave it out."
+            " For a model that is split between ranks use Lightning's `ModelParallelStrategy`."
+        )
+
+    everywhere = "(gradients are averaged over all ranks in any case)"
+    expected = {
+        "all": f"bucketddp: no effect, and no need to set: `process_group` {everywhere}, `device_mesh` {everywhere}.",
+        "some": refused("process_group", "(1,)"),
+        "plane": refused("device_mesh", "(1, 2)"),
+    }
+    zero, one = run_on_ranks(pass_groups)
+    assert zero == expected
+    # Whether it explains too depends on whether it has already learned that it is not rank 0.
+    assert one == {**expected, "all": one["all"]}
+
+
+def test_another_device_is_refused_at_set_up() -> None:
+    text = "`device_ids` names cpu:7, but Lightning has given this process cpu. Leave it out"
+    for message in run_on_ranks(fit_with_device_ids):
+        assert message.startswith(text)
+
+
+def test_defaults_need_no_explanation(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        BucketDDPStrategy(bucket_cap_mb=5, overlap=False)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("bucket_cap", "bucket_cap_mb"), ("find_unused_params", "find_unused_parameters"), ("comm_hook", "ddp_comm_hook")],
+)
+def test_an_unknown_keyword_is_answered_with_the_nearest(root: str, misspelt: str, meant: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        strategy_class(root)(**{misspelt: True})
+    assert str(raised.value) == f"`BucketDDPStrategy` has no option `{misspelt}`. Did you mean `{meant}`?"
+
+
+def test_a_keyword_like_no_other_is_answered_with_all() -> None:
+    with pytest.raises(TypeError) as raised:
+        BucketDDPStrategy(zzz=1)
+    listed = ", ".join(inspect.signature(BucketDDPStrategy).parameters)
+    assert str(raised.value) == f"`BucketDDPStrategy` has no option `zzz`. It takes: {listed}."
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "Auto", ["auto"], True]
+)
+def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb") as raised:
+        strategy_class(root)(bucket_cap_mb=value)
+    assert str(raised.value) == (
+        "`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list of them, got"
+        f" {value!r}. The default is 'auto'."
+    )
+
+
+FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints", "check_gradients"]
+MUST_BE = {
+    **dict.fromkeys(FLAGS, ("yes", "True or False")),
+    "timeout": ("5", "a positive number of seconds"),
+    "start_timeout_s": ("5", "a positive number of seconds"),
+    "stall_warning_s": ("5", "a positive number of seconds"),
+    "ddp_comm_hook": ("bf16_compress_hook", "a function or None"),
+    "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
+    "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
+    "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
+    "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16"),
+    "on_nonfinite": ("stop", "one of warn, raise, skip"),
+    "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
+}
+MUST_BE_FOR_TRAINER = {
+    **dict.fromkeys(["monitor", "rank_seeds", "uneven_data"], ("yes", "True or False")),
+    "ddp_comm_wrapper": ("fp16", "a function or None"),
+    "model_averaging_period": (0, "a positive number of steps"),
+}
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [
+        *[(root, name) for root in ("lightning.pytorch", "lightning.fabric") for name in MUST_BE],
+        *[("lightning.pytorch", name) for name in MUST_BE_FOR_TRAINER],
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(root: str, name: str) -> None:
+    value, must_be = {**MUST_BE, **MUST_BE_FOR_TRAINER}[name]
+    # torch DDP has two names for one thing.
+    names = {"forward_sync_buffers": "broadcast_buffers"}
+    with pytest.raises(ValueError, match=re.escape(f"`{names.get(name, name)}` must be {must_be}, got {value!r}.")):
+        strategy_class(root)(**{name: value})
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
+    assert [strategy_class(root)(timeout=timeout)._timeout for timeout in (5, 0.5, timedelta(minutes=1), None)] == [
+        timedelta(seconds=5),
+        timedelta(seconds=0.5),
+        timedelta(minutes=1),
+        None,
+    ]
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, timedelta(0)])
+def test_a_time_out_that_is_no_time_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="`timeout` must be a positive number of seconds, got "):
+        BucketDDPStrategy(timeout=value)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, [1, 25.5], "auto", None])
+def test_a_bucket_size_is_taken_as_given(value: Any) -> None:
+    assert BucketDDPStrategy(bucket_cap_mb=value).config.bucket_cap_mb == value
+
+
+# --- Subclasses
+
+
+class OwnKeyword(BucketDDPStrategy):
+    def __init__(self, flavour: str, **options: Any) -> None:
+        super().__init__(bucket_cap_mb=3, **options)
+        self.flavour = flavour
+
+
+class OwnKeywordOnly(BucketDDPStrategy):
+    def __init__(self, *, flavour: str = "plain") -> None:
+        super().__init__()
+        self.flavour = flavour
+
+
+def test_subclasses_have_keywords_of_their_own() -> None:
+    strategy = OwnKeyword("sweet", overlap=False)
+    assert (strategy.flavour, strategy.config.bucket_cap_mb, strategy.config.overlap) == ("sweet", 3, False)
+    assert OwnKeywordOnly(flavour="sour").flavour == "sour"
+    with pytest.raises(TypeError, match=r"`OwnKeywordOnly` has no option `flavor`. Did you mean `flavour`\?"):
+        OwnKeywordOnly(flavor="sour")  # type: ignore[call-arg]

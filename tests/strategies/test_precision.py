@@ -1,0 +1,46 @@
+"""Every precision of the Trainer, and gradients that travel in another dtype than their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.precision import train
+
+# On CPUs Lightning turns 16-mixed into bf16-mixed, unless it is given a GradScaler.
+GRADIENTS_OF = {
+    "32-true": "torch.float32",
+    "64-true": "torch.float64",
+    "16-mixed": "torch.float32",
+    "bf16-mixed": "torch.float32",
+    "bf16-true": "torch.bfloat16",
+    "16-true": "torch.float16",
+    "scaler": "torch.float32",
+    "plugin": "torch.float32",
+}
+
+
+@pytest.mark.parametrize("precision", GRADIENTS_OF)
+def test_training_equals_ddp(precision: str) -> None:
+    ours = run_on_ranks(train, precision=precision, like_ddp=False)
+    ddp = run_on_ranks(train, precision=precision, like_ddp=True)
+    for rank in ours:
+        assert rank["weights"] == ddp[0]["weights"]
+        assert rank["gradients"] == rank["travelled"] == [GRADIENTS_OF[precision]]
+
+
+@pytest.mark.parametrize(
+    ("precision", "reduce_dtype", "travels_as"),
+    [
+        ("bf16-true", "fp32", "torch.float32"),
+        ("16-true", "fp32", "torch.float32"),
+        ("32-true", "bf16", "torch.bfloat16"),
+        ("bf16-mixed", "fp16", "torch.float16"),
+    ],
+)
+def test_gradients_travel_in_the_dtype_asked_for(precision: str, reduce_dtype: str, travels_as: str) -> None:
+    ranks = run_on_ranks(train, precision=precision, like_ddp=False, reduce_dtype=reduce_dtype)
+    for rank in ranks:
+        assert rank["travelled"] == [travels_as]
+        assert rank["gradients"] == [GRADIENTS_OF[precision]]
+        assert rank["weights"] == ranks[0]["weights"]

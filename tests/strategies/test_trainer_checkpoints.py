@@ -1,0 +1,150 @@
+"""Checkpoints through the Trainer: those of `ddp` and ours are one, and every rank learns of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.disks import forbidden_directory, small_disk
+from tests.support.jobs.checkpoint import number_in, save_numbered
+from tests.support.ranks import run_on_ranks
+from tests.support.saved_state import ADVICE, assert_same_state, state_in
+from tests.support.scripts.checkpoints import (
+    fit_and_save,
+    resume,
+    save,
+    save_alone,
+    save_in_background,
+    save_on_full_disk,
+    train_through_failures,
+    use_own_plugin,
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
+def test_a_resumed_run_equals_an_uninterrupted_one(first: str, second: str, tmp_path: Path) -> None:
+    run_on_ranks(fit_and_save, strategy=first, max_epochs=1, save_to=tmp_path / "1.ckpt")
+    run_on_ranks(
+        fit_and_save, strategy=second, max_epochs=3, save_to=tmp_path / "3.ckpt", resume_from=tmp_path / "1.ckpt"
+    )
+    run_on_ranks(fit_and_save, strategy="ddp", max_epochs=3, save_to=tmp_path / "expected.ckpt")
+    assert_same_state(tmp_path / "3.ckpt", tmp_path / "expected.ckpt")
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_checkpoint_resumes_at_another_world_size(
+    before: int, after: int, first: str, second: str, tmp_path: Path
+) -> None:
+    run_on_ranks(fit_and_save, world_size=before, strategy=first, max_epochs=1, save_to=tmp_path / "before.ckpt")
+    run_on_ranks(
+        fit_and_save,
+        world_size=after,
+        strategy=second,
+        max_epochs=1,  # which the checkpoint has reached
+        save_to=tmp_path / "after.ckpt",
+        resume_from=tmp_path / "before.ckpt",
+    )
+    assert_same_state(tmp_path / "after.ckpt", tmp_path / "before.ckpt")
+
+
+def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:
+    rank_zero, rank_one = run_on_ranks(use_own_plugin, path=tmp_path / "model.ckpt")
+    assert rank_zero == ["save model.ckpt", "load model.ckpt"]
+    assert rank_one == ["load model.ckpt"]
+
+
+def test_checkpoints_are_written_in_the_background(tmp_path: Path) -> None:
+    assert run_on_ranks(save_in_background, directory=tmp_path, max_epochs=2) == [None, None]
+    assert [state_in(tmp_path / f"epoch={epoch}.ckpt")["global_step"] for epoch in range(2)] == [10, 20]
+
+
+# With one epoch nothing comes after the failure at which it could be raised, but the end.
+@pytest.mark.parametrize("max_epochs", [1, 2])
+def test_a_failure_in_the_background_is_raised_on_every_rank(max_epochs: int, tmp_path: Path) -> None:
+    rank_zero, rank_one = run_on_ranks(
+        save_in_background, directory=tmp_path, max_epochs=max_epochs, room_for_bytes=1000
+    )
+    assert rank_zero.startswith(f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/epoch=")
+    assert rank_zero.endswith(f".ckpt`: File too large. {ADVICE}")
+    assert rank_one == f"{rank_zero} (on rank 0)"
+
+
+def test_a_full_disk_is_named_on_every_rank_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    rank_zero, rank_one = run_on_ranks(save_on_full_disk, directory=tmp_path, room_for_bytes=1000)
+    assert (
+        rank_zero
+        == f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/last.ckpt`: File too large. {ADVICE}"
+    )
+    assert rank_one == f"{rank_zero} (on rank 0)"
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert state_in(tmp_path / "last.ckpt")["global_step"] == 10
+
+
+@contextmanager
+def bad_place(cause: str) -> Iterator[Path]:
+    """Where a checkpoint cannot be written, because of `cause`. There is an older one, if one can be there."""
+    if cause == "Permission denied":
+        with forbidden_directory() as directory:
+            yield directory / "model.ckpt"
+        return
+    with small_disk(num_bytes=4_003_000) as disk:  # which the older one fills
+        path = disk.path / "model.ckpt"
+        save_numbered(1, str(path))
+        if cause == "Read-only file system":
+            disk.make_read_only()
+        yield path
+        assert [file.name for file in disk.path.iterdir()] == ["model.ckpt"]
+        assert number_in(str(path)) == 1
+
+
+@pytest.mark.parametrize("cause", ["No space left on device", "Read-only file system", "Permission denied"])
+def test_training_can_go_on_after_a_save_that_fails_on_every_rank(cause: str, tmp_path: Path) -> None:
+    undisturbed = run_on_ranks(train_through_failures, path=tmp_path / "model.ckpt")
+    assert [raised for raised, _ in undisturbed] == [[None] * 3] * 2
+    with bad_place(cause) as path:
+        ranks = run_on_ranks(train_through_failures, path=path, as_root=cause != "Permission denied")
+        text = f"CheckpointWriteError: Could not write checkpoint `{path}`: {cause}. {ADVICE}"
+        assert [raised for raised, _ in ranks] == [[text] * 3, [f"{text} (on rank 0)"] * 3]
+    assert [state for _, state in ranks] == [state for _, state in undisturbed]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    ranks = run_on_ranks(save_alone, path=path, rendezvous=tmp_path / "rendezvous", async_checkpoints=is_async)
+    assert [raised for raised, _ in ranks] == ["RuntimeError: some rank has failed"] * 2
+    assert ranks[0][1] == [
+        "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of the"
+        f" communication hook and the random numbers, is missing in checkpoint `{path}`."
+    ]
+    assert ranks[1][1] == []
+    assert state_in(path)["global_step"] == 3
+    # Rank zero has its own; whoever resumes is told that others are missing.
+    state = torch.load(path, weights_only=True)["bucketddp"]
+    assert len(state["rank_seeds"]["states"]) == 1
+    assert [entries["iter"] for entries in state["comm_hook_state"]["by_rank"]] == [3]
+
+
+def test_a_path_that_cannot_be_written_is_named_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(save, path=path)
+    assert rank_zero == f"CheckpointWriteError: Could not write checkpoint `{path}`: Not a directory. {ADVICE}"
+    assert rank_one == f"{rank_zero} (on rank 0)"
+
+
+def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    torch.save({"state_dict": {"weight": torch.ones(1000)}}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    text = (
+        f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged (2,000 bytes that are not a"
+        " complete archive). No intact checkpoint is beside it. Copy it again from where it came from, or resume from"
+        " another one."
+    )
+    assert run_on_ranks(resume, path=path) == [text, text]

@@ -1,0 +1,131 @@
+"""Ranks for tests that end them badly: real processes, made in a moment, that nobody else needs.
+
+    with crew(job, directory=tmp_path, some_argument=3) as ranks:
+        ranks.send(1, signal.SIGTERM)
+        ended = ranks.wait()
+
+They are forked from a server that has imported torch and Lightning once. To Lightning they look like processes that
+torchrun has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.forks import PROCESSES
+
+TIMEOUT_S = 100
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Ranks that have ended.
+
+    Attributes:
+        exit_codes: by rank; negative for a signal.
+        output: what each has printed.
+        results: what they have written into `*.json` files, by name.
+        at: when the last of them was gone.
+    """
+
+    exit_codes: list[int]
+    output: list[str]
+    results: dict[str, Any]
+    at: float
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Ranks that run."""
+
+    processes: list[BaseProcess]
+    directory: Path
+
+    def send(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def wait_for(self, file: str) -> None:
+        """Wait until a rank has written `file`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (self.directory / file).exists():
+            assert time.monotonic() < deadline, f"no {file}\n{self._output()}"
+            assert any(process.is_alive() for process in self.processes), self._output()
+            time.sleep(0.01)
+
+    def wait(self) -> Ended:
+        """Wait until all have ended, or fail."""
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0.1))
+        at = time.time()
+        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        assert not running, f"ranks {running} still run\n{self._output()}"
+        results = {file.stem: json.loads(file.read_text()) for file in self.directory.glob("*.json")}
+        return Ended([p.exitcode or 0 for p in self.processes], self._output(), results, at)
+
+    def _output(self) -> list[str]:
+        files = [self.directory / f"rank{rank}.txt" for rank in range(len(self.processes))]
+        return [file.read_text() if file.exists() else "" for file in files]
+
+
+@contextlib.contextmanager
+def crew(job: Callable[..., None], *, directory: Path, world_size: int = 2, **kwargs: Any) -> Iterator[Crew]:
+    """Run `job(**kwargs, directory=directory)` on ranks; none of them is left at the end."""
+    port = _free_port()
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(world_size):
+            arguments = (job, rank, world_size, port, directory, kwargs)
+            process = PROCESSES.Process(target=_run, args=arguments, name=f"rank {rank}")
+            process.start()
+            processes.append(process)
+        yield Crew(processes, directory)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run(
+    job: Callable[..., None], rank: int, world_size: int, port: int, directory: Path, kwargs: dict[str, Any]
+) -> None:
+    output = os.open(directory / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
+    torch.set_num_threads(1)
+    job(directory=directory, **kwargs)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port

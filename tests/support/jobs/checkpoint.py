@@ -1,0 +1,167 @@
+"""Jobs about checkpoint files. Some run on every rank, some in a process of their own that is limited or killed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import torch
+
+from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter, drain, raised_once
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file
+from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_bucketddp.checkpoint.collective_io import write_on_rank_zero
+from lightning_bucketddp.comm.collectives import Collectives
+from tests.support.ranks import device
+
+
+def numbered_checkpoint(number: int) -> dict[str, Any]:
+    """A few megabytes in several tensors that all say `number`."""
+    return {"number": number, "state_dict": {f"layer{i}": torch.full((250_000,), float(number)) for i in range(4)}}
+
+
+def number_in(path: str) -> int:
+    """The number of the checkpoint at `path`, all of whose tensors agree on it."""
+    checkpoint = torch.load(path, weights_only=True)
+    number: int = checkpoint["number"]
+    assert all(bool((tensor == number).all()) for tensor in checkpoint["state_dict"].values())
+    return number
+
+
+def save_numbered(number: int, path: str) -> None:
+    AtomicCheckpointIO().save_checkpoint(numbered_checkpoint(number), path)
+
+
+# On every rank. What was raised there is returned as (type, text, errno), or None.
+
+
+def save_on_rank_zero(path: str) -> dict[str, Any]:
+    calls = []
+
+    def write() -> None:
+        calls.append(path)
+        save_numbered(1, path)
+
+    return {"raised": _raised_by(write, path=path), "calls": len(calls)}
+
+
+def fail_on_rank_zero(path: str) -> tuple[str, str, int | None] | None:
+    def write() -> None:
+        raise ValueError("the storage is on holiday")  # as a user's own plugin may
+
+    return _raised_by(write, path=path)
+
+
+def interrupt_rank_zero(path: str) -> bool:
+    """Whether a KeyboardInterrupt comes through on rank zero. The others stay out: they are not told."""
+    collectives = Collectives(device())
+    if collectives.rank != 0:
+        return True
+
+    def write() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        write_on_rank_zero(write, collectives, path=path)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def fail_in_background(async_io: type, base_io: type, path: str) -> list[tuple[str, str, int | None]]:
+    """Everything that one save in the background raises: when saving, when drained, and when drained again."""
+    checkpoint_io = async_io(base_io())
+
+    def save() -> None:
+        with raised_once(checkpoint_io):
+            checkpoint_io.save_checkpoint({}, path)
+
+    # A fast failure is raised by the save already.
+    steps = (_raised_by(step) for step in (save, lambda: drain(checkpoint_io), lambda: drain(checkpoint_io)))
+    return [raised for raised in steps if raised is not None]
+
+
+def fail_at_a_later_save(async_io: type, base_io: type, path: str) -> list[tuple[str, str, int | None] | None]:
+    """A failure in the background that shows at a later save, with more saves waiting; then the trainer's teardown."""
+    checkpoint_io = async_io(base_io())
+
+    def save_until_it_raises() -> None:
+        with raised_once(checkpoint_io):
+            while True:
+                checkpoint_io.save_checkpoint({}, path)
+
+    raised = _raised_by(save_until_it_raises)
+    checkpoint_io.teardown()
+    return [raised]
+
+
+def _raised_by(write: Callable[[], None], *, path: str | None = None) -> tuple[str, str, int | None] | None:
+    try:
+        write_on_rank_zero(write, Collectives(device()), path=path)
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "errno", None)
+    return None
+
+
+# In a process of its own. The first argument is the pipe on which it reports.
+
+
+def save_for_ever(pipe: Connection, path: str, first: int, in_background: bool, tmpdir: str) -> None:
+    """Save checkpoints numbered from `first` on, and report each once `save` has returned, until killed."""
+    os.environ["TMPDIR"] = tmpdir
+    tempfile.tempdir = None  # ask the variable again
+    writer = CheckpointWriter()
+    write = partial(AtomicCheckpointIO().save_checkpoint, path=path)
+    number = first
+    while True:
+        writer.save(numbered_checkpoint(number), write, path=path, in_background=in_background)
+        pipe.send(number)
+        number += 1
+
+
+def save_slowly(pipe: Connection, path: str, resume: Event) -> None:
+    """Begin to write checkpoint number 7, report, and end it when told to."""
+    with atomic_file(path) as file:
+        file.write(b"a part of it")
+        file.flush()
+        pipe.send("begun")
+        resume.wait()
+        file.seek(0)
+        torch.save(numbered_checkpoint(7), file)
+    pipe.send("saved")
+
+
+def load_until(pipe: Connection, path: str, stop: Event) -> None:
+    """Load `path` again and again; report the first time, and at the end whether it ever failed."""
+    pipe.send(f"loaded {number_in(path)}")
+    try:
+        while not stop.is_set():
+            number_in(path)
+    except Exception as error:
+        pipe.send(repr(error))
+    else:
+        pipe.send("never failed")
+
+
+def save_with_file_size_limit(pipe: Connection, path: str, limit_bytes: int) -> None:
+    """Save on a "disk" that takes `limit_bytes`; report the text and errno of what is raised."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    try:
+        save_numbered(2, path)
+    except OSError as error:
+        pipe.send((str(error), error.errno))
+    else:
+        pipe.send(("saved", None))
+
+
+def save_with_umask(pipe: Connection, path: str, umask: int) -> None:
+    """Report the mode of a file saved under `umask`."""
+    os.umask(umask)
+    save_numbered(1, path)
+    pipe.send(os.stat(path).st_mode & 0o777)

@@ -1,0 +1,20 @@
+"""Closing a group while gloo may still hold what it was given."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_bucketddp.comm.collectives import Collectives
+from tests.support.ranks import device
+
+
+def is_closed_while_a_tensor_is_lent() -> tuple[bool, bool]:
+    """Whether a group is closed while an operation that has ended is still there, and when it has gone."""
+    collectives = Collectives(device())
+    pending = collectives.host_group().start_gather(torch.zeros(2))
+    pending.wait()
+    collectives.close_host_groups()
+    is_closed_at_once = collectives._host_group is None
+    del pending  # with it goes the operation, and what it holds
+    collectives.close_host_groups()
+    return is_closed_at_once, collectives._host_group is None

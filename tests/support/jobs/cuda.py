@@ -1,0 +1,235 @@
+"""What only a GPU can show: streams, host synchronisation, device memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.recording.marked_steps import step_of
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.step_recorder import StepRecorder
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
+from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.jobs.models import batch
+from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.support.jobs.recording import CONFIGS, assert_in_order
+from tests.support.jobs.replicas import Training
+from tests.support.ranks import device
+
+WIDE = 1024
+
+
+def _wide_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(8)]).to(device())
+
+
+class OnSideStream(nn.Module):
+    """Every second layer runs on another stream, so its gradients are computed there too."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self._side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        for index, layer in enumerate(self.layers):
+            if index % 2:
+                self._side.wait_stream(main)
+                with torch.cuda.stream(self._side):
+                    x = layer(x)
+                main.wait_stream(self._side)
+            else:
+                x = layer(x)
+        return x
+
+
+def gradients_from_several_streams_are_waited_for() -> None:
+    layers = _wide_model()
+    reference = copy.deepcopy(layers)
+    model = OnSideStream(layers)  # type: ignore[arg-type]
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    for step in range(10):
+        x = batch(dist.get_rank(), step, 512, WIDE)
+        for module in (model, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        average_by_hand(reference)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert reducer.bucket_set is not None
+    assert len(reducer.bucket_set.streams) == 2
+
+
+def a_step_never_makes_the_host_wait() -> None:
+    """torch raises where an operation would synchronise the host with the device."""
+    model = _wide_model()
+    collectives = Collectives(device())
+    weighting = Weighting(StepExchange(collectives), by_weight=True, needs_every_weight=False)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), weighting=weighting)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+    for step in range(4):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.zero_grad()
+            weighting.add(1.0)
+            with reducer.no_sync(), reducer.backward():
+                model(x).square().mean().backward()
+            weighting.add(1.0 + dist.get_rank())
+            loss = model(x).square().mean()
+            reducer.finiteness.see_loss(loss)
+            with reducer.backward():
+                loss.backward()
+            optimizer.step()
+        finally:
+            if step == 3:
+                torch.cuda.set_sync_debug_mode("default")
+    assert_equal_on_all_ranks(model)
+
+
+def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
+    """The same for steps that are recorded; the times, read afterwards, are in order. Returns the exposed ones."""
+    model = _wide_model()
+    reducer = build_reducer(model, bucket_cap_mb=4.5, **CONFIGS[config])
+    recorder = StepRecorder(device())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+    marked = []
+    for step in range(8):
+        if step == 4:
+            reducer.recorder = recorder
+            recorder.begin(reducer.stats)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with recorder.during("forward"):
+                loss = model(x).square().mean()
+            with recorder.during("backward"):
+                loss.backward()
+            with recorder.during("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            if step >= 4:
+                assert reducer.bucket_set is not None
+                marked.append(recorder.complete(reducer.stats, step=step, plan=reducer.bucket_set.version))
+                recorder.is_past(marked[0])
+        finally:
+            if step == 7:
+                torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(recorder.is_past(one) for one in marked)
+    before_s, steps = time.perf_counter(), [step_of(one, recorder.axis, memory_bytes=0) for one in marked]
+    for recorded in steps:
+        assert recorded is not None
+        assert len(recorded.buckets) > 1
+        # Events have a resolution of half a microsecond, and clocks differ.
+        assert_in_order(recorded, tolerance_s=1e-5)
+        assert 0 < recorded.end_s - recorded.start_s < 5
+        assert recorded.end_s < before_s + 0.01
+    recorder.close()
+    reducer.close()
+    return [recorded.exposed_s for recorded in steps if recorded is not None]
+
+
+def a_check_of_the_replicas_never_makes_the_host_wait() -> None:
+    """The same for steps that start checksums, send them and read the answer."""
+    training = Training(ReplicaCheckConfig(every_n_steps=1))
+    inputs = [batch(dist.get_rank(), step) for step in range(8)]
+    for x in inputs[:3]:
+        training.step(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in inputs[3:]:
+            training.step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    training.reducer.close()
+    assert_equal_on_all_ranks(training.model)
+
+
+def peak_gradient_memory() -> tuple[float, float]:
+    """Peak device memory of a step over the same step without communication, in units of the gradients' size.
+
+    Once with one micro-batch and once with two.
+    """
+    model = _wide_model()
+    size_of_gradients = sum(param.nbytes for param in model.parameters())
+    x = batch(dist.get_rank(), 0, 8, WIDE)
+
+    def peak_of_step(micro_batches: int) -> int:
+        for param in model.parameters():
+            param.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(micro_batches):
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    alone = [peak_of_step(1), peak_of_step(2)]
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    peak_of_step(1)  # plans
+    ours = [peak_of_step(1), peak_of_step(2)]
+    reducer.close()
+    # Without communication the gradients themselves are part of the peak.
+    extra = [1 + (our - single) / size_of_gradients for our, single in zip(ours, alone, strict=True)]
+    return extra[0], extra[1]
+
+
+def a_captured_step_trains_like_others() -> None:
+    """`torch.cuda.graph` captures forward, backward, reductions and the optimizer's step."""
+    model = _wide_model()
+    reference = copy.deepcopy(model)
+    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    x = batch(dist.get_rank(), 0, 64, WIDE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        reducer.finiteness.see_loss(loss)
+        with reducer.backward():
+            loss.backward()
+        optimizer.step()
+
+    def their_step() -> None:
+        their_optimizer.zero_grad()
+        reference(x).square().mean().backward()
+        average_by_hand(reference)
+        their_optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(4):
+        their_step()
+    for number in range(1, 6):
+        x.copy_(batch(dist.get_rank(), number, 64, WIDE))
+        graph.replay()
+        their_step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    step()  # goes on without the graph
+    their_step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert reducer.has_exchanged in (True, False)  # can be asked
+    reducer.close()

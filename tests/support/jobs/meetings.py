@@ -1,0 +1,55 @@
+"""Jobs in which ranks meet; what they call themselves may differ from what they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from lightning_bucketddp.startup.rendezvous import Rendezvous
+from lightning_bucketddp.startup.store import StartError, StoreAddress
+
+ALL_THERE = "all there"
+
+
+def meet(
+    *,
+    port: int,
+    ranks: list[int],
+    world_sizes: list[int],
+    start_timeout_s: float = 60,
+    late_s: list[float] | None = None,
+    failure_on: int | None = None,
+    agent: bool = False,
+    num_meetings: int = 1,
+) -> dict[str, Any]:
+    """Meet as rank `ranks[r]` of `world_sizes[r]`: the outcome in words, and how long it took."""
+    me = dist.get_rank()
+    time.sleep(late_s[me] if late_s else 0)
+    point = StoreAddress(
+        address="127.0.0.1", port=port, rank=ranks[me], world_size=world_sizes[me], local_rank=ranks[me]
+    )
+    # As torchrun sets them.
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"} if agent else {}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    began = time.monotonic()
+    with patch.dict(os.environ, variables):
+        try:
+            for _ in range(num_meetings):
+                rendezvous = Rendezvous(point, timeout_s=start_timeout_s)
+                store = rendezvous.meet(listener=None, find_failure=lambda: "it broke" if failure_on == me else None)
+                dist.barrier()  # the host of the store stays until the others have read it
+                del store
+            outcome = ALL_THERE
+        except StartError as error:
+            outcome = str(error)
+    return {"outcome": outcome, "seconds": time.monotonic() - began, "pid": os.getpid()}
+
+
+def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
+    """Meet in this process."""
+    point = StoreAddress(address=address, port=port, rank=rank, world_size=world_size, local_rank=0)
+    Rendezvous(point, timeout_s=timeout_s).meet(listener=None, find_failure=lambda: None)

@@ -1,0 +1,236 @@
+"""Training one model with our reducer beside a reference, step by step, on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.jobs.models import CASES, Case
+from tests.support.ranks import device
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train, the same for ours and for the reference."""
+
+    steps: int = 4
+    micro_batches: int = 1
+    optimizer: str = "sgd"
+    clip: str | None = None
+    bucket_cap_mb: Any = 25.0
+    all_alone: bool = False
+    marked: bool = True  # ours runs backward inside `reducer.backward()`, as the strategies do
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    stats: ReducerStats
+    num_buckets: int
+    num_all_reduces: int
+
+
+def build_reducer(model: nn.Module, *, all_alone: bool = False, **options: Any) -> Reducer:
+    """A reducer for `model`, set up as the strategies do it; `all_alone` treats each gradient as a large one."""
+    replicas = Replicas(model, Collectives(device()))
+    replicas.agree()
+    replicas.broadcast()
+    with patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)) if all_alone else nullcontext():
+        return Reducer(replicas, ReducerConfig(**options))
+
+
+def torch_ddp_can(case: str) -> bool:
+    """Whether the torch that is installed can train this with DistributedDataParallel."""
+    kwargs = CASES[case].ddp
+    return kwargs is not None and kwargs.keys() <= inspect.signature(DistributedDataParallel).parameters.keys()
+
+
+def parity_with_torch_ddp(case: str, training: Training) -> Outcome:
+    """Train with torch DDP and with ours; gradients and weights must be equal after every step."""
+    kwargs = CASES[case].ddp
+    assert kwargs is not None
+
+    def wrap(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, **kwargs)
+
+    return _train_both(CASES[case], training, _Reference(wrap, synchronise=lambda model: None))
+
+
+def parity_with_mean(case: str, training: Training) -> Outcome:
+    """The same, against gradients averaged by hand: what torch DDP should do where it cannot."""
+    return _train_both(CASES[case], training, _Reference(lambda model: model, synchronise=average_by_hand))
+
+
+@dataclass(frozen=True)
+class _Reference:
+    wrap: Callable[[nn.Module], nn.Module]
+    synchronise: Callable[[nn.Module], None]
+
+
+def average_by_hand(model: nn.Module) -> None:
+    """Mean over the ranks, with zeros where a rank has no gradient and nothing where none has."""
+    for param in model.parameters():
+        if param.requires_grad:
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+            used = torch.tensor(float(param.grad is not None), device=device())
+            sparse = param.grad is not None and param.grad.is_sparse
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient.contiguous()
+            dist.all_reduce(real)
+            dist.all_reduce(used)
+            if used > 0:
+                real /= dist.get_world_size()
+                mean = torch.view_as_complex(real) if gradient.is_complex() else real
+                param.grad = mean.to_sparse(1) if sparse else mean
+
+
+def _train_both(case: Case, training: Training, reference: _Reference) -> Outcome:
+    torch.manual_seed(7 + dist.get_rank())  # the ranks start from different weights: rank 0's must win
+    ours = case.build().to(device())
+    torch.manual_seed(7)
+    theirs_bare = case.build().to(device())
+    theirs = reference.wrap(theirs_bare)
+    reducer = build_reducer(ours, bucket_cap_mb=training.bucket_cap_mb, all_alone=training.all_alone)
+    our_optimizer = _optimizer(training.optimizer, ours)
+    their_optimizer = _optimizer(training.optimizer, theirs_bare)
+    num_all_reduces = 0
+    for step in range(training.steps):
+        case.on_step(ours, step)
+        case.on_step(theirs_bare, step)
+        with counted_all_reduces() as count:
+            _step(_OurSide(ours, reducer, training.marked), our_optimizer, case, training, step)
+        num_all_reduces += count()
+        _step(_TheirSide(theirs, reference.synchronise), their_optimizer, case, training, step)
+        _assert_equal(ours, theirs_bare, training.tolerance, step)
+        assert_equal_on_all_ranks(ours)
+    bucket_set = reducer.bucket_set
+    assert bucket_set is not None
+    reducer.close()
+    return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces)
+
+
+@dataclass(frozen=True)
+class _OurSide:
+    model: nn.Module
+    reducer: Reducer
+    marked: bool
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with self.reducer.no_sync():
+            yield
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        with self.reducer.backward() if self.marked else nullcontext():
+            loss.backward()
+
+
+@dataclass(frozen=True)
+class _TheirSide:
+    model: nn.Module
+    synchronise: Callable[[nn.Module], None]
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
+            yield
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+        if last:
+            self.synchronise(self.model)
+
+
+def _step(
+    side: _OurSide | _TheirSide, optimizer: torch.optim.Optimizer, case: Case, training: Training, step: int
+) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        for micro_batch in range(training.micro_batches):
+            last = micro_batch == training.micro_batches - 1
+            with nullcontext() if last else side.accumulating():
+                loss = case.loss(side.model, dist.get_rank(), step * training.micro_batches + micro_batch)
+                side.backward(loss / training.micro_batches, last=last)
+        if training.clip == "norm":
+            nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+        elif training.clip == "value":
+            nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
+        return loss
+
+    if training.optimizer == "lbfgs":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.1)
+    if name == "momentum":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+    if name == "adamw_fused":
+        return torch.optim.AdamW(params, lr=0.01, fused=True)
+    if name == "adamw_foreach":
+        return torch.optim.AdamW(params, lr=0.01, foreach=True)
+    if name == "lbfgs":
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+    raise ValueError(name)
+
+
+def _assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float, step: int) -> None:
+    for (name, our_param), their_param in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        where = f"{name}, step {step}, rank {dist.get_rank()}"
+        _assert_close(our_param.detach(), their_param.detach(), tolerance, f"weights of {where}")
+        assert (our_param.grad is None) == (their_param.grad is None), f"gradient of {where}: {our_param.grad}"
+        if our_param.grad is not None and their_param.grad is not None:
+            assert our_param.grad.is_sparse == their_param.grad.is_sparse, where
+            _assert_close(our_param.grad.to_dense(), their_param.grad.to_dense(), tolerance, f"gradient of {where}")
+
+
+def _assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    if tolerance == 0:
+        assert torch.equal(ours, theirs), f"{what}: {(ours - theirs).abs().max()} apart"
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
+    """Every rank has the same weights, bit for bit."""
+    for name, param in model.named_parameters():
+        reference = param.detach().clone()
+        dist.broadcast(torch.view_as_real(reference) if reference.is_complex() else reference, src=0)
+        assert torch.equal(reference, param), f"{name} differs between rank 0 and rank {dist.get_rank()}"
+
+
+@contextmanager
+def counted_all_reduces() -> Iterator[Callable[[], int]]:
+    """Counts the calls of `torch.distributed.all_reduce`, whoever makes them."""
+    original = dist.all_reduce
+    calls = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield lambda: calls
+    finally:
+        dist.all_reduce = original

@@ -1,0 +1,549 @@
+"""What the reducer does beyond being right: when it communicates, what it leaves behind, how it fails."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.bucket import LateGradientError
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
+from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
+from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer, counted_all_reduces
+from tests.support.ranks import device
+
+
+def _model_and_copy() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    model = mlp().to(device())
+    return model, copy.deepcopy(model)
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        assert param.grad is None or torch.equal(param.grad, other.grad), name  # type: ignore[arg-type]
+
+
+def no_sync_around_backward_alone_is_enough() -> int:
+    """torch DDP reads the flag in forward and synchronises here."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    with counted_all_reduces() as count, reducer.no_sync():
+        loss.backward()
+    reference(x).square().mean().backward()
+    _assert_same_gradients(model, reference)
+    return count()
+
+
+def calling_a_submodule_synchronises() -> None:
+    """torch DDP arms itself in the wrapper's forward and silently does nothing here."""
+    model, reference = _model_and_copy()
+    build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    model[0](x).square().mean().backward()  # type: ignore[index]
+    reference[0](x).square().mean().backward()  # type: ignore[index]
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
+
+
+def second_backward_on_one_forward_synchronises() -> None:
+    """torch DDP leaves the second one unsynchronised."""
+    model, reference = _model_and_copy()
+    build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    (2 * reference(x).square().mean()).backward()
+    average_by_hand(reference)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-8)
+    assert_equal_on_all_ranks(model)
+
+
+def parameter_used_only_in_an_earlier_micro_batch_is_reduced() -> None:
+    """torch DDP never synchronises it."""
+    torch.manual_seed(3)
+    model = Branches().to(device())
+    reference = copy.deepcopy(model)
+    reducer = build_reducer(model)
+    for step in range(3):
+        for module in (model, reference):
+            module.zero_grad()
+            x = batch(dist.get_rank(), step)
+            with reducer.no_sync():
+                module(x, left=True, right=False).backward()
+            module(x, left=False, right=True).backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
+
+
+def parameter_unfrozen_after_setup_is_reduced() -> int:
+    """torch DDP leaves it unsynchronised."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)  # type: ignore[index]
+    reducer = build_reducer(model)
+    for step, frozen in enumerate([True, True, False, False, True, False]):
+        for module in (model, reference):
+            module.zero_grad()
+            module[0].requires_grad_(not frozen)  # type: ignore[index]
+            module(batch(dist.get_rank(), step)).square().mean().backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
+    return reducer.stats.num_plans
+
+
+def parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
+    """Nothing but a parameter that could not be trained at set-up takes part in a plain backward."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)  # type: ignore[index]
+    build_reducer(model)
+    for module in (model, reference):
+        module.requires_grad_(False)
+        module[0].requires_grad_(True)  # type: ignore[index]
+        module(batch(dist.get_rank(), 0)).square().mean().backward()
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
+
+
+def half_precision_gradients_do_not_overflow() -> None:
+    """The sum of these is beyond what fp16 can hold, their mean is not."""
+    model = nn.Linear(2, 2, bias=False).to(device(), torch.float16)
+    build_reducer(model)
+    (model.weight * (40_000.0 if dist.get_rank() == 0 else 50_000.0)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 45_000.0))  # type: ignore[arg-type]
+
+
+def gradients_travel_in_another_dtype(own: torch.dtype, travels_as: str) -> list[str]:
+    """Which dtypes were on the wire. The result must be the mean of what was sent, in the gradients' own dtype."""
+    model = mlp().to(device(), own)
+    reducer = build_reducer(model, reduce_dtype=travels_as)
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[travels_as]
+    seen: set[str] = set()
+    original = dist.all_reduce
+
+    def observing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.add(str(tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    for step in range(3):
+        x = batch(dist.get_rank(), step).to(own)
+        reference = copy.deepcopy(model)
+        reference(x).square().mean().backward()
+        model.zero_grad()
+        dist.all_reduce = observing
+        model(x).square().mean().backward()
+        dist.all_reduce = original
+        for param, local in zip(model.parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None
+            assert local.grad is not None
+            assert param.grad.dtype == own
+            sent = local.grad.to(wire).double()
+            dist.all_reduce(sent)
+            expected = sent / dist.get_world_size()
+            epsilon = max(torch.finfo(wire).eps, torch.finfo(own).eps)
+            torch.testing.assert_close(param.grad.double(), expected, rtol=epsilon, atol=epsilon * 1e-2)
+    reducer.close()
+    return sorted(seen)
+
+
+def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
+    """What `toggle_optimizer` does: the network that is switched off is not communicated, and nothing is re-planned."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)}).to(device())
+    reducer = build_reducer(model)
+    num_reduced: list[int] = []
+    for step in range(6):
+        on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
+        model[on].requires_grad_(True)
+        model[off].requires_grad_(False)
+        before = reducer.stats.bytes_reduced
+        model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
+        num_reduced.append(reducer.stats.bytes_reduced - before)
+    return reducer.stats.num_plans, num_reduced
+
+
+def plans_are_forgotten_after_a_while() -> list[int]:
+    """How many plans were made after one set of trainable parameters, 66 times another, a third, the first again."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    num_plans: list[int] = []
+    for frozen, times in ((0, 1), (2, 66), (4, 1), (0, 1)):
+        model.requires_grad_(True)
+        model[frozen].requires_grad_(False)  # type: ignore[index]
+        for step in range(times):
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+            model.zero_grad()
+        num_plans.append(reducer.stats.num_plans)
+    return num_plans
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward if told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
+def training_continues_after_an_exception_in_backward(marked: bool, failing_ranks: list[int]) -> None:
+    """At step 2 some ranks raise half-way through backward. All skip that step, and go on together."""
+    torch.manual_seed(3)
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model, bucket_cap_mb=1e-6)
+    for step in range(5):
+        x = batch(dist.get_rank(), step)
+        fails = step == 2 and dist.get_rank() in failing_ranks
+        loss = model[1:](Fails.apply(model[0](x), fails)).square().mean()  # type: ignore[index]
+        _run_backward(loss, reducer if marked else None, must_fail=fails)
+        if step != 2:
+            reference(x).square().mean().backward()
+            average_by_hand(reference)
+            _assert_same_gradients(model, reference)
+            for module in (model, reference):
+                with torch.no_grad():
+                    for param in module.parameters():
+                        param -= 0.1 * param.grad  # type: ignore[operator]
+        model.zero_grad()
+        reference.zero_grad()
+    assert_equal_on_all_ranks(model)
+
+
+def buffers_after_a_backward_that_died(failing_rank: int) -> tuple[list[float], int]:
+    """The buffer after each backward, and their number. One dies on one rank; each forward adds to the buffer."""
+    model, _ = _model_and_copy()
+    model.register_buffer("total", torch.zeros((), device=device()))
+    reducer = build_reducer(model, bucket_cap_mb=1e-6)
+    totals = []
+    for step in range(4):
+        model.zero_grad()
+        model.total += 1 + 10 * dist.get_rank()  # type: ignore[operator]
+        fails = step == 2 and dist.get_rank() == failing_rank
+        loss = model[1:](Fails.apply(model[0](batch(dist.get_rank(), step)), fails)).square().mean()  # type: ignore[index]
+        _run_backward(loss, None, must_fail=fails)
+        if step != 2:
+            totals.append(model.total.item())  # type: ignore[operator]
+    reducer.close()
+    return totals, reducer.stats.num_backwards
+
+
+def _run_backward(loss: Tensor, reducer: Reducer | None, *, must_fail: bool) -> None:
+    try:
+        if reducer is None:
+            loss.backward()
+        else:
+            with reducer.backward():
+                loss.backward()
+    except ArithmeticError:
+        assert must_fail
+    else:
+        assert not must_fail
+
+
+def a_plain_backward_of_a_few_parameters_is_noticed(before: str) -> None:
+    """Also after one that left its only bucket incomplete, because it used few parameters, too, or because it died."""
+    params = nn.ParameterList(torch.ones(2) for _ in range(4)).to(device())
+    reducer = build_reducer(params)
+
+    def backward(*indices: int, fails: bool = False) -> None:
+        params.zero_grad()
+        # What was computed first comes last: the failure, after a gradient has arrived.
+        loss = Fails.apply(params[0] * 2, fails).sum() if fails else torch.zeros((), device=device())
+        for i in indices:
+            loss = loss + (params[i] * (1.0 + dist.get_rank())).sum()
+        _run_backward(loss, None, must_fail=fails)
+
+    backward(0, 1, 2, 3)
+    backward(3) if before == "few" else backward(3, fails=True)
+    backward(3)
+    assert params[3].grad is not None
+    assert torch.equal(params[3].grad, torch.full_like(params[3], 1.5))
+    reducer.close()
+
+
+def late_gradient(overlap: bool) -> str:
+    """A block that is used once in the first backward and twice in a later one, by reentrant checkpointing."""
+    torch.manual_seed(3)
+    model = Checkpointed(reentrant=True, shared=True).to(device())
+    reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+    blocks = model.blocks
+    model.blocks = blocks[:1]
+    with reducer.backward():
+        model(batch(dist.get_rank(), 0)).square().mean().backward()
+    model.zero_grad()
+    model.blocks = blocks
+    try:
+        with reducer.backward():
+            model(batch(dist.get_rank(), 1)).square().mean().backward()
+    except LateGradientError as error:
+        return str(error)
+    reference = Checkpointed(reentrant=True, shared=True).to(device())
+    reference.load_state_dict(model.state_dict(), strict=False)
+    reference(batch(dist.get_rank(), 1)).square().mean().backward()
+    average_by_hand(reference)
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, msg=name)
+    return "no error"
+
+
+def buckets_leave_while_backward_runs(overlap: bool) -> tuple[int, int]:
+    """How many buckets have left when the first layer's backward begins, of how many."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(device())
+    reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+    left_before_the_end = 0
+
+    def first_layer_begins(grad: Tensor) -> None:
+        nonlocal left_before_the_end
+        left_before_the_end = reducer.stats.num_reductions - before
+
+    for step in range(2):
+        before = reducer.stats.num_reductions
+        hidden = model[0](batch(dist.get_rank(), step))
+        hidden.register_hook(first_layer_begins)
+        model[1:](hidden).square().mean().backward()
+        model.zero_grad()
+    assert reducer.bucket_set is not None
+    return left_before_the_end, len(reducer.bucket_set.buckets)
+
+
+def gradients_live_in_the_buckets() -> None:
+    """After a synchronised backward, and while micro-batches are accumulated, `.grad` is a view of the buffer."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+
+    def assert_views() -> None:
+        assert reducer.bucket_set is not None
+        buffers = [bucket.buffer for bucket in reducer.bucket_set.buckets]  # type: ignore[union-attr]
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            start = param.grad.data_ptr()
+            assert any(b.data_ptr() <= start < b.data_ptr() + b.nbytes for b in buffers), name
+
+    model(batch(0, 0)).sum().backward()
+    assert_views()
+    model.zero_grad(set_to_none=True)
+    with reducer.no_sync():
+        model(batch(0, 1)).sum().backward()
+    assert_views()
+    model(batch(0, 2)).sum().backward()
+    assert_views()
+
+
+def a_large_gradient_stays_where_it_is() -> None:
+    """It is reduced where autograd has put it, and nobody keeps it when the user lets it go."""
+    model = nn.Linear(1024, 1024).to(device())
+    seen: list[int] = []
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))  # type: ignore
+    # As large as that is on a host; on a GPU it would be a small one.
+    reducer = build_reducer(model, bucket_cap_mb=1, all_alone=device().type == "cuda")
+    for step in range(3):
+        x = batch(dist.get_rank(), step, 4, 1024)
+        expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+        dist.all_reduce(expected)
+        model(x).square().mean().backward()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, expected / dist.get_world_size())
+        assert model.weight.grad.data_ptr() == seen[-1]
+        kept = weakref.ref(model.weight.grad)
+        model.zero_grad()
+        assert kept() is None
+    reducer.close()
+
+
+def strides_follow_the_parameter() -> None:
+    conv = nn.Conv2d(3, 4, 3).to(device()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    build_reducer(conv)
+    conv(batch(0, 0, 2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+def copies_carry_nothing_of_ours() -> None:
+    """A copy of the module made during training has no hooks and no views."""
+    model, _ = _model_and_copy()
+    build_reducer(model)
+    model(batch(0, 0)).sum().backward()
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with counted_all_reduces() as count:
+            duplicate(batch(0, 1)).sum().backward()
+        assert count() == 0
+
+
+def closed_reducer_does_nothing() -> int:
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    model(batch(0, 0)).sum().backward()
+    reducer.close()
+    with counted_all_reduces() as count:
+        model(batch(0, 1)).sum().backward()
+    return count()
+
+
+def setup_error(build: Callable[[], nn.Module]) -> str:
+    """The error with which a module that cannot be trained is refused."""
+    try:
+        build_reducer(build())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def replica_error(build: Callable[[int], nn.Module]) -> str:
+    """The error with which a module that differs between ranks is refused."""
+    model = build(dist.get_rank()).to(device())
+    try:
+        replicas = Replicas(model, Collectives(device()))
+        replicas.agree()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def other_width(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank == 1)))
+
+
+def other_dtype(rank: int) -> nn.Module:
+    """torch DDP does not notice: rank 1's weights become garbage and gloo ends the process."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64 if rank == 1 else torch.float32))
+
+
+def other_requires_grad(rank: int) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(rank != 1)
+    return model
+
+
+def other_layers(rank: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + (rank == 0))])
+
+
+def other_strides(rank: int) -> nn.Module:
+    conv = nn.Conv2d(3, 4, 3)
+    return conv.to(memory_format=torch.channels_last) if rank == 1 else conv  # type: ignore[call-overload,no-any-return]
+
+
+def other_buffer(rank: int) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(3 + rank))
+    return model
+
+
+def other_order(rank: int) -> nn.Module:
+    model = nn.Module()
+    for name in ("a", "b") if rank == 0 else ("b", "a"):
+        model.add_module(name, nn.Linear(4, 4))
+    return model
+
+
+def freeze_on_one_rank_only() -> str:
+    """The trainable sets differ when the plan for them is made: refused, with the parameter's name."""
+    model, _ = _model_and_copy()
+    build_reducer(model)
+    model[2].weight.requires_grad_(dist.get_rank() != 1)  # type: ignore[index]
+    try:
+        model(batch(0, 0)).sum().backward()
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def weights_and_buffers_come_from_rank_zero() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
+    model.register_buffer("table", torch.randn(3, device=device()))
+    model[1].running_mean.normal_()  # type: ignore[union-attr,operator]
+    build_reducer(model)
+    for tensor in model.state_dict().values():
+        reference = tensor.clone()
+        dist.broadcast(reference, src=0)
+        assert torch.equal(reference, tensor)
+
+
+def ignored_names_are_left_alone() -> None:
+    """Also at the root of the module, where torch DDP cannot ignore by name."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Module()
+    model.local = nn.Parameter(torch.randn(3, device=device()))
+    model.register_buffer("mine", torch.randn(3, device=device()))
+    model.linear = nn.Linear(3, 3, device=device())
+    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]  # type: ignore[assignment]
+    local, mine = model.local.detach().clone(), model.mine.clone()  # type: ignore[operator]
+    build_reducer(model)
+    (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()  # type: ignore[operator]
+    assert torch.equal(model.local, local)
+    assert torch.equal(model.mine, mine)  # type: ignore[arg-type]
+    summed = model.local.grad.clone()  # type: ignore[union-attr,operator]
+    dist.all_reduce(summed)
+    assert not torch.equal(summed, 2 * model.local.grad)  # type: ignore[operator]
+
+
+def norm_statistics_are_shared_on_demand() -> None:
+    """Running statistics drift apart in training and are rank 0's again when asked for."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).to(device())
+    replicas = Replicas(model, Collectives(device()))
+    reducer = Reducer(replicas, ReducerConfig())
+    model(batch(dist.get_rank(), 0)).square().mean().backward()
+    statistics = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    from_rank_zero = statistics.clone()
+    dist.broadcast(from_rank_zero, src=0)
+    assert dist.get_rank() == 0 or not torch.equal(statistics, from_rank_zero)
+    replicas.broadcast_all_buffers()
+    assert torch.equal(model[1].running_mean, from_rank_zero)  # type: ignore[arg-type]
+    reducer.close()
+
+
+def retained_graph_survives_the_buffer_broadcast() -> None:
+    """A buffer that the graph saved is overwritten with rank 0's between two backwards of it."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(WIDTH, WIDTH).to(device())
+    model.register_buffer("scale", torch.rand(WIDTH, device=device()))
+    build_reducer(model)
+    loss = (model(batch(dist.get_rank(), 0)) * model.scale).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def comm_hook_runs(hook_name: str) -> None:
+    """torch's own communication hooks see our buckets as DDP's."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model, comm_hook=getattr(default_hooks, hook_name), bucket_cap_mb=0.001)
+    for step in range(3):
+        x = batch(dist.get_rank(), step)
+        for module in (model, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        average_by_hand(reference)
+        tolerance = 0.0 if hook_name == "allreduce_hook" else 1e-2
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=tolerance, atol=tolerance * 0.1)
+    assert reducer.bucket_set is not None
+    assert len(reducer.bucket_set.buckets) > 1

@@ -1,0 +1,48 @@
+"""Jobs of ranks that take themselves for hosts of their own, or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.comm.nccl_sockets import open_more_sockets
+from lightning_bucketddp.comm.process_group import access_store
+from lightning_bucketddp.startup.store import part_of
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from tests.support.scripts.fit import Regression, lightning
+
+
+def decide(*, case: str, variables: list[dict[str, str]], roots: list[Path]) -> dict[str, Any]:
+    """What `variables[rank]` become on a machine that looks like `roots[rank]`, and what is reported."""
+    rank = dist.get_rank()
+    with patch.dict(os.environ, variables[rank]):
+        store = part_of(access_store().store, f"sockets of {case}")
+        num_hosts = open_more_sockets(store, rank=rank, world_size=dist.get_world_size(), root=roots[rank])
+        dist.barrier()  # the store is read by all
+        return {"num_hosts": num_hosts, **nccl_variables()}
+
+
+def start(*, directory: Path, interface: str, backend: str, same_host: bool = False) -> None:
+    """Start on a host of its own for each rank, and write down what it has set when the process group is to be made."""
+    os.environ["NCCL_HOSTID"] = "host" if same_host else f"host{os.environ['RANK']}"
+    # There is no NCCL without a GPU: what is set then, was set before the group was made.
+    with suppress(Exception):
+        if interface == "fabric":
+            Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(process_group_backend=backend)).launch()
+        else:
+            strategy = BucketDDPStrategy(process_group_backend=backend)
+            lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, fast_dev_run=1).fit(Regression())
+    result = {"has_group": dist.is_initialized(), **nccl_variables()}
+    (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+def nccl_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_HOSTID"}

@@ -1,0 +1,192 @@
+"""Real processes for tests: one pool per world size, started once and reused by every test.
+
+    ranks = run_on_ranks(job, world_size=2, some_argument=3)    # [job(...) on rank 0, job(...) on rank 1]
+
+`job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
+`run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and is told with
+where they were.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.forks import PROCESSES
+
+_GRACE_AFTER_FAILURE_S = 5.0
+
+
+class RankFailed(Exception):
+    """A job raised, died or hung on some rank."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: str | None = None
+
+
+class RankPool:
+    """`world_size` processes in one process group, waiting for jobs."""
+
+    def __init__(self, world_size: int, backend: str) -> None:
+        # A process that is forked can use a GPU only if the one that it is forked from has not looked for any.
+        context = PROCESSES if device().type == "cpu" else multiprocessing.get_context("spawn")
+        port = _free_port()
+        # Where each process writes what all its threads do when it is made to end.
+        self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, backend, port, self._stacks[rank].name),
+                daemon=True,
+                name=f"rank {rank}",
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def run(self, job: Callable[..., Any], timeout_s: float, kwargs: dict[str, Any]) -> list[Any]:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # a process that died is reported when its answer is missing
+                pipe.send((job, kwargs))
+        outcomes = self._collect(timeout_s)
+        failures = [f"--- rank {rank} ---\n{o.error}" for rank, o in enumerate(outcomes) if o.error is not None]
+        if failures:
+            raise RankFailed("\n".join([f"{job.__module__}.{job.__qualname__}({kwargs})", *failures]))
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _collect(self, timeout_s: float) -> list[_Outcome]:
+        outcomes: dict[int, _Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(outcomes) < len(self._pipes):
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in outcomes and pipe.poll(0.001):
+                    outcomes[rank] = self._receive(rank)
+                    if outcomes[rank].error is not None:
+                        # The others may wait for this rank for ever.
+                        deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
+            if time.monotonic() > deadline:
+                for process in self._processes:
+                    if process.pid is not None and process.is_alive():
+                        os.kill(process.pid, signal.SIGABRT)
+                        process.join(_GRACE_AFTER_FAILURE_S)
+                self.close()
+                break
+        return [
+            outcomes.get(rank, _Outcome(error=f"still running; killed\n{self._stack_of(rank)}"))
+            for rank in range(len(self._pipes))
+        ]
+
+    def _receive(self, rank: int) -> _Outcome:
+        try:
+            outcome: _Outcome = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            return _Outcome(error=f"died with exit code {self._processes[rank].exitcode}\n{self._stack_of(rank)}")
+        return outcome
+
+    def _stack_of(self, rank: int) -> str:
+        return self._stacks[rank].read().decode()
+
+
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def run_on_ranks(
+    job: Callable[..., Any], *, world_size: int = 2, timeout_s: float = 60, backend: str | None = None, **kwargs: Any
+) -> list[Any]:
+    """Run `job(**kwargs)` on every rank and return the results by rank."""
+    key = (world_size, backend or _default_backend())
+    if key not in _pools:
+        _pools[key] = RankPool(*key)
+    try:
+        return _pools[key].run(job, timeout_s, kwargs)
+    except RankFailed:
+        # Ranks that failed at different places no longer agree on the next collective: start afresh.
+        _pools.pop(key).close()
+        raise
+
+
+def close_pools() -> None:
+    """End every process that this module started."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(close_pools)
+
+
+def device() -> torch.device:
+    """Where jobs put their tensors: `BUCKETDDP_TEST_DEVICE`, or the CPU."""
+    return torch.device(os.environ.get("BUCKETDDP_TEST_DEVICE", "cpu"))
+
+
+def _default_backend() -> str:
+    return "nccl" if device().type == "cuda" else "gloo"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
+    faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
+    torch.set_num_threads(1)  # results must not depend on how busy the machine is
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+        # NCCL refuses two ranks of one host on one GPU: give each rank a host of its own.
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    while True:
+        try:
+            job, kwargs = pipe.recv()
+        except (EOFError, OSError):
+            sys.exit(0)
+        torch.manual_seed(0)
+        try:
+            outcome = _Outcome(value=job(**kwargs))
+        except BaseException:
+            outcome = _Outcome(error=traceback.format_exc())
+        pipe.send(outcome)

@@ -1,0 +1,258 @@
+"""Jobs that train with Fabric, with whatever strategy they are given."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_bucketddp
+from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
+
+NUM_STEPS = 6
+ROOTS = ["lightning.fabric", "lightning_fabric"]
+
+
+def make_fabric(strategy: Any, *, root: str = ROOTS[0], **options: Any) -> Any:
+    fabric_class = importlib.import_module(root).Fabric
+    fabric = fabric_class(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def strategy_of(root: str, **options: Any) -> Any:
+    return strategy_class(root)(**options)
+
+
+def _set_up(fabric: Any) -> tuple[Any, Any]:
+    """A module with an optimizer; rank 0's weights are those that count."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+
+
+def _loss(module: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return module(torch.randn(4, 4, generator=generator)).square().mean()
+
+
+def _weights(*modules: nn.Module) -> list[Any]:
+    return [{name: value.tolist() for name, value in module.state_dict().items()} for module in modules]
+
+
+@like_torchrun()
+def train(*, strategy: str, loop: str, root: str = ROOTS[0]) -> list[Any]:
+    """The weights that one of the training loops below leaves."""
+    return LOOPS[loop](make_fabric(strategy, root=root))
+
+
+@like_torchrun()
+def train_with_the_public_class(*, loop: str) -> list[Any]:
+    """The same, with an instance of the class that is for the Trainer, too."""
+    return LOOPS[loop](make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
+
+
+def _backward(fabric: Any) -> list[Any]:
+    module, optimizer = _set_up(fabric)
+    for step in range(NUM_STEPS):
+        _step(fabric, module, optimizer, step=step)
+    return _weights(module)
+
+
+def _plain_backward(fabric: Any) -> list[Any]:
+    module, optimizer = _set_up(fabric)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        _loss(module, step).backward()
+        optimizer.step()
+    return _weights(module)
+
+
+def _accumulate(fabric: Any) -> list[Any]:
+    module, optimizer = _set_up(fabric)
+    for step in range(NUM_STEPS):
+        is_last = step % 3 == 2
+        with fabric.no_backward_sync(module, enabled=not is_last):
+            fabric.backward(_loss(module, step))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return _weights(module)
+
+
+def _clip(fabric: Any, **limit: float) -> list[Any]:
+    module, optimizer = _set_up(fabric)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        fabric.backward(_loss(module, step))
+        fabric.clip_gradients(module, optimizer, **limit)
+        optimizer.step()
+    return _weights(module)
+
+
+def _two_modules(fabric: Any) -> list[Any]:
+    """A generator and a critic; the generator's loss goes through the critic too."""
+    generator, generator_optimizer = _set_up(fabric)
+    critic = nn.Linear(1, 1)
+    critic, critic_optimizer = fabric.setup(critic, torch.optim.SGD(critic.parameters(), lr=0.01))
+    for step in range(NUM_STEPS):
+        critic_optimizer.zero_grad()
+        fabric.backward(-_loss(lambda x: critic(generator(x).detach()), step))
+        critic_optimizer.step()
+        generator_optimizer.zero_grad()
+        fabric.backward(_loss(lambda x: critic(generator(x)), step))
+        generator_optimizer.step()
+    return _weights(generator, critic)
+
+
+def _idle_rank(fabric: Any, *, uses_parameters: bool) -> list[Any]:
+    """Rank 1 has a loss without any parameter in it, or the same said in a way that torch DDP accepts."""
+    module, optimizer = _set_up(fabric)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        if fabric.global_rank == 0:
+            loss = _loss(module, step)
+        else:
+            loss = 0 * _loss(module, step) if uses_parameters else torch.zeros((), requires_grad=True)
+        fabric.backward(loss)
+        optimizer.step()
+    return _weights(module)
+
+
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.clone() * super().forward(x)
+
+
+def _buffer_between_steps(fabric: Any) -> list[Any]:
+    """Every rank changes its buffer in its own way between steps; what rank 0 made of it counts."""
+    module = _Scaled()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(NUM_STEPS):
+        module.scale *= 0.9 + 0.5 * fabric.global_rank
+        _step(fabric, wrapped, optimizer, step=step)
+    return _weights(module)
+
+
+LOOPS: dict[str, Callable[[Any], list[Any]]] = {
+    "backward": _backward,
+    "plain_backward": _plain_backward,
+    "no_backward_sync": _accumulate,
+    "clip_norm": lambda fabric: _clip(fabric, max_norm=0.1),
+    "clip_value": lambda fabric: _clip(fabric, clip_val=0.01),
+    "two_modules": _two_modules,
+    "buffer_between_steps": _buffer_between_steps,
+    "idle_rank": lambda fabric: _idle_rank(fabric, uses_parameters=False),
+    "zero_loss_on_one_rank": lambda fabric: _idle_rank(fabric, uses_parameters=True),
+}
+
+
+@like_torchrun()
+def count_reductions() -> list[int]:
+    """How often each bucket is reduced when gradients accumulate over three backwards, twice."""
+    fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        _accumulate(fabric)
+    [reducer] = fabric.strategy.reducers.values()
+    reduced = [call.args[0] for call in all_reduce.call_args_list]
+    return [sum(tensor is bucket.wire for tensor in reduced) for bucket in reducer.bucket_set.buckets]
+
+
+@like_torchrun()
+def save(*, strategy: str, path: Path) -> list[Any]:
+    """Save after a step, and the weights after one more."""
+    fabric = make_fabric(strategy)
+    module, optimizer = _set_up(fabric)
+    _step(fabric, module, optimizer, step=0)
+    fabric.save(path, {"module": module, "optimizer": optimizer, "step": 1})
+    _step(fabric, module, optimizer, step=1)
+    return _weights(module)
+
+
+@like_torchrun()
+def load(*, strategy: str, path: Path) -> list[Any]:
+    """Load what `save` saved, and the weights after one more step."""
+    fabric = make_fabric(strategy)
+    module, optimizer = _set_up(fabric)
+    state = {"module": module, "optimizer": optimizer, "step": 0}
+    fabric.load(path, state)
+    _step(fabric, module, optimizer, step=state["step"])
+    return _weights(module)
+
+
+def _step(fabric: Any, module: Any, optimizer: Any, *, step: int) -> None:
+    optimizer.zero_grad()
+    fabric.backward(_loss(module, step))
+    optimizer.step()
+
+
+@like_torchrun()
+def failure_to_save(*, path: Path) -> str:
+    """What `fabric.save` raises."""
+    try:
+        make_fabric("bucketddp").save(path, {"step": 1})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@like_torchrun()
+def refusal_of_wrapped(*, root: str, whole: bool) -> str:
+    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
+    try:
+        make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@like_torchrun()
+def train_after_another_set_up(*, by: str) -> tuple[str, list[Any]]:
+    """The error and the weights of a training whose module, or a part of it, was set up before."""
+    fabric = make_fabric("bucketddp")
+    module, _ = _set_up(fabric)
+    if by == "another_fabric":
+        fabric = make_fabric("bucketddp")
+    inside = module.module
+    if by == "part":
+        inside = nn.Sequential(inside[0], nn.Linear(8, 1))
+    try:
+        module, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1, momentum=0.9))
+    except ValueError as error:
+        return str(error), []
+    for step in range(NUM_STEPS):
+        _step(fabric, module, optimizer, step=step)
+    return "", _weights(module)
+
+
+@like_torchrun()
+def talk(*, strategy: str) -> dict[str, Any]:
+    """What the collectives of Fabric return."""
+    fabric = make_fabric(strategy)
+    mine = torch.tensor([1.0 + fabric.global_rank, 10.0], requires_grad=True)
+    gathered = fabric.all_gather(mine, sync_grads=True)
+    (gathered * torch.tensor([[1.0], [2.0]])).sum().backward()
+    return {
+        "gathered": gathered.tolist(),
+        "gradient": mine.grad.tolist(),
+        "gathered_dict": {
+            key: value.tolist() for key, value in fabric.all_gather({"rank": fabric.global_rank}).items()
+        },
+        "mean": fabric.all_reduce(mine.detach().clone()).tolist(),
+        "sum": fabric.all_reduce(mine.detach().clone(), reduce_op="sum").tolist(),
+        "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
+    }

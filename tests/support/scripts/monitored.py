@@ -1,0 +1,212 @@
+"""Jobs that train with a `BucketDDPMonitor`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
+from lightning_bucketddp.callbacks import recorded_fit
+from lightning_bucketddp.recording.record_file import Thinning
+from lightning_bucketddp.reducer.clock import HostClock
+from tests.support.scripts import models
+from tests.support.scripts.rank_seeds import said_about
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+
+
+class Accident(RuntimeError):
+    pass
+
+
+class Busy(Callback):
+    """Takes time between steps, in every hook that there is for that, and knows when."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    def _work(self) -> None:
+        start = time.perf_counter()
+        time.sleep(0.002)
+        self.times.append((start, time.perf_counter()))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._work()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._work()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._work()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._work()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._work()
+
+
+class PromisesMore(DataLoader[Any]):
+    """Has one batch less than it says, so that the trainer asks for one that does not come."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class SlowRank(models.Regression):
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        time.sleep(0.03 * self.global_rank)
+        return super().training_step(batch)
+
+
+class Skipping(models.Regression):
+    """Rank 1 has nothing to contribute to every second step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return None if self.global_rank == 1 and batch_idx % 2 else super().training_step(batch)
+
+
+class Failing(models.Regression):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        if batch_idx == 5:
+            raise Accident
+        return super().training_step(batch)
+
+
+class FetchesItself(models.Regression):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+MODELS: dict[str, Any] = {
+    "regression": models.Regression,
+    "manual": lambda: models.ManualRegression(through_lightning=True),
+    "two_players": models.TwoPlayers,
+    "lbfgs": models.LBFGSRegression,
+    "unused": lambda: models.SpareLayer(used_on=()),
+    "slow_rank": SlowRank,
+    "skipping": Skipping,
+    "failing": Failing,
+    "fetches_itself": FetchesItself,
+}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What is left of some fits on one rank."""
+
+    weights: dict[str, Tensor]
+    printed: str = ""
+    said: list[str] = field(default_factory=list)
+    times_between: list[tuple[float, float]] = field(default_factory=list)
+    num_marks: int = 0
+    num_monitors: int = 0
+    in_progress_bar: float | None = None
+    left_on_loop: bool = False
+
+
+@like_torchrun()
+def fit(
+    *,
+    directory: Path,
+    model: str = "regression",
+    monitor: dict[str, Any] | bool | None = None,
+    options: dict[str, Any] | None = None,
+    num_fits: int = 1,
+    save_every: int | None = None,
+    resume_from: Path | None = None,
+    thin_after: int = 1000,
+    loggers: bool = False,
+    promises_more: bool = False,
+    **trainer_options: Any,
+) -> Fitted:
+    """Train `model`, with a monitor that has these options; True: the strategy's own."""
+    busy, marks = Busy(), [0]
+    callbacks: list[Callback] = [busy]
+    if isinstance(monitor, dict):
+        callbacks.append(BucketDDPMonitor(**monitor))
+    if save_every is not None:
+        callbacks.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=save_every, save_top_k=-1))
+    strategy = BucketDDPStrategy(
+        bucket_cap_mb=SMALL_BUCKETS_MB, monitor=isinstance(monitor, bool) or monitor == {}, **(options or {})
+    )
+    if loggers:
+        trainer_options["logger"] = [
+            CSVLogger(directory, name="csv", version="0"),
+            TensorBoardLogger(directory, name="tensorboard", version="0"),
+        ]
+    trainer = make_trainer(
+        strategy,
+        callbacks=callbacks,
+        default_root_dir=directory,
+        enable_checkpointing=save_every is not None,
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, **trainer_options},
+    )
+    torch.manual_seed(1)
+    module: LightningModule = MODELS[model]()
+    said: list[str] = []
+    mark = HostClock.mark
+
+    def count(clock: HostClock) -> float:
+        marks[0] += 1
+        return mark(clock)
+
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        said_about("BucketDDPMonitor", said),
+        patch.object(HostClock, "mark", count),
+        patch.object(recorded_fit, "Thinning", lambda: Thinning(thin_after)),
+        suppress(Accident),
+    ):
+        for _ in range(num_fits):
+            train_data = PromisesMore(models.loader().dataset, batch_size=4) if promises_more else models.loader()
+            trainer.fit(module, train_data, models.loader(), ckpt_path=resume_from)
+            trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
+    metrics = trainer.progress_bar_metrics
+    return Fitted(
+        weights={name: tensor.clone() for name, tensor in module.state_dict().items()},
+        printed=printed.getvalue(),
+        said=said,
+        times_between=busy.times,
+        num_marks=marks[0],
+        num_monitors=sum(isinstance(callback, BucketDDPMonitor) for callback in trainer.callbacks),  # type: ignore[attr-defined]
+        in_progress_bar=metrics.get("overlap_pct"),  # type: ignore[arg-type]
+        left_on_loop="_on_before_fetch" in vars(trainer.fit_loop.epoch_loop),
+    )
+
+
+@like_torchrun()
+def refusal(*, named: str) -> str | None:
+    """What a Trainer with another strategy says."""
+    trainer = make_trainer(named, callbacks=[BucketDDPMonitor()], max_epochs=1)
+    try:
+        trainer.fit(models.Regression(), models.loader())
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def logged_in_csv(directory: Path) -> dict[int, dict[str, float]]:
+    """What was logged of the monitor, by step."""
+    prefix = "bucketddp/"
+    logged: dict[int, dict[str, float]] = {}
+    with (directory / "csv" / "0" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            ours = {name.removeprefix(prefix): float(v) for name, v in row.items() if name.startswith(prefix) and v}
+            if "step_ms" in ours:
+                assert int(row["step"]) not in logged
+                logged[int(row["step"])] = ours
+    return logged

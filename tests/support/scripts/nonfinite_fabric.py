@@ -1,0 +1,79 @@
+"""Jobs in which something is not finite, with Fabric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from tests.support.scripts.fabrics import make_fabric
+from tests.support.scripts.nonfinite import WIDTH, BadGradient, Batches, outcome_of, spoil
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
+
+
+@like_torchrun()
+def save(*, path: Path, spoiled: str | None, on_nonfinite: str) -> tuple[str, list[str]]:
+    """Save, make a weight bad, and save again: the error and the warnings of that."""
+    fabric = make_fabric(BucketDDPStrategy(on_nonfinite=on_nonfinite))
+    linear = nn.Linear(2, 2)
+    wrapped, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    state = {"model": wrapped, "optimizer": optimizer, "step": 1}
+    fabric.save(path, state)
+    if spoiled is not None:
+        spoil(linear, spoiled)
+    return outcome_of(lambda: fabric.save(path, state))
+
+
+@like_torchrun()
+def train(
+    *, on_nonfinite: str, bad: str = "", loop: str = "backward", leaves_out: Sequence[int] = ()
+) -> tuple[str, list[Tensor]]:
+    """The error of some steps with Fabric, of which rank 1's third is bad, and the weights."""
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, on_nonfinite=on_nonfinite)
+    fabric = make_fabric(strategy, **({"plugins": _scaler()} if loop == "scaler" else {}))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    wrapped, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+
+    def loss_of(batch: list[Tensor]) -> Tensor:
+        loss = F.mse_loss(wrapped(batch[0]).float(), batch[1])
+        if fabric.global_rank == 1 and int(batch[2]) == 3 and bad:
+            return loss + (math.nan if bad == "loss" else BadGradient.apply(module[0].bias))
+        return loss
+
+    def take_step(batch: list[Tensor]) -> None:
+        if loop == "closure":
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(batch)
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            return
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward() if loop == "plain_backward" else fabric.backward(loss)
+        if loop == "scaler":
+            fabric.clip_gradients(module, optimizer, max_norm=0.1)
+        optimizer.step()
+
+    error = ""
+    try:
+        for batch in Batches(leaves_out):
+            take_step(batch)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return error, [param.detach() for param in module.parameters()]
+
+
+def _scaler() -> Any:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))  # type: ignore[arg-type]

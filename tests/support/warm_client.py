@@ -1,0 +1,114 @@
+"""What `warm.py` writes as `python`: asks the server beside it for a process, and ends as that one does."""
+
+import array
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+REAL_PYTHON = sys.executable
+OURS = os.path.abspath(sys.argv[0])
+# Signals that a process can get from others, or from a terminal.
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+NAMESPACES = ("user", "net", "mnt", "uts", "ipc")
+
+
+def main(arguments):
+    with open(os.path.join(os.path.dirname(OURS), "server.json")) as file:
+        server = json.load(file)
+    how = how_to_run(arguments)
+    if how is None or differs(server):
+        os.execv(REAL_PYTHON, [REAL_PYTHON, *arguments])
+    connection = socket.socket(socket.AF_UNIX)
+    numbers = sorted(int(number) for number in os.listdir("/proc/self/fd"))
+    numbers = [number for number in numbers if number != connection.fileno() and is_open(number)]
+    namespaces = [name for name in NAMESPACES if os.readlink(f"/proc/self/ns/{name}") != server["namespaces"][name]]
+    request = {
+        **how,
+        "directory": os.getcwd(),
+        "environment": dict(os.environ),
+        "umask": current_umask(),
+        "limits": [resource.getrlimit(which) for which in server["limits"]],
+        "ignored": [s for s in signal.valid_signals() if signal.getsignal(s) is signal.SIG_IGN],
+        "descriptors": numbers,
+        "namespaces": namespaces,
+    }
+    sent = [*numbers, *(os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in namespaces)]
+    connection.connect(os.path.join(os.path.dirname(OURS), "socket"))
+    early = []
+    for number in HANDED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: early.append(number))
+    content = json.dumps(request).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))]
+    connection.sendmsg([len(content).to_bytes(8, "little")], ancillary)
+    connection.sendall(content)
+    answers = connection.makefile()
+    pid = int(answers.readline())
+    for number in HANDED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+    for number in early:
+        os.kill(pid, number)
+    # What others wait to see closed must be closed by the script alone.
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in sent:
+        os.dup2(null, number)
+    end(int(answers.readline()))
+
+
+def how_to_run(arguments):
+    """What the first arguments of Python say; None for what is left to the ordinary interpreter."""
+    is_unbuffered = False
+    for index, argument in enumerate(arguments):
+        rest = arguments[index + 1 :]
+        if argument == "-u":
+            is_unbuffered = True
+        elif argument == "-B" and os.environ.get("PYTHONDONTWRITEBYTECODE"):
+            continue
+        elif argument in ("-m", "-c") and rest:
+            return {"kind": argument, "what": rest[0], "arguments": rest[1:], "is_unbuffered": is_unbuffered}
+        elif argument.startswith("-") or not os.path.isfile(argument):
+            return None
+        else:
+            return {"kind": "script", "what": argument, "arguments": rest, "is_unbuffered": is_unbuffered}
+    return None
+
+
+def differs(server):
+    """Whether a fresh interpreter would not be as the server is."""
+    names = set(server["variables"])
+    names.update(name for name in os.environ if name.startswith(tuple(server["prefixes"])))
+    # That one is read again.
+    if any(os.environ.get(name) != server["variables"].get(name) for name in names - {"PYTHONPATH"}):
+        return True
+    return os.readlink("/proc/self/ns/pid") != server["namespaces"]["pid"] or os.getuid() != server["user"]
+
+
+def is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def end(status):
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
