@@ -5,9 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_bucketddp.config import MIB
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
+
+# Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
+_ALIGN_BYTES = 64
 
 
 class LateGradientError(RuntimeError):
@@ -26,28 +35,75 @@ class Arrivals:
     launched: bool = False
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Expect the gradients of a backward that begins."""
         self.pending = self.expected
         self.launched = False
 
     def rest(self) -> None:
-        """No backward runs: the next gradient is one to act on, because it begins another."""
+        """Have the next gradient acted on: no backward runs, so it begins one."""
         self.pending = 0
 
 
 def late_gradient(name: str, *, bucket: int, rank: int) -> LateGradientError:
-    """What to raise for the gradient of parameter `name`."""
+    """Return what to raise for the gradient of parameter `name`."""
     return LateGradientError(
         f"Gradient of `{name}` arrived after its bucket {bucket} had left (rank {rank}). The parameter is used more"
         " often in this backward than in the first one. Pass `overlap=False` to the strategy if that is intended."
     )
 
 
-# Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
-_ALIGN_BYTES = 64
+class Bucket(Protocol):
+    """What all kinds of buckets have."""
+
+    params: list[Tensor]
+    arrivals: Arrivals
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the gradients, in their own dtype."""
+
+    @property
+    def numbers(self) -> Tensor:
+        """All gradients in one tensor, as real numbers."""
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients, by member; none if they are gone."""
+
+    def collect(self) -> list[int]:
+        """Take the gradients from the parameters, and return the positions of members without one."""
+
+    def zero(self, positions: Sequence[int]) -> None:
+        """Contribute nothing for these members."""
+
+    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
+        """Start to reduce the gradients."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by `factor`."""
+
+    def attach(self, position: int) -> None:
+        """Give a member the gradient that is here."""
+
+    def release(self, *, publish: bool) -> None:
+        """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
+
+    def clear(self) -> None:
+        """Make all gradients zero that the parameters have from here."""
+
+    def describe_size(self) -> str:
+        """Return the size in MiB, or what there is in its place."""
 
 
-class Bucket:
+class DenseBucket(Bucket, Protocol):
+    """A bucket whose gradients lie side by side in memory."""
+
+    @property
+    def wire(self) -> Tensor:
+        """What travels, as real numbers: the gradients, and flags behind them."""
+
+
+class BufferedBucket:
     """Dense gradients of some parameters, side by side in one buffer.
 
     Args:
@@ -97,15 +153,14 @@ class Bucket:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients in the buffer, by member."""
         return self.views
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """The members' gradients in a buffer with the layout of this bucket's."""
+        """Return the members' gradients in a buffer with the layout of this bucket's."""
         return [self._view(buffer, position) for position in range(len(self.params))]
 
     def collect(self) -> list[int]:
-        """Bring the gradients into the buffer, point `.grad` at it, and return the positions of members without one."""
+        """Copy the gradients into the buffer and point `.grad` at it."""
         grads = [param.grad for param in self.params]
         views = self.views
         outside = [position for position, grad in enumerate(grads) if grad is not views[position]]
@@ -124,7 +179,7 @@ class Bucket:
         return missing
 
     def _part_with(self, position: int) -> None:
-        """Somebody has kept the gradient of an earlier backward: it stays as it is, in a storage of its own."""
+        """Leave a gradient of an earlier backward, which somebody has kept, as it is, in a storage of its own."""
         self.views[position].data = self.views[position].clone()
         self.views[position] = self._view(self.buffer, position)
 
@@ -139,16 +194,30 @@ class Bucket:
         return buffer.new_empty(0).set_(storage, 0, param.shape, strides)
 
     def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing for these members."""
         torch._foreach_zero_([self.views[position] for position in positions])
 
+    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
+        return reduction.start(self, index=index, is_last=is_last)
+
+    def scale(self, factor: float) -> None:
+        self.numbers.mul_(factor)
+
     def attach(self, position: int) -> None:
-        """Give a member the gradient that is in the buffer."""
         self.params[position].grad = self.views[position]
+
+    def release(self, *, publish: bool) -> None:
+        pass  # the parameters have views of the buffer
+
+    def clear(self) -> None:
+        # With the padding: what is left there would be in the next reductions of some communication hooks.
+        self.wire.zero_()
+
+    def describe_size(self) -> str:
+        return f"{self.num_bytes / MIB:.2f}"
 
 
 def gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it is dense (channels_last included): fused optimizers demand them."""
+    """Return the parameter's own strides where it is dense, as with channels_last: fused optimizers demand them."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1:
@@ -158,17 +227,12 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
     return param.stride()
 
 
-class _SingleBucket:
-    def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
-        self.params = [param]
-        self.arrivals = arrivals
-
-
-class LoneBucket(_SingleBucket):
+class InPlaceBucket:
     """The large gradient of one parameter, reduced where autograd has put it: not copied, and in memory only once."""
 
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
-        super().__init__(param, arrivals=arrivals)
+        self.params = [param]
+        self.arrivals = arrivals
         self._strides = gradient_strides(param)
         self._gradient: Tensor | None = None
 
@@ -178,7 +242,6 @@ class LoneBucket(_SingleBucket):
 
     @property
     def wire(self) -> Tensor:
-        """The gradient as it lies in memory, as real numbers."""
         assert self._gradient is not None  # collected, and not released yet
         gradient = self._gradient.detach()
         flat = gradient.as_strided((gradient.numel(),), (1,))
@@ -186,17 +249,14 @@ class LoneBucket(_SingleBucket):
 
     @property
     def numbers(self) -> Tensor:
-        """The gradient in one, as real numbers."""
         return self.wire
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradient, if there is one."""
         grad = self.params[0].grad
         return [] if grad is None else [grad]
 
     def collect(self) -> list[int]:
-        """Take the gradient, and return `[0]` if there is none."""
         param = self.params[0]
         if param.grad is None:
             return [0]
@@ -206,28 +266,39 @@ class LoneBucket(_SingleBucket):
         return []
 
     def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing."""
         if positions:
             self._gradient = self._new().zero_()
 
+    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
+        return reduction.start(self, index=index, is_last=is_last)
+
+    def scale(self, factor: float) -> None:
+        self.wire.mul_(factor)
+
     def attach(self, position: int) -> None:
-        """Give the parameter the gradient that is here."""
         self.params[position].grad = self._gradient
 
-    def release(self) -> None:
-        """Hold on to nothing: the gradient is the parameter's."""
-        self._gradient = None
+    def release(self, *, publish: bool) -> None:
+        self._gradient = None  # it is the parameter's
+
+    def clear(self) -> None:
+        for gradient in self.gradients:
+            gradient.zero_()
+
+    def describe_size(self) -> str:
+        return f"{self.num_bytes / MIB:.2f}"
 
     def _new(self) -> Tensor:
         param = self.params[0]
         return torch.empty_strided(param.shape, self._strides, dtype=param.dtype, device=param.device)
 
 
-class SparseBucket(_SingleBucket):
+class SparseBucket:
     """The sparse gradient of one parameter. Nothing is kept between backwards: its size changes each time."""
 
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
-        super().__init__(param, arrivals=arrivals)
+        self.params = [param]
+        self.arrivals = arrivals
         self.gradient = _empty_sparse(param)
 
     @property
@@ -236,17 +307,14 @@ class SparseBucket(_SingleBucket):
 
     @property
     def numbers(self) -> Tensor:
-        """The gradient's values, as real numbers."""
         values = self.gradient.values()
         return torch.view_as_real(values) if values.is_complex() else values
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradient's values."""
         return [self.gradient.values()]
 
     def collect(self) -> list[int]:
-        """Take the gradient, and return `[0]` if there is none."""
         grad = self.params[0].grad
         if grad is None:
             return [0]
@@ -254,13 +322,28 @@ class SparseBucket(_SingleBucket):
         return []
 
     def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing for these members."""
         if positions:
             self.gradient = _empty_sparse(self.params[0])
 
+    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
+        return reduction.start_sparse(self)
+
+    def scale(self, factor: float) -> None:
+        self.gradient = self.gradient * factor
+
     def attach(self, position: int) -> None:
-        """Give the parameter the gradient that is here."""
         self.params[position].grad = self.gradient
+
+    def release(self, *, publish: bool) -> None:
+        if publish and self.params[0].grad is not None:
+            self.attach(0)
+
+    def clear(self) -> None:
+        self.gradient = _empty_sparse(self.params[0])
+        self.release(publish=True)
+
+    def describe_size(self) -> str:
+        return "sparse"
 
 
 def _empty_sparse(param: Tensor) -> Tensor:

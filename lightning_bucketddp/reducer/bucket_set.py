@@ -8,19 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, LoneBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, InPlaceBucket, SparseBucket
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Views of those elements.
+    """The spare elements at the end of the last bucket, which travel with the gradients.
 
     Attributes:
         elements: all of them.
-        used: one per parameter of the module (Note: used-flags, in `reductions`).
-        verdict: all others (Note: verdict, in `nonfinite`); the next three are parts of it.
+        used: one per parameter of the module (Note: used-flags, in `launch_queue`).
+        digests: all others (Note: digests, in `nonfinite`); the next three are parts of them.
         of_buckets: one per bucket.
         of_losses: one per rank.
         of_gradients: one per rank.
@@ -28,27 +27,24 @@ class Flags:
 
     elements: Tensor
     used: Tensor
-    verdict: Tensor
+    digests: Tensor
     of_buckets: Tensor
     of_losses: Tensor
     of_gradients: Tensor
 
     @staticmethod
     def count(*, num_params: int, num_buckets: int, num_ranks: int) -> int:
-        """How many elements there are."""
+        """Return how many elements there are."""
         return num_params + num_buckets + 2 * num_ranks
 
     @classmethod
     def over(cls, elements: Tensor, *, num_params: int, num_buckets: int) -> Flags:
-        """The meaning of `elements`, of which there are `count`."""
-        verdict = elements[num_params:]
-        of_buckets, of_ranks = verdict[:num_buckets], verdict[num_buckets:]
+        """Give meaning to `elements`, of which there are `count`."""
+        digests = elements[num_params:]
+        of_buckets, of_ranks = digests[:num_buckets], digests[num_buckets:]
         num_ranks = of_ranks.numel() // 2
         used = elements[:num_params]
-        return cls(elements, used, verdict, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])
-
-
-AnyBucket = Bucket | LoneBucket | SparseBucket
+        return cls(elements, used, digests, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])
 
 
 class BucketSet:
@@ -75,7 +71,7 @@ class BucketSet:
     ) -> None:
         self.plan = plan
         self.num_firings = num_firings
-        self.buckets: list[AnyBucket] = []
+        self.buckets: list[Bucket] = []
         self.index_of_bucket: dict[int, int] = {}
         self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
@@ -86,11 +82,11 @@ class BucketSet:
             if spec.sparse:
                 self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
             elif spec.alone:
-                self.buckets.append(LoneBucket(members[0], arrivals=arrivals))
+                self.buckets.append(InPlaceBucket(members[0], arrivals=arrivals))
             else:
                 num_flags = Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks)
                 self.buckets.append(
-                    Bucket(
+                    BufferedBucket(
                         members,
                         arrivals=arrivals,
                         num_flags=num_flags if index == len(plan) - 1 else 0,
@@ -100,28 +96,25 @@ class BucketSet:
                 )
             self.index_of_bucket.update(dict.fromkeys(spec.members, index))
         last = self.buckets[-1]
-        assert isinstance(last, Bucket)  # `plan_buckets` never puts a sparse one last
+        assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
-        self.lone_buckets = [bucket for bucket in self.buckets if isinstance(bucket, LoneBucket)]
-        self.sparse_buckets = [bucket for bucket in self.buckets if isinstance(bucket, SparseBucket)]
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        in_buffers = [bucket.buffer for bucket in self.buckets if isinstance(bucket, Bucket)]
-        torch._foreach_mul_(in_buffers + [bucket.wire for bucket in self.lone_buckets], factor)
-        for bucket in self.sparse_buckets:
-            bucket.gradient = bucket.gradient * factor
+        for bucket in self.buckets:
+            bucket.scale(factor)
 
-    def zero(self) -> None:
+    def release(self, *, publish: bool) -> None:
+        """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
+        for bucket in self.buckets:
+            bucket.release(publish=publish)
+
+    def clear(self) -> None:
         """Make all gradients zero."""
-        in_buffers = [bucket.wire for bucket in self.buckets if isinstance(bucket, Bucket)]
-        torch._foreach_zero_(in_buffers + [grad for bucket in self.lone_buckets for grad in bucket.gradients])
-        for bucket in self.sparse_buckets:
-            bucket.zero([0])
-            if bucket.params[0].grad is not None:
-                bucket.attach(0)
+        for bucket in self.buckets:
+            bucket.clear()
 
     def __str__(self) -> str:
-        sizes = ["sparse" if isinstance(b, SparseBucket) else f"{b.num_bytes / MIB:.2f}" for b in self.buckets]
+        sizes = [bucket.describe_size() for bucket in self.buckets]
         buckets = "1 bucket" if len(sizes) == 1 else f"{len(sizes)} buckets"
         return f"{len(self.index_of_bucket)} parameter tensors in {buckets} ({', '.join(sizes)} MiB)"

@@ -15,22 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.bucket import SparseBucket
-from lightning_bucketddp.reducer.bucket_set import AnyBucket, BucketSet
+from lightning_bucketddp.reducer.bucket import Bucket
+from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.profiling import NOTHING, phase
+from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, profiler_span
+from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.reducer.wire import Reduction, SparseMean
-
-if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.step_recorder import StepRecorder
-
 
 _NUM_NAMED = 3
 
@@ -39,7 +34,7 @@ _NUM_NAMED = 3
 class _Missing:
     """A gradient that this rank does not have."""
 
-    bucket: AnyBucket
+    bucket: Bucket
     position: int
     param_index: int
 
@@ -53,7 +48,7 @@ class LaunchQueue:
         collectives: for what `reduction` does not cover.
         finiteness: looks at what leaves.
         stats: counts what happens here.
-        recorder: takes the times; None: nobody does.
+        observer: is told what happens when.
     """
 
     __slots__ = (
@@ -62,7 +57,7 @@ class LaunchQueue:
         "_finiteness",
         "_in_flight",
         "_missing",
-        "_recorder",
+        "_observer",
         "_reduction",
         "_stats",
         "next_to_launch",
@@ -76,7 +71,7 @@ class LaunchQueue:
         collectives: Collectives,
         finiteness: Finiteness,
         stats: ReducerStats,
-        recorder: StepRecorder | None,
+        observer: BackwardObserver,
     ) -> None:
         self.next_to_launch = 0
         self._bucket_set = bucket_set
@@ -84,8 +79,8 @@ class LaunchQueue:
         self._collectives = collectives
         self._finiteness = finiteness
         self._stats = stats
-        self._recorder = recorder
-        self._in_flight: list[Pending] = []
+        self._observer = observer
+        self._in_flight: list[PendingReduction] = []
         self._missing: list[_Missing] = []
 
     def describe(self, specs: Sequence[ParameterSpec]) -> str:
@@ -113,39 +108,31 @@ class LaunchQueue:
         self._wait_for_all()
         if factor != 1:
             self._bucket_set.scale(factor)
-        for bucket in self._bucket_set.sparse_buckets:
-            if bucket.params[0].grad is not None:
-                bucket.attach(0)
         if self._missing:
             self._attach_used_elsewhere()
             self._stats.num_unused += len(self._missing)
-        self._release()
+        self._bucket_set.release(publish=True)
 
     def abandon(self) -> None:
         """Take part in what is left for the other ranks' sake, contributing nothing and changing no gradient."""
         for bucket in self._bucket_set.buckets[self.next_to_launch :]:
             self._start(bucket, missing=range(len(bucket.params)))
         self._wait_for_all()
-        self._release()
+        self._bucket_set.release(publish=False)
 
     def _wait_for_all(self) -> None:
         for index, pending in enumerate(self._in_flight):
             pending.wait()
-            if self._recorder is not None:
-                self._recorder.see_waited_for(index)
+            self._observer.reduction_ended(index)
 
     def _launch_next(self) -> None:
         bucket = self._bucket_set.buckets[self.next_to_launch]
         # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
-        with torch.no_grad() if torch.is_grad_enabled() else NOTHING, phase("bucketddp::launch"):
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING, profiler_span("bucketddp::launch"):
             self._join_producers(bucket)
             self._start(bucket, missing=bucket.collect())
 
-    def _release(self) -> None:
-        for bucket in self._bucket_set.lone_buckets:
-            bucket.release()
-
-    def _start(self, bucket: AnyBucket, *, missing: Sequence[int]) -> None:
+    def _start(self, bucket: Bucket, *, missing: Sequence[int]) -> None:
         index = self.next_to_launch
         self.next_to_launch += 1
         is_last = self.next_to_launch == len(self._bucket_set.buckets)
@@ -158,15 +145,10 @@ class LaunchQueue:
         if is_last:
             self._write_flags()
             self._finiteness.write(self._bucket_set)
-        if self._recorder is not None:
-            self._recorder.see_launch(index)
-        self._in_flight.append(
-            self._reduction.start(bucket, index=index, is_last=is_last)
-            if not isinstance(bucket, SparseBucket)
-            else SparseMean(self._collectives, bucket)
-        )
-        if self._recorder is not None:
-            self._recorder.see_start(index, self._in_flight[-1], bucket)
+        self._observer.bucket_launched(index)
+        pending = bucket.start(self._reduction, index=index, is_last=is_last)
+        self._in_flight.append(pending)
+        self._observer.reduction_started(index, pending)
         self._stats.num_reductions += 1
         self._stats.bytes_reduced += bucket.num_bytes
 
@@ -183,7 +165,7 @@ class LaunchQueue:
             if used[missing.param_index] > 0:
                 missing.bucket.attach(missing.position)
 
-    def _join_producers(self, bucket: AnyBucket) -> None:
+    def _join_producers(self, bucket: Bucket) -> None:
         """Wait for gradients that were computed on other streams than this one."""
         if len(self._bucket_set.streams) < 2:
             return

@@ -1,6 +1,6 @@
 """Numbers that are not finite: which rank has them, and what is done about it.
 
-Note: verdict
+Note: digests
     Behind the used-flags the last bucket carries one element per bucket and two per rank. A rank writes the digest of
     its loss and that of its gradients into its own two and those of its buckets into theirs, and one into the others.
     A digest is finite if, and only if, all that was looked at is; it is so small that it stays finite in whatever dtype
@@ -9,13 +9,13 @@ Note: verdict
 
 Note: names
     The reduction has spread a number that is not finite to all ranks, where it is found in the gradient of the same
-    parameter. That is looked for in the buckets that the verdict names, and only when there is something to say. What
+    parameter. That is looked for in the buckets that the digests name, and only when there is something to say. What
     mixes the parameters of a bucket has all of them named: clipping by norm (see the next note), or a communication
     hook that is spared it.
 
 Note: when the host knows
-    Reading the verdict makes the host wait for the device, in each step. With `raise` and `skip` it must, because what
-    comes next depends on it. With `warn` nothing does: on a GPU the verdict is copied without waiting, and read when
+    Reading the digests makes the host wait for the device, in each step. With `raise` and `skip` it must, because what
+    comes next depends on it. With `warn` nothing does: on a GPU the digests are copied without waiting, and read when
     the next backward begins. By then gradients may have been clipped, but the buckets are not filled again yet. On a
     CPU reading is free, and done at the end of the backward.
 """
@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.reducer.bucket_set import AnyBucket, BucketSet
+from lightning_bucketddp.reducer.bucket import Bucket
+from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -57,16 +58,16 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A verdict on its way to the host."""
+    """Digests on their way to the host."""
 
-    verdict: Tensor
+    digests: Tensor
     arrived: torch.cuda.Event | None
     bucket_set: BucketSet | None
     where: str
 
 
 class Finiteness:
-    """Looks at losses and gradients of this rank, and at the verdict on those of all ranks.
+    """Looks at losses and gradients of this rank, and at the digests of those of all ranks.
 
     Args:
         replicas: the module's parameters.
@@ -116,7 +117,7 @@ class Finiteness:
             # A gradient that is gone spoils nothing any more.
             self._spoiled = {key: param for key, param in self._spoiled.items() if param.grad is not None}
 
-    def see_bucket(self, bucket: AnyBucket) -> None:
+    def see_bucket(self, bucket: Bucket) -> None:
         """Look at what this rank contributes, bucket by bucket."""
         if not self._checks_gradients:
             return
@@ -139,27 +140,27 @@ class Finiteness:
             self._loss = None
 
     def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
-        """The gradients of all ranks are there, and with them the verdict: act on it, now or later."""
-        self._act_on(bucket_set.flags.verdict, bucket_set, stats)
+        """The gradients of all ranks are there, and with them the digests: act on them, now or later."""
+        self._act_on(bucket_set.flags.digests, bucket_set, stats)
 
     def read_without_others(self, stats: ReducerStats) -> None:
         """There is one rank, whose gradients nobody has looked at: act on its loss."""
         if self._loss is not None:
-            verdict = torch.stack([self._loss, torch.zeros_like(self._loss)])
+            digests = torch.stack([self._loss, torch.zeros_like(self._loss)])
             self._loss = None
-            self._act_on(verdict, None, stats)
+            self._act_on(digests, None, stats)
 
-    def _act_on(self, verdict: Tensor, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
+    def _act_on(self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
         if is_being_captured(self._device):
             return
         if not self.reads_late:
-            self._judge(verdict, bucket_set, stats)
+            self._judge(digests, bucket_set, stats)
             return
-        on_device = verdict.device.type == "cuda"
-        if self._on_host is None or self._on_host.shape != verdict.shape:
-            self._on_host = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=on_device)
-        self._on_host.copy_(verdict, non_blocking=True)
-        arrived = torch.cuda.current_stream(verdict.device).record_event() if on_device else None
+        on_device = digests.device.type == "cuda"
+        if self._on_host is None or self._on_host.shape != digests.shape:
+            self._on_host = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=on_device)
+        self._on_host.copy_(digests, non_blocking=True)
+        arrived = torch.cuda.current_stream(digests.device).record_event() if on_device else None
         self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
 
     def catch_up(self, stats: ReducerStats) -> None:
@@ -168,7 +169,7 @@ class Finiteness:
         if unread is not None and not is_being_captured(self._device):
             if unread.arrived is not None:
                 unread.arrived.synchronize()
-            self._judge(unread.verdict, unread.bucket_set, stats, where=unread.where)
+            self._judge(unread.digests, unread.bucket_set, stats, where=unread.where)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer must not use its gradients. Asked once: they are expected to be gone afterwards."""
@@ -184,11 +185,11 @@ class Finiteness:
         return f"backward {stats.num_backwards}" if self._where is None else self._where()
 
     def _judge(
-        self, verdict: Tensor, bucket_set: BucketSet | None, stats: ReducerStats, *, where: str | None = None
+        self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats, *, where: str | None = None
     ) -> None:
-        if math.isfinite(verdict.sum().item()):
+        if math.isfinite(digests.sum().item()):
             return
-        elements = verdict.tolist()
+        elements = digests.tolist()
         num_buckets = 0 if bucket_set is None else len(bucket_set.buckets)
         of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
         of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
@@ -218,8 +219,7 @@ class Finiteness:
 
     def _spoil(self, bucket_set: BucketSet) -> None:
         """See to it that no optimizer uses these gradients."""
-        # Zeros, also in the padding: what is left there would be in the next reductions of some communication hooks.
-        bucket_set.zero()
+        bucket_set.clear()
         params = [param for bucket in bucket_set.buckets for param in bucket.params]
         self._spoiled.update({id(param): param for param in params if param.grad is not None})
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_bucketddp.reducer.backward_pass import BackwardPass
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
+from lightning_bucketddp.reducer.reduction import Reduction
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.reducer.wire import Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -113,17 +112,23 @@ class PlanCache:
             bucket_set.last_used = self._stats.num_backwards
         return bucket_set
 
-    def make(self, backward: BackwardPass) -> BucketSet:
-        """Plan from what this backward has shown (Note: first backward, in `reducer`)."""
+    def make(self, trainable: Trainable, order: Sequence[int], streams: set[torch.cuda.Stream]) -> BucketSet:
+        """Plan from what a backward has shown (Note: first backward, in `reducer`).
+
+        Args:
+            trainable: which parameters took part.
+            order: the parameters in the order in which their hooks fired, each as often as it did.
+            streams: on which they did.
+        """
         self._replicas.agree()
-        in_order_of_last_arrival = list(dict.fromkeys(reversed(backward.arrived)))[::-1]
+        in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
         # What is registered last usually gets its gradient first.
-        missing = [i for i in reversed(range(len(self._params))) if backward.trainable[i] and i not in set(arrived)]
+        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in set(arrived)]
         plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
         self._forget()
         if can_tune(self._config, self._collectives, plan):
-            self._tuners[backward.trainable] = PlanTuner(
+            self._tuners[trainable] = PlanTuner(
                 plan,
                 params=self._params,
                 specs=self.specs,
@@ -132,10 +137,10 @@ class PlanCache:
                 clock=self._clock,
                 say=self._say,
             )
-        return self._place(backward.trainable, plan, Counter(backward.arrived), backward.streams)
+        return self._place(trainable, plan, Counter(order), streams)
 
-    def end(self, trainable: Trainable) -> None:
-        """A backward that was observed has ended, well or not; on all ranks."""
+    def end_backward(self, trainable: Trainable) -> None:
+        """Count a backward that was observed and has ended, well or not, on all ranks."""
         tuner = self._tuners[trainable]
         better = tuner.end()
         if better is not None:

@@ -29,11 +29,12 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice
 from lightning_bucketddp.planning.simulation import cost_until, simulate
-from lightning_bucketddp.reducer.bucket import Arrivals, Bucket
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.grad_hooks import hook
 from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.wire import Reduction
+from lightning_bucketddp.reducer.observer import BackwardObserver
+from lightning_bucketddp.reducer.reduction import Reduction
 
 _SMALLEST_BYTES = 4096
 _GROWTH = 8
@@ -76,7 +77,7 @@ class CostMeter:
     def _times(self, num_bytes: int, dtype: torch.dtype) -> list[float]:
         members = [torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")]
         device = self._collectives.device
-        bucket = Bucket(members, arrivals=Arrivals(0), num_flags=0, device=device, may_be_resized=False)
+        bucket = BufferedBucket(members, arrivals=Arrivals(0), num_flags=0, device=device, may_be_resized=False)
         marks = []
         for _ in range(1 + _NUM_REPETITIONS):
             start = self._clock.mark()
@@ -114,7 +115,7 @@ class _Observation:
     reduced: Any = None
 
 
-class PlanTuner:
+class PlanTuner(BackwardObserver):
     """Finds the best plan for one set of trainable parameters (Note: tuning).
 
     Args:
@@ -155,20 +156,17 @@ class PlanTuner:
         self._first_s: list[float] = []
         self.story = "no backward could be observed, the plan stays as it is"
 
-    def begin(self) -> None:
-        """A synchronised backward begins."""
+    def backward_began(self) -> None:
         if is_being_captured(self._collectives.device):
             self.close()
         elif self._hooks:
             self._current = _Observation(self._clock.mark())
 
     def backward_ended(self) -> None:
-        """All gradients of this rank are there."""
         if self._current is not None:
             self._current.backward_end = self._clock.mark()
 
-    def reduced(self) -> None:
-        """Those of all ranks are."""
+    def gradients_final(self) -> None:
         if self._current is not None:
             self._current.reduced = self._clock.mark()
             self._observed.append(self._current)

@@ -1,4 +1,4 @@
-"""From gradients to averaged gradients: hooks, plans, and where a backward begins and ends.
+"""From gradients to averaged gradients: where a backward begins, and what each gradient leads to.
 
 Note: first backward
     The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import torch
 from torch.autograd import Variable
@@ -24,23 +24,21 @@ from torch.autograd import Variable
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.backward_pass import Alive, BackwardPass
+from lightning_bucketddp.reducer.backward_pass import Alive, BackwardEnd, BackwardPass
 from lightning_bucketddp.reducer.bucket import late_gradient
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
+from lightning_bucketddp.reducer.comm_hook import CommHookReduction
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, all_of
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.profiling import phase
+from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.reducer.weighting import Weighting
-from lightning_bucketddp.reducer.wire import CommHookReduction, MeanReduction, Reduction
+from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
-
-if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.step_recorder import StepRecorder
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class Reducer:
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
         config: what the user set.
-        weighting: how much each rank counts; None: all count the same, always.
+        weighting: how much each rank counts.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
         say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
@@ -62,7 +60,7 @@ class Reducer:
         replicas: Replicas,
         config: ReducerConfig,
         *,
-        weighting: Weighting | None = None,
+        weighting: EqualWeights | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
         say: Callable[[str], None] = log.info,
@@ -71,26 +69,37 @@ class Reducer:
         self.stats = ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
         self.bucket_set: BucketSet | None = None
-        # Set while a step is recorded.
-        self.recorder: StepRecorder | None = None
+        # Another one is set while a step is recorded.
+        self.observer: BackwardObserver = NO_OBSERVER
         self.replicas = replicas
         self._config = config
-        self._weighting = weighting
+        self._weighting = weighting or EqualWeights()
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        self._reduction: Reduction = (
+        reduction: Reduction = (
             MeanReduction(self._collectives, dtype=REDUCE_DTYPES.get(config.reduce_dtype or ""))
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )
-        self._plan_cache = PlanCache(
-            replicas, config, reduction=self._reduction, stats=self.stats, clock=clock, say=say
+        self._plan_cache = PlanCache(replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say)
+        self._new_queue = partial(
+            LaunchQueue,
+            reduction=reduction,
+            collectives=self._collectives,
+            finiteness=self.finiteness,
+            stats=self.stats,
+        )
+        self._end = BackwardEnd(
+            replicas,
+            self._plan_cache,
+            new_queue=self._new_queue,
+            weighting=self._weighting,
+            finiteness=self.finiteness,
+            stats=self.stats,
+            broadcast_buffers=config.broadcast_buffers,
         )
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
-        self._exchanged: Any = (
-            torch.Event(self._collectives.device) if self._collectives.device.type == "cuda" else None
-        )
         self._is_passthrough = (
             self._collectives.world_size == 1
             and config.comm_hook is None
@@ -116,8 +125,8 @@ class Reducer:
 
     def describe_backward(self) -> str:
         """Which bucket a backward has come to, in words."""
-        reductions = None if self._backward is None else self._backward.reductions
-        return "" if reductions is None else reductions.describe(self._plan_cache.specs)
+        queue = None if self._backward is None else self._backward.queue
+        return "" if queue is None else queue.describe(self._plan_cache.specs)
 
     @property
     def specs(self) -> list[ParameterSpec]:
@@ -137,7 +146,7 @@ class Reducer:
     @property
     def has_exchanged(self) -> bool:
         """Whether the gradients of the last backward that ended are final on the device, too."""
-        return self._exchanged is None or bool(self._exchanged.query())
+        return self._end.has_exchanged
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -173,7 +182,7 @@ class Reducer:
                 self.finiteness.read_without_others(self.stats)
 
     def _act_on_gradient(self, index: int) -> None:
-        """The gradient of this parameter is the first of all, or the last of its bucket, or there is no plan."""
+        """Handle a gradient that begins a backward or completes a bucket, or any as long as there is no plan."""
         backward = self._backward
         if backward is None or backward.died:
             backward = self._begin_from_hook()
@@ -181,20 +190,19 @@ class Reducer:
                 return
         bucket_set = backward.bucket_set
         if bucket_set is None:
-            self._observe(index, backward)
+            self._see_arrival(index, backward)
             return
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
         if bucket.arrivals.launched:
             raise late_gradient(self._plan_cache.specs[index].name, bucket=bucket_index, rank=self._collectives.rank)
-        if backward.reductions is None:
+        if backward.queue is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
             bucket.collect()
             return
-        if backward.recorder is not None:
-            backward.recorder.see_ready(bucket_index)
-        if self._config.overlap and backward.reductions.next_to_launch == bucket_index:
-            backward.reductions.launch_complete()
+        backward.observer.bucket_ready(bucket_index)
+        if self._config.overlap and backward.queue.next_to_launch == bucket_index:
+            backward.queue.launch_complete()
 
     def _begin(self) -> BackwardPass:
         if self._backward is not None:
@@ -202,28 +210,26 @@ class Reducer:
         self.finiteness.begin(self.stats)
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
-        factor = None
-        if self._weighting is not None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable):
-            factor = self._factor(trainable)
+        has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        factor = self._end.factor(trainable) if has_changed else None
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self._plan_cache.bucket_set(trainable)
         self._hooks.begin(bucket_set)
-        recorder = (
-            self.recorder if syncs and self.recorder and not is_being_captured(self._collectives.device) else None
-        )
-        reductions = self._reductions(bucket_set, recorder) if syncs and bucket_set is not None else None
         tuner = self._plan_cache.tuner(trainable) if syncs else None
-        self._backward = BackwardPass(trainable, syncs, reductions, bucket_set, factor, tuner, recorder)
-        if tuner is not None:
-            tuner.begin()
+        is_recorded = syncs and not is_being_captured(self._collectives.device)
+        observer = all_of(tuner, self.observer if is_recorded and self.observer is not NO_OBSERVER else None)
+        queue = self._new_queue(bucket_set, observer=observer) if syncs and bucket_set is not None else None
+        self._backward = BackwardPass(
+            trainable, syncs, observer, is_tuned=tuner is not None, bucket_set=bucket_set, queue=queue, factor=factor
+        )
+        observer.backward_began()
         return self._backward
 
     def _begin_from_hook(self) -> BackwardPass:
-        if self._weighting is not None:
-            self._weighting.refuse_unweighted()
+        self._weighting.refuse_unweighted()
         backward = self._begin()
         alive = Alive()
 
@@ -239,73 +245,16 @@ class Reducer:
         Variable._execution_engine.queue_callback(at_end_of_backward)
         return backward
 
-    def _observe(self, param_index: int, backward: BackwardPass) -> None:
+    def _see_arrival(self, param_index: int, backward: BackwardPass) -> None:
         backward.arrived.append(param_index)
         if self._collectives.device.type == "cuda":
             backward.streams.add(torch.cuda.current_stream(self._collectives.device))
 
     def _finish(self, backward: BackwardPass, *, died: bool = False) -> None:
-        """Do what is left of a backward, with all ranks. After one that `died` here, others may be waiting in it."""
         self._backward = None
         self._hooks.rest()
-        if not backward.syncs:
-            return
-        # The times of a backward that died say nothing, and nobody uses its gradients.
-        tuner, recorder = None if died else backward.tuner, backward.recorder
-        if tuner is not None:
-            tuner.backward_ended()
-        if recorder is not None:
-            recorder.begin_waiting()
-        # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
-        factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
-        if not any(backward.trainable):
-            if recorder is not None:
-                recorder.end_waiting()
-            return
-        with torch.no_grad(), phase("bucketddp::finish"):
-            reductions = backward.reductions or self._first_reductions(backward)
-            if died:
-                reductions.abandon()
-            else:
-                reductions.launch_rest()
-                reductions.wait(factor=factor)
-            if tuner is not None:
-                tuner.reduced()
-            if recorder is not None:
-                recorder.end_waiting()
-            if self._weighting is not None:
-                self._weighting.end()
-            if self._config.broadcast_buffers:
-                self.replicas.broadcast_buffers()
-        self.bucket_set = backward.bucket_set
-        self.stats.num_backwards += 1
-        if self._exchanged is not None and not is_being_captured(self._collectives.device):
-            self._exchanged.record()
-        assert self.bucket_set is not None  # there were reductions
-        with torch.no_grad():
-            if not died:
-                self.finiteness.read(self.bucket_set, self.stats)
-            if backward.tuner is not None:
-                self._plan_cache.end(backward.trainable)
-
-    def _factor(self, trainable: tuple[bool, ...]) -> float:
-        if self._weighting is None:
-            return 1.0
-        factor = self._weighting.factor(self.stats)
-        if self._weighting.trainable_differs:
-            self.replicas.refuse_trainable(trainable)
-        return factor
-
-    def _first_reductions(self, backward: BackwardPass) -> LaunchQueue:
-        backward.bucket_set = self._plan_cache.make(backward)
-        return self._reductions(backward.bucket_set, backward.recorder)
-
-    def _reductions(self, bucket_set: BucketSet, recorder: StepRecorder | None) -> LaunchQueue:
-        return LaunchQueue(
-            bucket_set,
-            reduction=self._reduction,
-            collectives=self._collectives,
-            finiteness=self.finiteness,
-            stats=self.stats,
-            recorder=recorder,
-        )
+        if backward.syncs:
+            try:
+                self._end.finish(backward, died=died)
+            finally:
+                self.bucket_set = backward.bucket_set or self.bucket_set

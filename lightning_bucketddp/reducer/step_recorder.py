@@ -24,44 +24,44 @@ from typing import Any, Protocol
 import torch
 
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.reducer.bucket_set import AnyBucket
 from lightning_bucketddp.reducer.clock import Axis, Clock, clock_of
+from lightning_bucketddp.reducer.observer import BackwardObserver
+from lightning_bucketddp.reducer.reduction import PendingReduction
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.reducer.wire import bytes_sent, transfer_of, was_waited_for
 
 _ENDS_WITHIN_S = 1.0
 
 
 @dataclass(slots=True)
-class Sighting:
+class Completion:
     """The mark at which something was seen to end; None: it was not, so far."""
 
     mark: Any = None
 
 
-class Observer(Protocol):
+class CompletionWatcher(Protocol):
     """Sees reductions end (Note: ends of reductions)."""
 
-    def watch(self, transfer: Pending) -> Sighting:
+    def watch(self, transfer: Pending) -> Completion:
         """Mark the end of `transfer` as soon as it comes."""
 
     def close(self) -> None:
         """Watch nothing any more."""
 
 
-class HostObserver:
+class HostWatcher:
     """A thread that waits for one reduction after the other, in the order in which they run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._to_watch: SimpleQueue[tuple[Pending, Sighting] | None] = SimpleQueue()
+        self._to_watch: SimpleQueue[tuple[Pending, Completion] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bucketddp-observer", daemon=True)
         self._thread.start()
 
-    def watch(self, transfer: Pending) -> Sighting:
-        sighting = Sighting()
-        self._to_watch.put((transfer, sighting))
-        return sighting
+    def watch(self, transfer: Pending) -> Completion:
+        completion = Completion()
+        self._to_watch.put((transfer, completion))
+        return completion
 
     def close(self) -> None:
         self._to_watch.put(None)
@@ -70,14 +70,14 @@ class HostObserver:
 
     def _run(self) -> None:
         while (watched := self._to_watch.get()) is not None:
-            transfer, sighting = watched
+            transfer, completion = watched
             with suppress(Exception):  # the step waits for it, too, and is the one to raise
                 transfer.wait()
-                sighting.mark = self._clock.mark()
+                completion.mark = self._clock.mark()
             del watched, transfer  # gradients hang on it
 
 
-class DeviceObserver:
+class DeviceWatcher:
     """A stream that waits for each reduction."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
@@ -86,20 +86,20 @@ class DeviceObserver:
         # With this setting of torch's it is the host that waits.
         self._is_blind = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0"
 
-    def watch(self, transfer: Pending) -> Sighting:
+    def watch(self, transfer: Pending) -> Completion:
         if self._is_blind:
-            return Sighting()
+            return Completion()
         with torch.cuda.stream(self._stream):
             transfer.wait()
-            return Sighting(self._clock.mark())
+            return Completion(self._clock.mark())
 
     def close(self) -> None:
         pass
 
 
-def observer_of(device: torch.device, clock: Clock) -> Observer:
+def completion_watcher(device: torch.device, clock: Clock) -> CompletionWatcher:
     """Who sees reductions of tensors on `device` end."""
-    return DeviceObserver(clock, device) if device.type == "cuda" else HostObserver(clock)
+    return DeviceWatcher(clock, device) if device.type == "cuda" else HostWatcher(clock)
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class MarkedBucket:
 
     ready: Any
     launched: Any = None
-    seen: Sighting | None = None
+    seen: Completion | None = None
     waited_for: Any = None
 
     @property
@@ -146,7 +146,7 @@ class MarkedStep:
     num_skipped: int = 0
 
 
-class StepRecorder:
+class StepRecorder(BackwardObserver):
     """Told by the strategy and the reducer what they do, in steps that are recorded.
 
     A step has one phase at a time, or none between phases. Where several backwards of a step synchronise, the
@@ -158,7 +158,7 @@ class StepRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
-        self._observer = observer_of(device, self._clock)
+        self._watcher = completion_watcher(device, self._clock)
         self.axis = Axis(self._clock)
         self._phase: str | None = None
         self._since: Any = None
@@ -167,7 +167,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Let go of what watches."""
-        self._observer.close()
+        self._watcher.close()
 
     @property
     def phase(self) -> str | None:
@@ -212,27 +212,24 @@ class StepRecorder:
         finally:
             self.turn_to(before)
 
-    def see_ready(self, index: int) -> None:
-        """All gradients of a bucket are there."""
+    def bucket_ready(self, index: int) -> None:
         self._step.buckets[index] = MarkedBucket(self._clock.mark())
 
-    def see_launch(self, index: int) -> None:
-        """A bucket leaves, complete or not."""
+    def bucket_launched(self, index: int) -> None:
         mark = self._clock.mark()
         bucket = self._step.buckets.get(index)
         if bucket is None or bucket.launched is not None:
             bucket = self._step.buckets[index] = MarkedBucket(mark)
         bucket.launched = mark
 
-    def see_start(self, index: int, pending: Pending, bucket: AnyBucket) -> None:
-        """Its reduction is under way."""
-        self._step.bytes_on_wire += bytes_sent(pending, bucket)
+    def reduction_started(self, index: int, pending: PendingReduction) -> None:
+        self._step.bytes_on_wire += pending.bytes_sent
         marks = self._step.buckets[index]
-        if was_waited_for(pending):
+        if pending.has_ended:
             self._see_waiting_since(marks.launched)
-            marks.seen = Sighting(self._since)
-        elif (transfer := transfer_of(pending)) is not None:
-            marks.seen = self._observer.watch(transfer)
+            marks.seen = Completion(self._since)
+        elif pending.transfer is not None:
+            marks.seen = self._watcher.watch(pending.transfer)
 
     def _see_waiting_since(self, mark: Any) -> None:
         if self._phase is not None and self._since is not None:
@@ -240,16 +237,16 @@ class StepRecorder:
         self._since = self._clock.mark()
         self._step.spans.append(MarkedSpan("exposed", mark, self._since))
 
-    def see_waited_for(self, index: int) -> None:
-        """A reduction has ended: the step has waited for it."""
-        self._step.buckets[index].waited_for = self._clock.mark()
-
-    def begin_waiting(self) -> None:
-        """Backward has ended; from now on the step waits for reductions."""
+    def backward_ended(self) -> None:
         self._before_waiting = self.turn_to("exposed")
 
-    def end_waiting(self) -> None:
-        """The gradients are final."""
+    def reduction_ended(self, index: int) -> None:
+        self._step.buckets[index].waited_for = self._clock.mark()
+
+    def gradients_final(self) -> None:
+        self.turn_to(self._before_waiting)
+
+    def backward_abandoned(self) -> None:
         self.turn_to(self._before_waiting)
 
     def is_past(self, marked: MarkedStep) -> bool:

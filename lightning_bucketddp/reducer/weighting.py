@@ -26,7 +26,28 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.reducer.stats import ReducerStats
 
 
-class Weighting:
+class EqualWeights:
+    """Every rank counts the same, always: there is nothing to agree on."""
+
+    nobody_contributed = False
+    trainable_differs = False
+
+    def refuse_unweighted(self) -> None:
+        """Refuse a backward that begins without an announced weight, if every weight is needed."""
+
+    def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
+        """Begin a backward; return whether `factor` must be asked for before anything is launched."""
+        return False
+
+    def factor(self, stats: ReducerStats) -> float:
+        """Return what the plain mean over the ranks has to be multiplied by."""
+        return 1.0
+
+    def end(self) -> None:
+        """Give back what was put aside: the gradients of the step are final."""
+
+
+class Weighting(EqualWeights):
     """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
 
     Args:
@@ -49,12 +70,11 @@ class Weighting:
         self._put_aside: list[tuple[Tensor, Tensor]] | None = None
 
     def add(self, weight: float, *, skipped: bool = False) -> None:
-        """The weight of the micro-batch whose backward comes next."""
+        """Add the weight of the micro-batch whose backward comes next."""
         self._weights.append(weight)
         self._num_skipped += skipped
 
     def refuse_unweighted(self) -> None:
-        """A backward begins that nobody has announced."""
         if self._needs_every_weight:
             raise RuntimeError(
                 "`loss.backward()` was called directly, so the loss could not be weighted. With `gradient_weight` or"
@@ -62,9 +82,9 @@ class Weighting:
             )
 
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
-        """A backward begins. If it synchronises, tell the other ranks what the gradients of this step weigh here.
+        """If the backward synchronises, tell the other ranks what the gradients of this step weigh here.
 
-        Whether `factor` must be asked for before anything is launched (Note: one set of trainable parameters).
+        `factor` must be asked for at once if the set has changed (Note: one set of trainable parameters).
         """
         if self._by_weight and self._put_aside is None:
             self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
@@ -88,7 +108,6 @@ class Weighting:
         return has_changed
 
     def factor(self, stats: ReducerStats) -> float:
-        """What the plain mean over the ranks has to be multiplied by."""
         messages = self._exchange.receive()
         self.trainable_differs = len({message.trainable for message in messages}) > 1
         stats.num_skipped += sum(message.num_skipped for message in messages)
@@ -98,7 +117,6 @@ class Weighting:
         return full_weight / weight if weight > 0 else 1.0
 
     def end(self) -> None:
-        """The gradients of the step are final: those that were put aside come back."""
         for param, earlier in self._put_aside or ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None

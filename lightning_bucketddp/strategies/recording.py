@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.reducer.observer import NO_OBSERVER
 from lightning_bucketddp.strategies.trainer_step import TrainingHooks
 
 # Whoever records has imported them; every other start would have to wait for them.
@@ -54,7 +55,7 @@ class RecordsSteps(TrainingHooks):
             self.recorder.forget_phase()
         self.recorder = self._on_recorded = None
         if self.reducer is not None:
-            self.reducer.recorder = None
+            self.reducer.observer = NO_OBSERVER
 
     def describe_run(self) -> Run:
         """What stays the same in a fit."""
@@ -103,7 +104,7 @@ class RecordsSteps(TrainingHooks):
         if self.recorder is None:
             return super().training_step(*args, **kwargs)
         assert self.reducer is not None
-        self.reducer.recorder = self.recorder
+        self.reducer.observer = self.recorder
         with self.recorder.during("forward"):
             return super().training_step(*args, **kwargs)
 

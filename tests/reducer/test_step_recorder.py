@@ -80,7 +80,7 @@ def test_a_step_that_was_given_up_is_forgotten() -> None:
     recorder = StepRecorder(torch.device("cpu"))
     recorder.turn_to("forward")
     recorder.turn_to("backward")
-    recorder.see_ready(0)  # and no more: backward has raised
+    recorder.bucket_ready(0)  # and no more: backward has raised
     assert step_of(recorder.complete(stats, step=1, plan=1), recorder.axis, memory_bytes=0) is None
     recorder.turn_to("backward")
     recorder.turn_to("optimizer")

@@ -108,7 +108,7 @@ def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
     marked = []
     for step in range(8):
         if step == 4:
-            reducer.recorder = recorder
+            reducer.observer = recorder
             recorder.begin(reducer.stats)
             torch.cuda.set_sync_debug_mode("error")
         try:

@@ -75,7 +75,7 @@ def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
         num_unused = reducer.stats.num_unused
         if number == 2:
             recorder.begin(reducer.stats)
-            reducer.recorder = recorder
+            reducer.observer = recorder
         for micro_batch in range(num_micro_batches):
             with recorder.during("forward"):
                 time.sleep(0.02 * dist.get_rank())
@@ -123,7 +123,7 @@ def record_a_long_backward() -> Recorded:
     for number in range(2):
         if number == 1:
             recorder.begin(reducer.stats)
-            reducer.recorder = recorder
+            reducer.observer = recorder
         with recorder.during("backward"):
             model(batch(dist.get_rank(), number)).square().mean().backward()
     return _finish(reducer, recorder, num_unused=0)
@@ -145,7 +145,7 @@ def phase_after_a_backward_of_nothing() -> str | None:
     """What a recorded step is doing after a backward in which no parameter is trained."""
     model = nn.Linear(WIDTH, 1).to(device())
     reducer = build_reducer(model)
-    recorder = reducer.recorder = StepRecorder(device())
+    recorder = reducer.observer = StepRecorder(device())
     recorder.begin(reducer.stats)
     model.requires_grad_(False)
     recorder.turn_to("backward")

@@ -22,7 +22,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.reducer import plan_cache
-from lightning_bucketddp.reducer.bucket import Bucket
+from lightning_bucketddp.reducer.bucket import BufferedBucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -273,7 +273,7 @@ def let_go_of_old_buffers() -> list[int]:
     def placement_is_made(*args: Any, **options: Any) -> BucketSet:
         alive.append(sum(wire() is not None for wire in ever))
         bucket_set = BucketSet(*args, **options)
-        ever.extend(weakref.ref(bucket.wire) for bucket in bucket_set.buckets if isinstance(bucket, Bucket))
+        ever.extend(weakref.ref(bucket.wire) for bucket in bucket_set.buckets if isinstance(bucket, BufferedBucket))
         return bucket_set
 
     plan_cache.BucketSet = placement_is_made  # type: ignore[assignment, misc]

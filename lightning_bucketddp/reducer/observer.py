@@ -1,0 +1,73 @@
+"""Watching a backward: what the plan tuner, the step recorder and torch's profiler are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.reducer.reduction import PendingReduction
+
+NOTHING = nullcontext()
+
+
+class BackwardObserver:
+    """Is told what happens in a synchronised backward, in this order; this one does nothing."""
+
+    def backward_began(self) -> None:
+        """Note that a backward has begun."""
+
+    def bucket_ready(self, index: int) -> None:
+        """Note that all gradients of a bucket are there."""
+
+    def bucket_launched(self, index: int) -> None:
+        """Note that a bucket leaves, complete or not."""
+
+    def reduction_started(self, index: int, pending: PendingReduction) -> None:
+        """Note that the reduction of a bucket is under way."""
+
+    def backward_ended(self) -> None:
+        """Note that all gradients of this rank are there: from now on the step waits for reductions."""
+
+    def reduction_ended(self, index: int) -> None:
+        """Note that the step has waited for the reduction of a bucket."""
+
+    def gradients_final(self) -> None:
+        """Note that the gradients of all ranks are there."""
+
+    def backward_abandoned(self) -> None:
+        """Note, in the place of `gradients_final`, that the backward died on this rank: its times say nothing."""
+
+
+class _Several(BackwardObserver):
+    """Tells several observers all that it is told."""
+
+    def __init__(self, observers: Sequence[BackwardObserver]) -> None:
+        for name in (name for name in vars(BackwardObserver) if not name.startswith("__")):
+            setattr(self, name, partial(_tell_all, [getattr(observer, name) for observer in observers]))
+
+
+def _tell_all(methods: Sequence[Callable[..., None]], *args: Any) -> None:
+    for method in methods:
+        method(*args)
+
+
+NO_OBSERVER = BackwardObserver()
+
+
+def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
+    """Return one observer that tells all of `observers`."""
+    present = [observer for observer in observers if observer is not None]
+    if len(present) > 1:
+        return _Several(present)
+    return present[0] if present else NO_OBSERVER
+
+
+def profiler_span(name: str) -> AbstractContextManager[Any]:
+    """Show what happens inside as `name` in torch's profiler. Costs nothing while none runs."""
+    return record_function(name) if _profiler_enabled() else NOTHING

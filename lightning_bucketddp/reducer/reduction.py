@@ -1,0 +1,121 @@
+"""How the gradients of a bucket become those that every rank shall have.
+
+A new way to reduce (fewer bits, a part for each rank) is a class with the two methods of `Reduction`, in a file of its
+own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.reducer.bucket import DenseBucket, SparseBucket
+
+
+class PendingReduction(Protocol):
+    """A reduction in flight."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """What it gives to the network, or to a communication hook."""
+
+    @property
+    def transfer(self) -> Pending | None:
+        """What ends when the network has done its part; None: that is not known before `wait` returns."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it had ended when it was started."""
+
+    def wait(self) -> None:
+        """Make the result usable: block the host on CPU, the current stream on GPU."""
+
+
+class Reduction(Protocol):
+    """Starts to reduce buckets in place; all ranks start the same buckets in the same order."""
+
+    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        """Start to reduce a bucket whose gradients lie side by side in memory."""
+
+    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
+        """Start to reduce the sparse gradient of one parameter."""
+
+
+class MeanReduction:
+    """The mean over the ranks.
+
+    Args:
+        collectives: how to reach the other ranks.
+        dtype: what travels; None: the gradients' own dtype. They arrive in their own dtype in any case.
+    """
+
+    def __init__(self, collectives: Collectives, *, dtype: torch.dtype | None = None) -> None:
+        self._collectives = collectives
+        self._dtype = dtype
+        self._cast_wires: WeakKeyDictionary[DenseBucket, Tensor] = WeakKeyDictionary()
+
+    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        own = bucket.wire
+        if self._dtype is None or self._dtype == own.dtype:
+            return _PendingMean(own, self._collectives.start_mean(own))
+        if bucket not in self._cast_wires:
+            self._cast_wires[bucket] = torch.empty_like(own, dtype=self._dtype)
+        wire = self._cast_wires[bucket].copy_(own)
+        return _PendingCastMean(wire, self._collectives.start_mean(wire), own)
+
+    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
+        return PendingSparseMean(self._collectives, bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingMean:
+    wire: Tensor
+    transfer: Pending
+    has_ended = False
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.wire.nbytes
+
+    def wait(self) -> None:
+        self.transfer.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCastMean(_PendingMean):
+    own: Tensor
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        self.own.copy_(self.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSparseMean:
+    """The mean of a sparse gradient: rows of all ranks side by side, equal rows added.
+
+    Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
+    """
+
+    collectives: Collectives
+    bucket: SparseBucket
+    transfer = None
+    has_ended = False
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.bucket.num_bytes
+
+    def wait(self) -> None:
+        gradient = self.bucket.gradient
+        indices = torch.cat(self.collectives.gather_rows(gradient.indices().t()))
+        values = torch.cat(self.collectives.gather_rows(gradient.values()))
+        total = torch.sparse_coo_tensor(indices.t(), values, gradient.shape).coalesce()
+        self.bucket.gradient = torch.sparse_coo_tensor(
+            total.indices(), total.values() / self.collectives.world_size, gradient.shape, is_coalesced=True
+        )
