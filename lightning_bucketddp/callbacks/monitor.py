@@ -13,7 +13,7 @@ from lightning_bucketddp.recording.record import FOLDER
 from lightning_bucketddp.recording.suggestions import suggestions
 from lightning_bucketddp.recording.summary import Summary, print_summary
 from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep
-from lightning_bucketddp.strategies.recording import RecordsSteps
+from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -58,14 +58,14 @@ class StepMonitoring(_Callback):
         self._summary: Summary | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, RecordsSteps):
+        if stage == "fit" and not isinstance(trainer.strategy, TrainerStepHooks):
             raise TypeError(
                 f"`{_NAME}` records what `bucketddp` does, but the strategy of this Trainer is a"
                 f' `{type(trainer.strategy).__name__}`. Pass `strategy="bucketddp"`, or leave the callback out.'
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, RecordsSteps)
+        assert isinstance(trainer.strategy, TrainerStepHooks)
         # Asked on all ranks: it is a broadcast.
         parent = self._dirpath or trainer.log_dir or trainer.default_root_dir
         folder = None if trainer.fast_dev_run else Path(parent, FOLDER)  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class StepMonitoring(_Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is None:
             return
-        assert isinstance(trainer.strategy, RecordsSteps)
+        assert isinstance(trainer.strategy, TrainerStepHooks)
         self._fit.read(all_of_them=True)
         self._log(trainer, self._fit)
         if self._has_summary:

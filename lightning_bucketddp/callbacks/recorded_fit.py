@@ -15,7 +15,7 @@ from lightning_bucketddp.recording.record import RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.record_file import RecordFile, Thinning
 from lightning_bucketddp.recording.typical_step import NUM_STEPS
 from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
-from lightning_bucketddp.strategies.recording import RecordsSteps
+from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 
 
 class RecordedFit:
@@ -29,7 +29,7 @@ class RecordedFit:
         folder: where they are written; None: nowhere.
     """
 
-    def __init__(self, strategy: RecordsSteps, *, every_n_rounds: int, folder: Path | None) -> None:
+    def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
         # Those that are written, if any are: what is read from the file gives the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)

@@ -63,7 +63,20 @@ def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimi
     return state
 
 
-class ReplicaChecks:
+class NoReplicaChecks:
+    """There is one replica, or replicas differ by design, or nothing is trained."""
+
+    are_periodic = False
+
+    def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
+        """Compare replicas when it is time to. All ranks call this after the same number of synchronised backwards."""
+
+    def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
+        """Compare now and act on it; return whether there was a difference. All ranks must call this."""
+        return False
+
+
+class ReplicaChecks(NoReplicaChecks):
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
@@ -78,19 +91,14 @@ class ReplicaChecks:
     ) -> None:
         self._collectives = collectives
         self._config = config
+        self.are_periodic = bool(config.every_n_steps)
         self._exchange = exchange
         self._has_messages = has_messages
         self._checksums = Checksums()
         self._pending: PendingDigest | None = None
         self._begun_at = 0
 
-    @property
-    def are_periodic(self) -> bool:
-        """Whether replicas are compared at all when no checkpoint is written."""
-        return bool(self._config.every_n_steps)
-
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
-        """Call between steps, on all ranks after the same number of synchronised backwards."""
         if not self._config.every_n_steps:
             return
         if not self._has_messages:
@@ -98,7 +106,7 @@ class ReplicaChecks:
         if self._exchange.digests_differ:
             self._exchange.digests_differ = False
             self._pending = None  # begun before that is known
-            if not self.compare(state(), when=f"after {num_backwards} synchronised backwards"):
+            if not self.compare(state, when=f"after {num_backwards} synchronised backwards"):
                 self._warn("The replicas differed in the last check and are equal again.")
         if self._pending is not None and num_backwards > self._begun_at:
             self._exchange.digest = self._pending.wait()
@@ -109,18 +117,18 @@ class ReplicaChecks:
             self._pending = state().start_digest(self._checksums)
             self._begun_at = num_backwards
 
-    def compare(self, state: TrainingState, *, when: str) -> bool:
-        """Compare now, and act on it; whether there was a difference. All ranks must call this."""
+    def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
+        compared = state()
         hosts = self._collectives.host_group()
-        digest = torch.tensor([state.start_digest(self._checksums).wait()])
+        digest = torch.tensor([compared.start_digest(self._checksums).wait()])
         if len(set(torch.cat(hosts.gather(digest)).tolist())) == 1:
             return False
-        by_rank = hosts.gather_json(state.values(self._checksums))
-        divergence = find_divergence(by_rank, numbers=set(state.numbers))
+        by_rank = hosts.gather_json(compared.values(self._checksums))
+        divergence = find_divergence(by_rank, numbers=set(compared.numbers))
         assert divergence is not None  # equal values have equal digests
         found = f"The replicas are not equal {when}: {divergence}"
         is_healable = all(
-            difference.exists_everywhere and (difference.name in state.tensors or difference.name in state.owners)
+            difference.exists_everywhere and (difference.name in compared.tensors or difference.name in compared.owners)
             for difference in divergence.differences
         )
         remedy = (
@@ -132,7 +140,7 @@ class ReplicaChecks:
         if self._config.on_divergence == "log":
             self._warn(found)
         elif self._config.on_divergence == "heal" and is_healable:
-            self._heal(state, divergence, from_source=by_rank[divergence.source])
+            self._heal(compared, divergence, from_source=by_rank[divergence.source])
             self._warn(f"{found} All ranks go on with the state of rank {divergence.source}.")
         else:
             raise ReplicaDivergedError(f"{found} {remedy}")

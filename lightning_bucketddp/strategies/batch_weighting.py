@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,45 +42,78 @@ def accept_skipped_steps(automatic_optimization: Any) -> None:
     automatic_optimization.output_result_cls = ResultOrSkip
 
 
-GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
+class EqualBatches:
+    """Every batch of this rank counts the same, and there is no other rank: nothing to weigh, nobody to wait for.
+
+    Args:
+        has_alert: asked in each step whether something has gone wrong.
+    """
+
+    # What the reducer is given; None: it takes plain means.
+    weighting: Weighting | None = None
+
+    def __init__(self, has_alert: Callable[[], bool]) -> None:
+        self._has_alert = has_alert
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has run out of data and only keeps the others company."""
+        return False
+
+    def take_alert(self) -> bool:
+        """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
+        return self._has_alert()
+
+    def prepare(self, loader: object) -> object:
+        """Return a training dataloader that tells the other ranks when it ends, or goes on until theirs do."""
+        return loader
+
+    def see(self, batch: Any) -> None:
+        """Weigh a batch before it goes to the device, from where the host would have to wait for the number."""
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """Turn to another batch."""
+
+    def skip(self) -> SkippedStep | None:
+        """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
+        return None
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return `loss` as backward shall see it."""
+        return loss
+
+    def agree(self, loss: Any) -> Any:
+        """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
+        return loss
 
 
-def check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption:
-    """`option`, if it is one."""
-    if option is None or option == "batch_size" or callable(option):
-        return option
-    raise ValueError(
-        f"`gradient_weight` must be `batch_size` or a function that takes a batch and gives its weight, got {option!r}."
-    )
-
-
-class BatchWeighting:
+class BatchWeighting(EqualBatches):
     """The weight of each backward of this rank in a fit.
 
     Args:
         trainer: whose fit it is.
-        collectives: how to reach the other ranks.
+        exchange: the exchange with the other ranks.
+        collectives: how to reach them.
         weight_of: the weight of a batch; None: every batch counts the same.
         extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
-        has_alert: asked in each step whether this rank has to alert the others.
     """
 
     def __init__(
         self,
         trainer: Trainer,
+        exchange: StepExchange,
         collectives: Collectives,
         *,
         weight_of: Callable[[Any], Any] | None,
         extends_uneven_data: bool,
-        has_alert: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
-        self.exchange = StepExchange(collectives, has_alert=has_alert)
-        self._uneven_data = UnevenData(self.exchange, extends=extends_uneven_data)
-        self.weighting = Weighting(
-            self.exchange, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
+        self._exchange = exchange
+        self._uneven_data = UnevenData(exchange, extends=extends_uneven_data)
+        self.weighting: Weighting = Weighting(
+            exchange, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
         )
         self._weight: float | None = None
         self._reference_weight: float | None = None
@@ -89,20 +122,16 @@ class BatchWeighting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has run out of data and only keeps the others company."""
         return self._uneven_data.is_repeating
 
     def take_alert(self) -> bool:
-        """Whether some rank has alerted all of them since this was asked. It is the same on every rank."""
-        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
+        is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
         return is_alerted
 
     def prepare(self, loader: object) -> object:
-        """A training dataloader that tells the other ranks when it ends, or goes on until theirs do."""
         return self._uneven_data.prepare(loader, is_only_loader=lambda it: self._trainer.train_dataloader is it)
 
     def see(self, batch: Any) -> None:
-        """Weigh a batch before it goes to the device, from where the host would have to wait for the number."""
         if self._weight_of is None:
             return
         self._weight = float(self._weight_of(batch))
@@ -113,18 +142,17 @@ class BatchWeighting:
             )
 
     def begin_batch(self, batch_idx: int) -> None:
-        """This rank turns to another batch."""
-        self.exchange.epoch = self._trainer.current_epoch
-        self.exchange.num_batches = batch_idx + 1
+        self._exchange.epoch = self._trainer.current_epoch
+        self._exchange.num_batches = batch_idx + 1
         self._uneven_data.begin_batch()
 
-    def skip(self) -> SkippedStep:
-        """This rank has no loss, but calls backward all the same, for the other ranks' sake."""
+    def skip(self) -> SkippedStep | None:
+        if self._collectives.world_size == 1:
+            return None  # left to Lightning
         self._skipped_loss = torch.zeros((), device=self._collectives.device, requires_grad=True)
         return SkippedStep(self._skipped_loss)
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """`loss` as backward shall see it."""
         # First of all, because it may need all ranks.
         weight = 1.0 if self._weight_of is None else self._relative_weight()
         if loss is self._skipped_loss:
@@ -137,16 +165,9 @@ class BatchWeighting:
             weight *= self._num_micro_batches
         return loss if weight == 1 else loss * weight
 
-    def agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that gives None, which means "no backward took place" to Lightning, on all ranks or on none."""
-
-        def run() -> Any:
-            loss = closure()
-            if loss is None and not self.weighting.nobody_contributed:
-                return torch.zeros((), device=self._collectives.device)
-            return loss
-
-        return run
+    def agree(self, loss: Any) -> Any:
+        is_without = loss is None and not self.weighting.nobody_contributed
+        return torch.zeros((), device=self._collectives.device) if is_without else loss
 
     @property
     def _num_micro_batches(self) -> int:
@@ -162,8 +183,8 @@ class BatchWeighting:
                 " iterator by itself. Use `training_step(self, batch, batch_idx)`."
             )
         if self._reference_weight is None:
-            self.exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
-            weights = [message.weight for message in self.exchange.receive()]
+            self._exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
+            weights = [message.weight for message in self._exchange.receive()]
             mean = sum(weights) / len(weights)
             # A power of two, which no rounding depends on.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0

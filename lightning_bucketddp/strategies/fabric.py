@@ -6,57 +6,31 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
-from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of
-from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.faults.progress import OPTIMIZER, Progress
+from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.faults.progress import OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import (
-    OnDivergence,
-    ReplicaCheckConfig,
-    ReplicaChecks,
-    training_state,
-)
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
-from lightning_bucketddp.strategies.fault_handling import FaultHandler, HandlesFaults
-from lightning_bucketddp.strategies.nonfinite_step import scaler_of, step_unless_withheld
-from lightning_bucketddp.strategies.options import (
-    RejectsUnknownOptions,
-    StartMethod,
-    check_backend,
-    check_devices,
-    check_flags,
-    check_functions,
-    check_seconds,
-    check_timeout,
-    choose_bucket_sizes,
-    resolve_start_method,
-    settle_torch_options,
-)
-from lightning_bucketddp.strategies.start import StartsTogether
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
+from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, scaler_of, withhold_nonfinite
+from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions, check_devices
 
 
-class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults, StartsTogether, _ParallelStrategy):
+class FabricStrategy(FabricCheckpointHooks):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
     Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -143,6 +117,7 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults
         device_mesh: Any = None,
         mixed_precision: Any = None,
     ) -> None:
+        arguments = dict(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -150,70 +125,19 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        settle_torch_options(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            batched_grad_copy=batched_grad_copy,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            check_reduction=check_reduction,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            mixed_precision=mixed_precision,
-        )
-        if forward_sync_buffers is not None:
-            broadcast_buffers = forward_sync_buffers
-        check_flags(
-            overlap=overlap,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            async_checkpoints=async_checkpoints,
-            check_gradients=check_gradients,
-        )
-        check_functions(ddp_comm_hook=ddp_comm_hook)
-        self.config = ReducerConfig(
-            bucket_cap_mb=choose_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list),
-            overlap=overlap,
-            reduce_dtype=reduce_dtype,
-            broadcast_buffers=broadcast_buffers,
-            comm_hook=ddp_comm_hook,
-            comm_state=ddp_comm_state,
-            on_nonfinite=on_nonfinite,
-            check_gradients=check_gradients,
-        )
+        self._take_options(StrategyOptions.of(arguments))
         self.reducers: dict[nn.Module, Reducer] = {}
-        self._init_sync = init_sync
-        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
-        self._checks: ReplicaChecks | None = None
+        self._checks: NoReplicaChecks = NoReplicaChecks()
         self._optimizers: list[Optimizer] = []
-        self._collectives: Collectives | None = None
-        self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
-        self._progress = Progress(waiting_in=files_of_collectives())
-        self._fault_handler: FaultHandler | None = None
-        self._async_checkpoints = async_checkpoints
-        self._writer = CheckpointWriter()
-        self._finite_checkpoints = FiniteCheckpoints()
         self._weights_at_start: dict[nn.Module, Severities] = {}
         self._backward_sync_control: Any = _BackwardSyncControl(self)
-        self._start_timeout_s = check_seconds("start_timeout_s", start_timeout_s)
-        self._torch_devices = (device_ids, output_device)
-        # Read by what `adopt_process_setup` takes over.
-        self._num_nodes = 1
-        self._process_group_backend = check_backend(process_group_backend)
-        self._timeout = check_timeout(timeout)
-        self._start_method = resolve_start_method(start_method)
 
     def setup_environment(self) -> None:
         if self._launcher is None:
             self._configure_launcher()  # as Fabric does; it tells how ranks have ended
         super().setup_environment()
         self._set_world_ranks()
-        check_devices(self.root_device, *self._torch_devices)
+        check_devices(self.root_device, *self.options.torch_devices)
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:
@@ -247,12 +171,15 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults
         # Fabric does not say when an evaluation begins, so normalisation statistics are kept equal all the time.
         replicas = Replicas(module, self._collectives, defer_norm_statistics=False)
         replicas.agree()
-        if self._init_sync:
+        if self.options.init_sync:
             replicas.broadcast()
-        replicas_differ_by_design = isinstance(self.config.comm_state, PostLocalSGDState)
-        if self._checks is None and self._collectives.world_size > 1 and not replicas_differ_by_design:
+        is_first = not self.reducers
+        if is_first and self._collectives.world_size > 1 and not self._differs_by_design:
             self._checks = ReplicaChecks(
-                self._collectives, self._check_config, exchange=StepExchange(self._collectives), has_messages=False
+                self._collectives,
+                self.options.replica_checks,
+                exchange=StepExchange(self._collectives),
+                has_messages=False,
             )
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
@@ -267,9 +194,8 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self._checks is not None:
-            num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
-            self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
+        num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
+        self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during("backward"))
             for reducer in self._taking_part(module):
@@ -290,19 +216,22 @@ class FabricStrategy(RejectsUnknownOptions, FabricCheckpointHooks, HandlesFaults
         return list(self.reducers.values()) if len(self.reducers) == 1 else []
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        def step(closure_or_withheld: Callable[[], Any]) -> Any:
-            if closure is None:
-                closure_or_withheld()
-                return super(FabricStrategy, self).optimizer_step(optimizer, **kwargs)
-            return super(FabricStrategy, self).optimizer_step(optimizer, closure=closure_or_withheld, **kwargs)
-
         checks = [reducer.finiteness for reducer in self.reducers.values()]
-        closure_or_none = closure or (lambda: None)
-        with self._progress.during(OPTIMIZER):
-            return step_unless_withheld(step, optimizer, checks, closure=closure_or_none, precision=self.precision)
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return all_gather(tensor, group=group, sync_grads=sync_grads)
+        def closure_or_withheld() -> Any:
+            loss = closure() if closure is not None else None
+            withhold_nonfinite(optimizer, checks)
+            return loss
+
+        with self._progress.during(OPTIMIZER):
+            try:
+                if closure is not None:
+                    return super().optimizer_step(optimizer, closure=closure_or_withheld, **kwargs)
+                closure_or_withheld()
+                return super().optimizer_step(optimizer, **kwargs)
+            except StepWithheld:
+                drop_gradients(optimizer, self.precision)
+                return None
 
     def _trained_state(self) -> TrainingState:
         """All that was set up. With several modules the names of parameters tell which one has them."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
 from lightning_bucketddp.checkpoint.collective_io import read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
-from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints, Severities, severities_of, spoiled_weights
+from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of, spoiled_weights
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.faults.progress import SAVING, Progress
-from lightning_bucketddp.replicas.consistency import ReplicaChecks
+from lightning_bucketddp.faults.progress import SAVING
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks
 from lightning_bucketddp.replicas.training_state import TrainingState
+from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import torn
 
 if TYPE_CHECKING:
@@ -27,20 +26,11 @@ else:
     _ParallelStrategy = object
 
 
-class FabricCheckpointHooks(_ParallelStrategy):
+class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
     """The part of a strategy that Fabric calls to save and to load."""
 
-    _default_checkpoint_io: ClassVar[type[Any]]
-
-    config: ReducerConfig
-    _collectives: Collectives | None
-    _checks: ReplicaChecks | None
+    _checks: NoReplicaChecks
     _trained_state: Callable[[], TrainingState]
-    _progress: Progress
-    has_torn_step: bool
-    _async_checkpoints: bool
-    _writer: CheckpointWriter
-    _finite_checkpoints: FiniteCheckpoints
     # Of the modules that were set up.
     _weights_at_start: dict[nn.Module, Severities]
 
@@ -64,8 +54,8 @@ class FabricCheckpointHooks(_ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         if self.has_torn_step:
             raise CheckpointWriteError(torn(path))
-        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
-            self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        if self._collectives is not None and self._collectives.is_open:
+            self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
 
@@ -82,7 +72,7 @@ class FabricCheckpointHooks(_ParallelStrategy):
                 with self._finite_checkpoints.known_unless_failing(place):
                     self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
 
-            self._writer.save(checkpoint, write, path=place, in_background=self._async_checkpoints)
+            self._writer.save(checkpoint, write, path=place, in_background=self.options.async_checkpoints)
 
         with self._progress.during(SAVING):
             write_on_rank_zero(save, self._collectives, path=path)
@@ -91,11 +81,6 @@ class FabricCheckpointHooks(_ParallelStrategy):
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
         write_on_rank_zero(self._writer.drain, self._collectives)
 
-    @property
-    def checkpoint_stats(self) -> CheckpointStats:
-        """How long checkpoints took, on rank zero."""
-        return self._writer.stats
-
     def load_checkpoint(  # type: ignore[override]
         self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
     ) -> dict[str, Any]:
@@ -103,7 +88,7 @@ class FabricCheckpointHooks(_ParallelStrategy):
         own_io = self.checkpoint_io
         # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
         if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
-            if self._async_checkpoints:
+            if self.options.async_checkpoints:
                 self.wait_for_checkpoints()
             self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
         try:

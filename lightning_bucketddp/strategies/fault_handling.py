@@ -13,20 +13,16 @@ import faulthandler
 import os
 import signal
 import sys
-import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import (
     StoreAccess,
-    abort_device_groups,
     access_store,
     cut_connections,
     leave_process_group,
@@ -36,15 +32,12 @@ from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
-from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.strategies.options import StartMethod
 from lightning_bucketddp.strategies.signals import InterruptSignals, StopSignals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-_EXCHANGED_WITHIN_S = 0.5
 # What libraries may take to end after Python has. NCCL may wait for a rank that is gone.
 _LIBRARIES_END_WITHIN_S = 3.0
 
@@ -198,80 +191,6 @@ class FaultHandler:
         return [] if handlers is None else handlers.received()
 
 
-class HandlesFaults:
-    """The part of a strategy that sees runs begin and end."""
-
-    _launchers: ClassVar[Any]
-    # What Lightning's Trainer raises when SIGTERM stops it, and when tuning is over.
-    _sigterm_exception: ClassVar[type[SystemExit] | None] = None
-    _normal_ends: ClassVar[tuple[type[Exception], ...]] = ()
-
-    # Set in a process that has started the ranks and is none: its weights are old.
-    trains_elsewhere: bool = False
-    # Set when the weights may have been changed by gradients that were not whole (Note: torn step).
-    has_torn_step: bool = False
-    _collectives: Collectives | None
-    _progress: Progress
-    _fault_handler: FaultHandler | None
-    _stall_warning_s: float
-    _start_method: StartMethod
-    if TYPE_CHECKING:
-        global_rank: int
-        local_rank: int
-        world_size: int
-        _launcher: Any
-        _timeout: timedelta | None
-
-    def _configure_launcher(self) -> None:
-        self._launcher = self._launchers.make(self)
-
-    def _begin_watching(self) -> FaultHandler:
-        this = weakref.ref(self)  # the watch must not keep alive what it watches
-
-        def abort_device() -> None:
-            if (strategy := this()) is not None:
-                strategy.note_torn_step()
-            abort_device_groups()
-
-        launcher: Any = self._launcher
-        first_rank = self.global_rank - self.local_rank
-        context = RunContext(
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout,
-            abort_device=abort_device,
-            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
-            launcher_pid=_launcher_pid(self._start_method),
-        )
-        self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self._stall_warning_s)
-        self._fault_handler.begin()
-        return self._fault_handler
-
-    def note_torn_step(self) -> None:
-        """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
-        deadline = time.monotonic() + _EXCHANGED_WITHIN_S
-        reducers = self._active_reducers()
-        while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.has_torn_step = not all(reducer.has_exchanged for reducer in reducers)
-
-    def _active_reducers(self) -> list[Reducer]:
-        raise NotImplementedError
-
-    def _end_watching(self) -> None:
-        if self._fault_handler is not None:
-            self._fault_handler.end()
-            self._fault_handler = None
-
-    def end_run_by(self, error: BaseException) -> None:
-        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
-        if self._fault_handler is not None and not isinstance(error, self._normal_ends):
-            instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
-            if instead is not None:
-                # Not "from" the error, which is nothing but a connection that broke.
-                raise instead from None
-
-
 def torn(path: object) -> str:
     """Why there is no checkpoint at `path` (Note: torn step)."""
     return (
@@ -286,8 +205,3 @@ def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
     number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
     name = f"{run}/{number}"
     return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
-
-
-def _launcher_pid(start_method: StartMethod) -> int | None:
-    """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
-    return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
+
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 
-log = logging.getLogger(__name__)
-
-_WHY_WITHOUT_EFFECT = {
+WHY_WITHOUT_EFFECT = {
     "find_unused_parameters": "unused parameters are always handled; only a step that leaves some out takes longer",
     "static_graph": "how often each parameter is used is learned from the first backward",
     "gradient_as_bucket_view": "gradients always live in their buckets",
@@ -36,43 +36,90 @@ _WHY_WITHOUT_EFFECT = {
 }
 
 
-class RejectsUnknownOptions:
-    """Answers a misspelt keyword with the nearest right one."""
-
-    __signature__: ClassVar[inspect.Signature]
-    # What was given and is not the default, for a class of another root of Lightning.
-    given_options: dict[str, Any]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Python 3.10 would show the signature of `__new__` below to whoever inspects the class.
-        of_init = inspect.signature(cls.__init__)
-        cls.__signature__ = of_init.replace(parameters=list(of_init.parameters.values())[1:])
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        parameters = inspect.signature(cls.__init__).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [] if takes_any else [name for name in options if name not in parameters]
-        if unknown:
-            nearest = difflib.get_close_matches(unknown[0], parameters, n=1)
-            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(list(parameters)[1:])}."
-            raise TypeError(f"`{cls.__name__}` has no option `{unknown[0]}`.{hint}")
-        strategy = super().__new__(cls)
-        given = {**dict(zip(list(parameters)[1:], args, strict=False)), **options}
-        strategy.given_options = {
-            name: value
-            for name, value in given.items()
-            if name in parameters and name not in _WHY_WITHOUT_EFFECT and value != parameters[name].default
-        }
-        return strategy
+_FLAGS = {
+    *("overlap", "broadcast_buffers", "init_sync", "rank_seeds", "uneven_data"),
+    *("async_checkpoints", "check_gradients", "monitor"),
+}
+_FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
 
 
-def settle_torch_options(**options: Any) -> None:
-    """Explain in one line those of torch DDP's options that were given (not None) and have no effect; refuse the rest.
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What a user has set, of the keywords of `TrainerStrategy` and `FabricStrategy`: validated once, here.
 
-    Raises:
-        ValueError: if an option asks for something else than what is done anyway.
+    Attributes:
+        reducer: what concerns buckets, hooks and non-finite numbers.
+        replica_checks: what concerns the comparison of replicas.
+        torch_devices: `device_ids` and `output_device`, which must be what Lightning chooses.
+
+    The others are keywords. Those with a default are the Trainer's alone.
     """
+
+    reducer: ReducerConfig
+    replica_checks: ReplicaCheckConfig
+    torch_devices: tuple[list[Any] | None, Any]
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: StartMethod
+    init_sync: bool
+    start_timeout_s: float
+    stall_warning_s: float
+    async_checkpoints: bool
+    model_averaging_period: int | None = None
+    rank_seeds: bool = False
+    gradient_weight: GradientWeightOption = None
+    uneven_data: bool = False
+    monitor: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> StrategyOptions:
+        """Validate the `arguments` of a strategy's `__init__`, by name.
+
+        Raises:
+            ValueError: if one of them cannot be what is wanted; the text names it.
+        """
+        given = dict(arguments)
+        _settle_torch_options({name: given.get(name) for name in (*WHY_WITHOUT_EFFECT, "mixed_precision")})
+        if given["forward_sync_buffers"] is not None:
+            given["broadcast_buffers"] = given["forward_sync_buffers"]
+        for name in _FLAGS & given.keys():
+            _check_flag(name, given[name])
+        for name in _FUNCTIONS & given.keys():
+            _check_function(name, given[name])
+        own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        own.update(
+            reducer=_reducer_config(given),
+            replica_checks=ReplicaCheckConfig(
+                every_n_steps=given["check_replicas_every_n_steps"], on_divergence=given["on_divergence"]
+            ),
+            torch_devices=(given["device_ids"], given["output_device"]),
+            process_group_backend=_check_backend(given["process_group_backend"]),
+            timeout=_check_timeout(given["timeout"]),
+            start_method=_resolve_start_method(given["start_method"]),
+            start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
+            stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
+            model_averaging_period=_check_period(given.get("model_averaging_period")),
+            gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
+        )
+        return cls(**own)
+
+
+def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
+    hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
+    return ReducerConfig(
+        bucket_cap_mb=_choose_bucket_sizes(given["bucket_cap_mb"], given["bucket_cap_mb_list"]),
+        overlap=given["overlap"],
+        reduce_dtype=given["reduce_dtype"],
+        broadcast_buffers=given["broadcast_buffers"],
+        comm_hook=wrapper(hook) if wrapper and hook else hook,
+        comm_state=given["ddp_comm_state"],
+        on_nonfinite=given["on_nonfinite"],
+        check_gradients=given["check_gradients"],
+    )
+
+
+def _settle_torch_options(options: Mapping[str, Any]) -> None:
+    """Explain in one line which of torch DDP's options were given and have no effect; refuse what asks for more."""
     given = {name: value for name, value in options.items() if value is not None}
     if given.pop("mixed_precision", None) is not None:
         raise ValueError(
@@ -82,7 +129,7 @@ def settle_torch_options(**options: Any) -> None:
     for name in ("process_group", "device_mesh"):
         if name in given:
             _check_holds_all_ranks(name, given[name])
-    reasons = [f"`{name}` ({_WHY_WITHOUT_EFFECT[name]})" for name in given]
+    reasons = [f"`{name}` ({WHY_WITHOUT_EFFECT[name]})" for name in given]
     if reasons:
         rank_zero_info(f"bucketddp: no effect, and no need to set: {', '.join(reasons)}.")
 
@@ -110,7 +157,7 @@ def check_devices(device: torch.device, device_ids: list[Any] | None, output_dev
                 )
 
 
-def resolve_start_method(start_method: StartMethod) -> StartMethod:
+def _resolve_start_method(start_method: StartMethod) -> StartMethod:
     """Choose fork in a notebook or interactive interpreter, where there is no script to run again."""
     if start_method not in get_args(StartMethod):
         raise ValueError(f"`start_method` must be one of {', '.join(get_args(StartMethod))}, got {start_method!r}.")
@@ -120,35 +167,37 @@ def resolve_start_method(start_method: StartMethod) -> StartMethod:
     return start_method
 
 
-def check_flags(**flags: object) -> None:
-    """Refuse a value that is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
 
 
-def check_functions(**functions: object) -> None:
-    """Refuse a value that is neither None nor can be called."""
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise ValueError(f"`{name}` must be a function or None, got {value!r}.")
+def _check_function(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"`{name}` must be a function or None, got {value!r}.")
 
 
-def check_backend(backend: str | None) -> str | None:
-    """Return `backend` if it can be the name of one; torch knows which there are."""
+def _check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption:
+    if option is None or option == "batch_size" or callable(option):
+        return option
+    raise ValueError(
+        f"`gradient_weight` must be `batch_size` or a function that takes a batch and gives its weight, got {option!r}."
+    )
+
+
+def _check_backend(backend: str | None) -> str | None:
     if backend is not None and not isinstance(backend, str):
         raise ValueError(f"`process_group_backend` must be a name, for example 'gloo' or 'nccl', got {backend!r}.")
     return backend
 
 
-def check_period(steps: int | None) -> int | None:
-    """Return `steps` if it is a positive number of them, or None."""
+def _check_period(steps: int | None) -> int | None:
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(f"`model_averaging_period` must be a positive number of steps, got {steps!r}.")
     return steps
 
 
-def choose_bucket_sizes(
+def _choose_bucket_sizes(
     cap: float | list[float] | Literal["auto"] | None, caps: list[float] | None
 ) -> float | Sequence[float] | Literal["auto"] | None:
     """Return what `bucket_cap_mb` says, or `bucket_cap_mb_list`, torch DDP's name for a list of sizes."""
@@ -159,17 +208,16 @@ def choose_bucket_sizes(
     return caps
 
 
-def check_seconds(name: str, seconds: float, *, may_be_endless: bool = False) -> float:
-    """Return `seconds` if it is a positive number."""
+def _check_seconds(name: str, seconds: float, *, may_be_endless: bool = False) -> float:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0 or (math.isinf(seconds) and not may_be_endless):
         raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
     return float(seconds)
 
 
-def check_timeout(timeout: timedelta | float | None) -> timedelta | None:
+def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     """Return `timeout` as torch takes it; a number is one of seconds."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return timedelta(seconds=check_seconds("timeout", seconds))
+    return timedelta(seconds=_check_seconds("timeout", seconds))

@@ -10,50 +10,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
-from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
-from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaCheckConfig, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, GradientWeightOption, check_gradient_weight
-from lightning_bucketddp.strategies.fault_handling import FaultHandler
-from lightning_bucketddp.strategies.options import (
-    RejectsUnknownOptions,
-    StartMethod,
-    check_backend,
-    check_devices,
-    check_flags,
-    check_functions,
-    check_period,
-    check_seconds,
-    check_timeout,
-    choose_bucket_sizes,
-    resolve_start_method,
-    settle_torch_options,
-)
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
+from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
+from lightning_bucketddp.strategies.nonfinite_step import scaler_of
+from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
-from lightning_bucketddp.strategies.recording import RecordsSteps
+from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
-from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
-from lightning_bucketddp.strategies.start import StartsTogether
-from lightning_bucketddp.strategies.synced_layers import SyncedLayers
-from lightning_bucketddp.strategies.trainer_checkpoints import CheckpointHooks
+from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
 
 
-class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, StartsTogether, _ParallelStrategy):
+class TrainerStrategy(TrainerCheckpointHooks):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -109,6 +89,9 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
 
     # The strategy class that a root of Lightning accepts.
     _class_for_root: ClassVar[Any]
+    # Lightning's base class of callbacks, and the `BucketDDPMonitor` that derives from it.
+    _callback: ClassVar[type]
+    _monitor_class: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
     _batch_size_of: ClassVar[Any]
 
@@ -160,6 +143,7 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
         device_mesh: Any = None,
         mixed_precision: Any = None,
     ) -> None:
+        arguments = dict(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -167,75 +151,14 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        settle_torch_options(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            batched_grad_copy=batched_grad_copy,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            check_reduction=check_reduction,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            mixed_precision=mixed_precision,
-        )
-        if forward_sync_buffers is not None:
-            broadcast_buffers = forward_sync_buffers
-        check_flags(
-            overlap=overlap,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            rank_seeds=rank_seeds,
-            uneven_data=uneven_data,
-            async_checkpoints=async_checkpoints,
-            check_gradients=check_gradients,
-            monitor=monitor,
-        )
-        check_functions(ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper)
-        self.config = ReducerConfig(
-            bucket_cap_mb=choose_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list),
-            overlap=overlap,
-            reduce_dtype=reduce_dtype,
-            broadcast_buffers=broadcast_buffers,
-            comm_hook=ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook,
-            comm_state=ddp_comm_state,
-            on_nonfinite=on_nonfinite,
-            check_gradients=check_gradients,
-        )
-        self.reducer: Reducer | None = None
-        self._replicas: Replicas | None = None
-        self._collectives: Collectives | None = None
-        self._init_sync = init_sync
-        self._check_config = ReplicaCheckConfig(every_n_steps=check_replicas_every_n_steps, on_divergence=on_divergence)
-        self._checks: ReplicaChecks | None = None
-        self._rank_seeds = RankSeeds() if rank_seeds else None
-        self._is_fitting = False
+        self._take_options(StrategyOptions.of(arguments))
+        self._state = FitState()
+        self._recording = StepRecording()
+        self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         self._is_restoring = False
-        self._synced_layers: SyncedLayers | None = None
-        self._buffers: SharedBuffers | None = None
-        self._gradient_weight = check_gradient_weight(gradient_weight)
-        self._extends_uneven_data = uneven_data
-        self._weighting: BatchWeighting | None = None
-        self._start_timeout_s = check_seconds("start_timeout_s", start_timeout_s)
-        self._stall_warning_s = check_seconds("stall_warning_s", stall_warning_s, may_be_endless=True)
-        self._progress = Progress(waiting_in=files_of_collectives())
-        self._fault_handler: FaultHandler | None = None
-        self._async_checkpoints = async_checkpoints
-        self._writer = CheckpointWriter()
-        self._finite_checkpoints = FiniteCheckpoints()
-        self._has_monitor = monitor
-        self._torch_devices = (device_ids, output_device)
         # Read by what `adopt_process_setup` takes over.
-        self._num_nodes = 1
-        self._process_group_backend = check_backend(process_group_backend)
-        self._timeout = check_timeout(timeout)
-        self._start_method = resolve_start_method(start_method)
         self._ddp_comm_state = ddp_comm_state
-        self._model_averaging_period = check_period(model_averaging_period)
+        self._model_averaging_period = self.options.model_averaging_period
         self._model_averager: Any = None
 
     @property
@@ -256,67 +179,90 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        check_devices(self.root_device, *self._torch_devices)
+        check_devices(self.root_device, *self.options.torch_devices)
         self._start_together()
         self.setup_distributed()
         # Without a Trainer nobody would say when the run is over.
         if self.world_size > 1 and self.lightning_module is not None:
-            self._begin_watching().handle_signals(self._module.trainer, callback=self._callback)
+            self._begin_watching().handle_signals(self._trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._is_restoring = True
+        if self.options.monitor and self.lightning_module is not None:
+            monitor: type = self._monitor_class()
+            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+            if not any(isinstance(callback, monitor) for callback in callbacks):
+                callbacks.append(monitor())
 
     def setup(self, trainer: Trainer) -> None:
-        assert self._collectives is not None
         self._restored()
-        self._is_fitting = trainer.state.fn == "fit"
-        if self._is_fitting:
+        # What is left of an earlier fit is told by `reducer`, also after an evaluation.
+        self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
+        if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
-        if self._rank_seeds is not None and not self._is_fitting:
+            self._prepare_fit(trainer)
+        elif self._rank_seeds is not None:
             self._rank_seeds.forget_checkpoint()
+        super().setup(trainer)
+        if self._state.is_fit and self._differs_by_design:
+            self._enable_model_averaging()
+
+    def _prepare_fit(self, trainer: Trainer) -> None:
+        """Make what belongs to a fit and does not need the parameters."""
+        assert self._collectives is not None
+        assert self.model is not None
+        state, weight = self._state, self.options.gradient_weight
+        state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
-        if self._is_fitting and (self._collectives.world_size > 1 or self._gradient_weight is not None):
-            self._weighting = BatchWeighting(
+        if self._collectives.world_size > 1 or weight is not None:
+            state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
+            state.weighting = BatchWeighting(
                 trainer,
+                state.exchange,
                 self._collectives,
-                weight_of=self._batch_size_of if self._gradient_weight == "batch_size" else self._gradient_weight,
-                extends_uneven_data=self._extends_uneven_data,
-                has_alert=lambda: self._writer.has_failed,
+                weight_of=self._batch_size_of if weight == "batch_size" else weight,
+                extends_uneven_data=self.options.uneven_data,
             )
             if self._signals is not None:
-                self._signals.travel_with(self._weighting.exchange)
-        if self._is_fitting and self._layer_sync is not None:
-            assert self.model is not None
-            self._synced_layers = SyncedLayers(
-                self._layer_sync, ours=self._torch_sync_batchnorm, collectives=self._collectives
-            )
-            self.model = self._synced_layers.apply(self.model)
-        super().setup(trainer)
-        if self._is_fitting and isinstance(self._ddp_comm_state, PostLocalSGDState):
-            self._enable_model_averaging()
+                self._signals.travel_with(state.exchange)
+        if self._layer_sync is not None:
+            is_ours = type(self._layer_sync) is self._torch_sync_batchnorm
+            state.layers = ConvertedLayers(self._collectives) if is_ours else LayersOfPlugin(self._layer_sync)
+            self.model = state.layers.apply(self.model)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         assert self._collectives is not None
-        self._replicas = Replicas(model, self._collectives)
-        self._replicas.agree()
-        if self._init_sync:
-            self._replicas.broadcast()
-        if self._is_fitting:
-            if self.reducer is not None:
-                self.reducer.close()
+        state = self._state
+        state.replicas = Replicas(model, self._collectives)
+        state.replicas.agree()
+        if self.options.init_sync:
+            state.replicas.broadcast()
+        if state.is_fit:
+            if state.reducer is not None:
+                state.reducer.close()
             # Buffers are shared before a forward, not by the reducer after a backward: callbacks may change them.
-            self.reducer = Reducer(
-                self._replicas,
+            state.reducer = Reducer(
+                state.replicas,
                 replace(self.config, broadcast_buffers=False),
-                weighting=None if self._weighting is None else self._weighting.weighting,
-                finiteness=self._make_finiteness(self._replicas),
+                weighting=state.weighting.weighting,
+                finiteness=self._make_finiteness(state.replicas),
                 say=rank_zero_info,
             )
-            self._progress.describe_backward = self.reducer.describe_backward
+            self._progress.describe_backward = state.reducer.describe_backward
+            if state.exchange is not None and self._collectives.world_size > 1 and not self._differs_by_design:
+                state.checks = ReplicaChecks(
+                    self._collectives, self.options.replica_checks, exchange=state.exchange, has_messages=True
+                )
         if self.config.broadcast_buffers:
-            self._buffers = SharedBuffers(self._replicas, None if self.reducer is None else self.reducer.stats)
-        self._checks = self._make_checks()
+            state.buffers = BufferSync(state.replicas, None if state.reducer is None else state.reducer.stats)
         return model
+
+    def _make_finiteness(self, replicas: Replicas) -> Finiteness:
+        def where() -> str:
+            trainer = self._trainer
+            return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
+
+        return Finiteness(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:
@@ -328,26 +274,21 @@ class TrainerStrategy(RejectsUnknownOptions, CheckpointHooks, RecordsSteps, Star
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._rank_seeds is not None:
-            self._rank_seeds.continue_after_start(self._module.trainer, self.root_device)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return all_gather(tensor, group=group, sync_grads=sync_grads)
+            self._rank_seeds.continue_after_start(self._trainer, self.root_device)
 
     def teardown(self) -> None:
-        if self.reducer is not None:
-            self.reducer.close()
-        if self._synced_layers is not None:
-            assert self.model is not None
-            self.model = self._synced_layers.revert(self.model)
-            self._synced_layers = None
-        self._end_run()
+        self.model = self._state.close(self.model)
+        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
+        self._end_watching()
+        # A program may fit thousands of times. After an error some rank may still wait for this one.
+        if self._state.end_exchange() and not has_raised:
+            assert self._collectives is not None
+            self._collectives.close_host_groups()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        of_group = ("_collectives", "_fault_handler", "_weighting", "_checks")
-        of_module = ("reducer", "_replicas", "_synced_layers", "_buffers")
-        return {**super().__getstate__(), **dict.fromkeys([*of_group, *of_module])}
+        return {**super().__getstate__(), "_collectives": None, "_fault_handler": None, "_state": FitState()}
 
 
 accept_in_every_root(TrainerStrategy)

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, drain, raised_once
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, drain, raised_once
 from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.checkpoint.finite_weights import (
     NAN,
-    FiniteCheckpoints,
     Severities,
     severities_of,
     spoiled_weights,
 )
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.faults.progress import SAVING, Progress
-from lightning_bucketddp.replicas.consistency import ReplicaChecks
-from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.replicas.training_state import TrainingState
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
+from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.strategies.fault_handling import torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
-
+from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 
 log = logging.getLogger(__name__)
 
@@ -42,35 +30,19 @@ log = logging.getLogger(__name__)
 _OURS = "bucketddp"
 
 
-class CheckpointHooks(_ParallelStrategy):
+class TrainerCheckpointHooks(TrainerStepHooks):
     """The part of a strategy that Lightning calls to save and to resume."""
 
-    config: ReducerConfig
-    _replicas: Replicas | None
-    _collectives: Collectives | None
-    _weighting: BatchWeighting | None
-    _model_averager: Any
-    _rank_seeds: RankSeeds | None
-    _checks: ReplicaChecks | None
-    _trained_state: Callable[[], TrainingState]
-    _progress: Progress
-    trains_elsewhere: bool
-    has_torn_step: bool
     _wrapping_checkpoint_io: ClassVar[type]
-    _default_checkpoint_io: ClassVar[type[Any]]
     _async_checkpoint_io: ClassVar[type]
-    _async_checkpoints: bool
-    _writer: CheckpointWriter
-    _finite_checkpoints: FiniteCheckpoints
+    _rank_seeds: RankSeeds | None
+    # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
+    # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
+    _is_restoring: bool
     # None: nothing was trained.
     _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.
     _saves_in_background = False
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None  # there is one as long as training goes on
-        return self.lightning_module.trainer
 
     @property
     def checkpoint_io(self) -> Any:
@@ -85,22 +57,13 @@ class CheckpointHooks(_ParallelStrategy):
     def checkpoint_io(self, io: Any) -> None:
         self._checkpoint_io = io
 
-    @property
-    def checkpoint_stats(self) -> CheckpointStats:
-        """How long checkpoints took in this fit, on rank zero."""
-        return self._writer.stats
-
     def setup_environment(self) -> None:
-        if self._async_checkpoints and isinstance(self.checkpoint_io, self._async_checkpoint_io):
+        if self.options.async_checkpoints and isinstance(self.checkpoint_io, self._async_checkpoint_io):
             raise ValueError(
                 f"`async_checkpoints=True` and the plugin `{type(self.checkpoint_io).__name__}` both write in the"
                 " background. Pass one of them."
             )
         super().setup_environment()
-
-    # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
-    # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
-    _is_restoring: bool
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
@@ -127,7 +90,7 @@ class CheckpointHooks(_ParallelStrategy):
 
             def write(content: dict[str, Any]) -> None:
                 with self._finite_checkpoints.known_unless_failing(path), raised_once(self.checkpoint_io):
-                    super(CheckpointHooks, self).save_checkpoint(content, path, storage_options)
+                    super(TrainerCheckpointHooks, self).save_checkpoint(content, path, storage_options)
 
             self._writer.save(checkpoint, write, path=path, in_background=in_background)
             if path is not filepath and self._links_to_last:
@@ -152,20 +115,20 @@ class CheckpointHooks(_ParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         path = self._finite_checkpoints.path_to_remove(filepath)
         if path is not None:
-            self._writer.remove(lambda: super(CheckpointHooks, self).remove_checkpoint(path), path=path)
+            self._writer.remove(lambda: super(TrainerCheckpointHooks, self).remove_checkpoint(path), path=path)
 
     def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
         # Where a rank has failed the others save alone, if at all.
-        if self._checks is None or self._collectives is None or not self._collectives.is_open:
+        if self._state.replicas is None or self._collectives is None or not self._collectives.is_open:
             return
-        has_differed = self._checks.compare(self._trained_state(), when=f"before checkpoint `{path}` is written")
+        has_differed = self._state.checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         if has_differed and "optimizer_states" in checkpoint:
             # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
             checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         def read() -> dict[str, Any]:
-            return super(CheckpointHooks, self).load_checkpoint(checkpoint_path, *args, **kwargs)
+            return super(TrainerCheckpointHooks, self).load_checkpoint(checkpoint_path, *args, **kwargs)
 
         if self._saves_in_background:
             self.wait_for_checkpoints()
@@ -196,8 +159,8 @@ class CheckpointHooks(_ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._writer.stats = CheckpointStats()
-        self._saves_in_background = self._async_checkpoints and not self._links_to_last
-        if self._async_checkpoints and self._links_to_last:
+        self._saves_in_background = self.options.async_checkpoints and not self._links_to_last
+        if self.options.async_checkpoints and self._links_to_last:
             rank_zero_info(
                 "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link"
                 " would point to a file that is not there yet. Pass `save_last=True` instead."
@@ -208,7 +171,7 @@ class CheckpointHooks(_ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.
-        if self._writer.has_failed if self._weighting is None else self._weighting.take_alert():
+        if self._state.weighting.take_alert():
             write_on_rank_zero(self._writer.raise_failure, self._collectives)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -270,7 +233,11 @@ class CheckpointHooks(_ParallelStrategy):
             checkpoint[_OURS] = state
 
     def _hook_state(self, collectives: Collectives | None) -> HookState | None:
-        if self.config.comm_hook is None or self.config.comm_state is None or self._replicas is None:
+        if (
+            self.config.comm_hook is None
+            or self.config.comm_state is None
+            or (replicas := self._state.replicas) is None
+        ):
             return None
-        layout = bucket_layout(self._replicas.parameters, self.config)
+        layout = bucket_layout(replicas.parameters, self.config)
         return HookState(self.config.comm_state, layout, collectives)

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.optim import Optimizer
 
-from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
-from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig, ReplicaChecks, training_state
-from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.consistency import training_state
 from lightning_bucketddp.replicas.training_state import TrainingState
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
-from lightning_bucketddp.strategies.fault_handling import HandlesFaults
-from lightning_bucketddp.strategies.nonfinite_step import scaler_of, step_unless_withheld
-from lightning_bucketddp.strategies.shared_buffers import SharedBuffers
+from lightning_bucketddp.strategies.base import StrategyBase
+from lightning_bucketddp.strategies.fit_state import FitState
+from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, withhold_nonfinite
+from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.signals import StopSignals
-from lightning_bucketddp.strategies.synced_layers import SyncedLayers
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+
+    from lightning_bucketddp.recording.record import Run
+    from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 else:
     _ParallelStrategy = object
 
 
-class TrainingHooks(HandlesFaults, _ParallelStrategy):
+class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     """The part of a strategy that Lightning calls for each batch, from fetching it to the optimizer's step."""
 
-    config: ReducerConfig
-    # Made when a fit is set up, and gone after it.
-    reducer: Reducer | None
-    _replicas: Replicas | None
-    _buffers: SharedBuffers | None
-    _weighting: BatchWeighting | None
-    _synced_layers: SyncedLayers | None
+    _state: FitState
+    _recording: StepRecording
     _model_averager: Any
-    _checks: ReplicaChecks | None
-    _check_config: ReplicaCheckConfig
-    _is_fitting: bool
-    _ddp_comm_state: object
 
-    # Lightning's base class of callbacks.
-    _callback: ClassVar[type]
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages the gradients of the last fit; None: there was none."""
+        return self._state.reducer
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # there is one as long as there is a run
         return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
 
     def _active_reducers(self) -> list[Reducer]:
         return [] if self.reducer is None else [self.reducer]
@@ -64,120 +61,113 @@ class TrainingHooks(HandlesFaults, _ParallelStrategy):
     def _signals(self) -> StopSignals | None:
         return None if self._fault_handler is None else self._fault_handler.signals
 
-    def _make_finiteness(self, replicas: Replicas) -> Finiteness:
-        def where() -> str:
-            trainer = self._module.trainer
-            return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
-
-        return Finiteness(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
-
-    def _make_checks(self) -> ReplicaChecks | None:
-        """None where nothing is trained, where there is one replica, and where they differ by design."""
-        assert self._collectives is not None
-        is_local = isinstance(self._ddp_comm_state, PostLocalSGDState)
-        if not self._is_fitting or self._weighting is None or self._collectives.world_size == 1 or is_local:
-            return None
-        return ReplicaChecks(
-            self._collectives, self._check_config, exchange=self._weighting.exchange, has_messages=True
-        )
-
     def process_dataloader(self, dataloader: object) -> object:
-        if self._weighting is None or not self._module.trainer.training:
-            return dataloader
-        return self._weighting.prepare(dataloader)
+        return self._state.weighting.prepare(dataloader) if self._is_training() else dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._weighting is not None and self._module.trainer.training:
-            self._weighting.see(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        if self._is_training():
+            self._state.weighting.see(batch)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        # Validation has batches of its own.
+        if self._is_training():
+            self._recording.batch_arrived()
+        return batch
+
+    def _is_training(self) -> bool:
+        return self.lightning_module is not None and self._trainer.training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._progress.epoch, self._progress.batch = self._module.current_epoch, batch_idx
         self._progress.enter("start")
+        state = self._state
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
-        if batch_idx == 0 and self._replicas is not None and self._replicas.are_outdated(self._module):
+        if batch_idx == 0 and state.replicas is not None and state.replicas.are_outdated(self._module):
             self._setup_model(self._module)
-        if self._weighting is not None:
-            self._weighting.begin_batch(batch_idx)
-            if self._synced_layers is not None:
-                self._synced_layers.set_idle(self._module, self._weighting.is_idle)
-        if self._checks is not None:
-            assert self.reducer is not None
-            self._checks.between_steps(self._shared_state, num_backwards=self.reducer.stats.num_backwards)
+        state.weighting.begin_batch(batch_idx)
+        state.layers.set_idle(self._module, state.weighting.is_idle)
+        if state.reducer is not None:
+            state.checks.between_steps(self._shared_state, num_backwards=state.reducer.stats.num_backwards)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._progress.enter("forward")
-        if self._buffers is not None:
-            self._buffers.before_training_step()
-        with graphs_split(self.config, world_size=self.world_size):
-            output = super().training_step(*args, **kwargs)
-        # One process alone leaves such a step to Lightning.
-        if output is None and self._module.automatic_optimization and self.world_size > 1:
-            assert self._weighting is not None
-            return self._weighting.skip()
+        with self._recording.forward(self.reducer):
+            self._progress.enter("forward")
+            self._state.buffers.before_training_step()
+            with graphs_split(self.config, world_size=self.world_size):
+                output = super().training_step(*args, **kwargs)
+        if output is None and self._module.automatic_optimization:
+            return self._state.weighting.skip()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
         # which calls `on_after_backward`, also on a rank where no parameter took part.
-        self._progress.enter("backward")
-        self.pre_backward(closure_loss)
-        if self.reducer is not None:
-            self.reducer.finiteness.see_loss(closure_loss)
-        if self._weighting is not None:
-            closure_loss = self._weighting.weigh(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self.reducer.backward() if self.reducer is not None else nullcontext():
-            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        if self._signals is not None:
-            self._signals.after_backward()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
-        self.post_backward(closure_loss)
+        with self._recording.during("backward"):
+            self._progress.enter("backward")
+            self.pre_backward(closure_loss)
+            reducer = self.reducer
+            if reducer is not None:
+                reducer.finiteness.see_loss(closure_loss)
+            closure_loss = self._state.weighting.weigh(closure_loss)
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+            with nullcontext() if reducer is None else reducer.backward():
+                self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+            if self._signals is not None:
+                self._signals.after_backward()
+            closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+            self.post_backward(closure_loss)
         return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients on this rank only."""
-        with self.reducer.no_sync() if self.reducer is not None else nullcontext():
+        with nullcontext() if self.reducer is None else self.reducer.no_sync():
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._weighting is not None and self._module.automatic_optimization:
-            closure = self._weighting.agreed(closure)
-
-        def step(closure: Callable[[], Any]) -> Any:
-            return super(TrainingHooks, self).optimizer_step(optimizer, self._before_step(closure), model, **kwargs)
-
-        checks = [] if self.reducer is None else [self.reducer.finiteness]
-        output = step_unless_withheld(step, optimizer, checks, closure=closure, precision=self.precision_plugin)
+        phase = self._recording.phase
+        try:
+            output = super().optimizer_step(optimizer, self._before_step(optimizer, closure), model, **kwargs)
+        except StepWithheld:
+            drop_gradients(optimizer, self.precision_plugin)
+            output = None
         self._progress.complete_step()
-        if self.reducer is not None and self.reducer.stats.num_skipped:
-            self._module.log("bucketddp/skipped_steps", float(self.reducer.stats.num_skipped), on_step=True)
-        if self.reducer is not None and self.reducer.stats.num_nonfinite:
-            self._module.log("bucketddp/nonfinite_steps", float(self.reducer.stats.num_nonfinite), on_step=True)
+        self._log_counts()
         if self._model_averager is not None:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             self._model_averager.average_parameters(iter(params))
+        # The trainer counts this step later.
+        self._recording.complete_step(self.reducer, step=self._trainer.global_step, phase=phase)
         return output
 
-    def _before_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure`, after which the optimizer changes the weights."""
+    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what the optimizer calls before it changes weights: Lightning's `closure`, and all that we add."""
 
         def run() -> Any:
-            output = closure()
+            loss = closure()  # forward and backward, where Lightning optimizes
+            self._recording.optimizer_begins()
+            if self._module.automatic_optimization:
+                loss = self._state.weighting.agree(loss)
+            if self.reducer is not None:
+                withhold_nonfinite(optimizer, [self.reducer.finiteness])
             self._progress.enter(OPTIMIZER)
-            return output
+            return loss
 
         return run
 
+    def _log_counts(self) -> None:
+        if self.reducer is None:
+            return
+        stats = self.reducer.stats
+        for name, count in (("skipped_steps", stats.num_skipped), ("nonfinite_steps", stats.num_nonfinite)):
+            if count:
+                self._module.log(f"bucketddp/{name}", float(count), on_step=True)
+
     def on_validation_start(self) -> None:
-        if self._buffers is not None:
-            self._buffers.begin_validation()
+        self._state.buffers.begin_validation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("validation")
-        if self._buffers is not None:
-            self._buffers.before_validation_step()
+        self._state.buffers.before_validation_step()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,45 +179,82 @@ class TrainingHooks(HandlesFaults, _ParallelStrategy):
         return super().predict_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
-        self._share_statistics()
+        self._state.buffers.before_evaluation()
 
     def on_predict_start(self) -> None:
-        self._share_statistics()
+        self._state.buffers.before_evaluation()
 
     def on_train_start(self) -> None:
-        if self._checks is not None and self._checks.are_periodic:
-            self._checks.compare(self._trained_state(), when="before the first step")
+        if self._state.checks.are_periodic:
+            self._state.checks.compare(self._trained_state, when="before the first step")
 
     def on_train_end(self) -> None:
-        self._share_statistics()
+        self._state.buffers.before_evaluation()
         if self.reducer is not None:
             self.reducer.finiteness.catch_up(self.reducer.stats)
-        if self._checks is not None and self._checks.are_periodic:
-            self._checks.compare(self._trained_state(), when="at the end of training")
-
-    def _end_run(self) -> None:
-        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
-        self._end_watching()
-        # A program may fit thousands of times. After an error some rank may still wait for this one.
-        if self._weighting is not None and self._weighting.exchange.close() and not has_raised:
-            assert self._collectives is not None
-            self._collectives.close_host_groups()
-        self._weighting = None
+        if self._state.checks.are_periodic:
+            self._state.checks.compare(self._trained_state, when="at the end of training")
 
     def _trained_state(self) -> TrainingState:
-        """What training changes in the same way on every rank."""
-        assert self._replicas is not None
-        return training_state(self._replicas.parameters, self.optimizers)
+        """Return what training changes in the same way on every rank."""
+        assert self._state.replicas is not None
+        return training_state(self._state.replicas.parameters, self.optimizers)
 
     def _shared_state(self) -> TrainingState:
-        """That, and the buffers. Forwards change those on each rank in its own way, so they are shared first."""
-        assert self._replicas is not None
+        """Return that and the buffers. Forwards change those on each rank in its own way, so they are shared first."""
         state = self._trained_state()
-        if self._buffers is not None:
-            self._buffers.before_training_step()
-            state.tensors.update(self._replicas.shared_buffers())
+        state.tensors.update(self._state.buffers.shared_buffers())
         return state
 
-    def _share_statistics(self) -> None:
-        if self._buffers is not None:
-            self._buffers.before_evaluation()
+    # What `BucketDDPMonitor` calls.
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Who records steps now, if anybody does."""
+        return self._recording.recorder
+
+    def begin_recording(self, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]) -> None:
+        """Record steps from now on; `on_recorded` gets each when the optimizer has stepped."""
+        assert self.reducer is not None  # there is one as long as there is a fit
+        recorder.begin(self.reducer.stats)
+        self._recording.begin(recorder, on_recorded)
+
+    def end_recording(self) -> None:
+        """Record nothing any more."""
+        self._recording.end(self.reducer)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return this JSON value of every rank, by rank."""
+        assert self._collectives is not None  # there is a run
+        return self._collectives.gather_json(value)
+
+    def describe_run(self) -> Run:
+        """Return what stays the same in a fit."""
+        from lightning_bucketddp.recording.record import Run
+
+        assert self.reducer is not None
+        trainer, specs = self._trainer, self.reducer.specs
+        params = [param for param in self.reducer.replicas.parameters.values() if param.requires_grad]
+        bytes_by_kind = Counter[str]()
+        for spec in specs:
+            bytes_by_kind[spec.kind.partition(" ")[0]] += spec.num_bytes
+        is_gpu = self.root_device.type == "cuda"
+        return Run(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            host=socket.gethostname(),
+            device=torch.cuda.get_device_name(self.root_device) if is_gpu else self.root_device.type,
+            backend=self._get_process_group_backend(),
+            num_parameters=sum(param.numel() for param in params),
+            gradient_bytes=sum(param.nbytes for param in params),
+            options={
+                "bucket_cap_mb": self.config.bucket_cap_mb,
+                "overlap": self.config.overlap,
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "reduce_dtype": self.config.reduce_dtype,
+                "ddp_comm_hook": getattr(self.config.comm_hook, "__qualname__", None),
+                "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
+            },
+        )

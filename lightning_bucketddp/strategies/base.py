@@ -1,0 +1,222 @@
+"""What the strategies for the Trainer and for Fabric have in common: options, the start of a run, and its end."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import socket
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
+from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
+from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
+from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
+from lightning_bucketddp.comm.process_group import abort_device_groups
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.startup.child_processes import ChildProcesses
+from lightning_bucketddp.startup.rendezvous import Rendezvous
+from lightning_bucketddp.startup.store import StoreAddress
+from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
+from lightning_bucketddp.strategies.launchers import HoldsPort
+from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
+
+_EXCHANGED_WITHIN_S = 0.5
+
+
+class StrategyBase:
+    """Checks options, has all ranks meet before any waits in a collective, and ends a run on all of them."""
+
+    # Set by `bindings/`: what is another in each root of Lightning.
+    _launchers: ClassVar[Any]
+    _init_dist_connection: ClassVar[Any]
+    _default_checkpoint_io: ClassVar[type[Any]]
+    # What Lightning's Trainer raises when SIGTERM stops it, and when tuning is over.
+    _sigterm_exception: ClassVar[type[SystemExit] | None] = None
+    _normal_ends: ClassVar[tuple[type[Exception], ...]] = ()
+
+    __signature__: ClassVar[inspect.Signature]
+    # What was given and is not the default, for a class of another root of Lightning.
+    given_options: dict[str, Any]
+
+    # Set in a process that has started the ranks and is none: its weights are old.
+    trains_elsewhere: bool = False
+    # Set when the weights may have been changed by gradients that were not whole (Note: torn step).
+    has_torn_step: bool = False
+    if TYPE_CHECKING:
+        global_rank: int
+        local_rank: int
+        world_size: int
+        root_device: torch.device
+        cluster_environment: Any
+        launcher: Any
+        _launcher: Any
+        _get_process_group_backend: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Python 3.10 would show the signature of `__new__` below to whoever inspects the class.
+        of_init = inspect.signature(cls.__init__)
+        cls.__signature__ = of_init.replace(parameters=list(of_init.parameters.values())[1:])
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        unknown = [] if takes_any else [name for name in options if name not in parameters]
+        if unknown:
+            nearest = difflib.get_close_matches(unknown[0], parameters, n=1)
+            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(list(parameters)[1:])}."
+            raise TypeError(f"`{cls.__name__}` has no option `{unknown[0]}`.{hint}")
+        strategy = super().__new__(cls)
+        given = {**dict(zip(list(parameters)[1:], args, strict=False)), **options}
+        strategy.given_options = {
+            name: value
+            for name, value in given.items()
+            if name in parameters and name not in WHY_WITHOUT_EFFECT and value != parameters[name].default
+        }
+        return strategy
+
+    def _take_options(self, options: StrategyOptions) -> None:
+        """Keep `options`, and have ready what a run begins with."""
+        self.options = options
+        self.config: ReducerConfig = options.reducer
+        self._collectives: Collectives | None = None
+        self._progress = Progress(waiting_in=files_of_collectives())
+        self._fault_handler: FaultHandler | None = None
+        self._writer = CheckpointWriter()
+        self._finite_checkpoints = FiniteCheckpoints()
+        # Read by what `adopt_process_setup` takes over.
+        self._num_nodes = 1
+        self._process_group_backend = options.process_group_backend
+        self._timeout = options.timeout
+        self._start_method: StartMethod = options.start_method
+
+    def _start_together(self) -> None:
+        """Make the process group, once all ranks are there."""
+        if torch.distributed.is_initialized():
+            self._take_listener(port=None)
+            return
+        environment = self.cluster_environment
+        point = StoreAddress(
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            local_rank=environment.local_rank(),
+        )
+        os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
+        rendezvous = Rendezvous(point, timeout_s=self.options.start_timeout_s)
+        launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
+        listener = self._take_listener(port=point.port if point.is_host else None)
+        with launched.ended_on_failure():
+            store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
+            store.set_timeout(self._timeout or default_pg_timeout)
+            backend = self._get_process_group_backend()
+            if "nccl" in backend:
+                self._open_more_sockets(store, point)
+            with gloo_between_hosts():
+                # Lightning's, which does what else belongs to it.
+                self._init_dist_connection(
+                    environment,
+                    backend,
+                    store=store,
+                    timeout=self._timeout,
+                    device_id=None if self.root_device.type == "cpu" else self.root_device,
+                )
+
+    def _open_more_sockets(self, store: torch.distributed.Store, point: StoreAddress) -> None:  # type: ignore[name-defined]
+        num_hosts = open_more_sockets(store, rank=point.rank, world_size=point.world_size)
+        if num_hosts > 0:
+            settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+            rank_zero_info(
+                f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of them"
+                " yourself, and both are left as you want them."
+            )
+
+    def _take_listener(self, *, port: int | None) -> socket.socket | None:
+        """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
+        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
+        if listener is not None and listener.getsockname()[1] != port:
+            listener.close()
+            return None
+        return listener
+
+    @property
+    def _differs_by_design(self) -> bool:
+        """Whether replicas may differ between two averages (post-localSGD)."""
+        return isinstance(self.config.comm_state, PostLocalSGDState)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return `tensor` of every rank, stacked by rank."""
+        return all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @property
+    def checkpoint_stats(self) -> CheckpointStats:
+        """How long checkpoints took in this run, on rank zero."""
+        return self._writer.stats
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self._launchers.make(self)
+
+    def _begin_watching(self) -> FaultHandler:
+        this = weakref.ref(self)  # the watch must not keep alive what it watches
+
+        def abort_device() -> None:
+            if (strategy := this()) is not None:
+                strategy.note_torn_step()
+            abort_device_groups()
+
+        launcher: Any = self._launcher
+        first_rank = self.global_rank - self.local_rank
+        context = RunContext(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            abort_device=abort_device,
+            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
+            launcher_pid=_launcher_pid(self._start_method),
+        )
+        self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self.options.stall_warning_s)
+        self._fault_handler.begin()
+        return self._fault_handler
+
+    def note_torn_step(self) -> None:
+        """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
+        deadline = time.monotonic() + _EXCHANGED_WITHIN_S
+        reducers = self._active_reducers()
+        while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.has_torn_step = not all(reducer.has_exchanged for reducer in reducers)
+
+    def _active_reducers(self) -> list[Reducer]:
+        raise NotImplementedError
+
+    def _end_watching(self) -> None:
+        if self._fault_handler is not None:
+            self._fault_handler.end()
+            self._fault_handler = None
+
+    def end_run_by(self, error: BaseException) -> None:
+        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
+        if self._fault_handler is not None and not isinstance(error, self._normal_ends):
+            instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
+            if instead is not None:
+                # Not "from" the error, which is nothing but a connection that broke.
+                raise instead from None
+
+
+def _launcher_pid(start_method: StartMethod) -> int | None:
+    """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
+    return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,0 +1,171 @@
+"""What a run of the Trainer has on this rank, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
+from lightning_bucketddp.strategies.batch_weighting import EqualBatches
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.layer_sync import LayerSync
+
+
+class NoBufferSync:
+    """Every rank keeps its own buffers."""
+
+    def before_training_step(self) -> None:
+        """Share the buffers before the first forward after a synchronised backward, as torch DDP does."""
+
+    def before_evaluation(self) -> None:
+        """Share the buffers, and the statistics that training has left alone."""
+
+    def begin_validation(self) -> None:
+        """Wait for its first step, as torch DDP does: until then callbacks exchange weights and statistics."""
+
+    def before_validation_step(self) -> None:
+        """Share before the first step of a validation."""
+
+    def shared_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are equal on all ranks now, by name."""
+        return {}
+
+
+class BufferSync(NoBufferSync):
+    """Gives the ranks rank 0's buffers before something reads them.
+
+    Args:
+        replicas: the module's state.
+        stats: what the reducer has done since; None if nothing trains.
+    """
+
+    def __init__(self, replicas: Replicas, stats: ReducerStats | None) -> None:
+        self._replicas = replicas
+        self._stats = stats
+        self._num_backwards_shared = 0
+        self._validation_has_begun = False
+
+    def before_training_step(self) -> None:
+        if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
+            self._num_backwards_shared = self._stats.num_backwards
+            self._replicas.broadcast_buffers()
+
+    def before_evaluation(self) -> None:
+        if self._stats is not None:
+            self._num_backwards_shared = self._stats.num_backwards
+        self._replicas.broadcast_all_buffers()
+
+    def begin_validation(self) -> None:
+        self._validation_has_begun = True
+
+    def before_validation_step(self) -> None:
+        if self._validation_has_begun:
+            self._validation_has_begun = False
+            self.before_evaluation()
+
+    def shared_buffers(self) -> dict[str, torch.Tensor]:
+        self.before_training_step()
+        return self._replicas.shared_buffers()
+
+
+class NoLayerSync:
+    """No layer talks to other ranks."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise the layers."""
+        return model
+
+    def set_idle(self, model: nn.Module, is_idle: bool) -> None:
+        """Say whether this rank's batches count."""
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`."""
+        return model
+
+
+class ConvertedLayers(NoLayerSync):
+    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too.
+
+    Args:
+        collectives: how to reach the other ranks.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._is_idle = False
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        convert_sync_batchnorm(model, self._collectives)
+        return model
+
+    def set_idle(self, model: nn.Module, is_idle: bool) -> None:
+        if is_idle != self._is_idle:
+            set_idle(model, is_idle)
+            self._is_idle = is_idle
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        revert_sync_batchnorm(model)
+        return model
+
+
+class LayersOfPlugin(NoLayerSync):
+    """What a `LayerSync` plugin of the user does to a model."""
+
+    def __init__(self, plugin: LayerSync) -> None:
+        self._plugin = plugin
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return self._plugin.apply(model)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return self._plugin.revert(model)
+
+
+@dataclass(slots=True)
+class FitState:
+    """All that is made in `setup` and closed in `teardown`; what is switched off is an object that does nothing.
+
+    It is held until the next `setup`: a checkpoint may be saved after the fit, and `strategy.reducer` tells of it.
+
+    Attributes:
+        is_fit: or else an evaluation.
+        replicas: the module's parameters and buffers; None: no module was set up.
+        reducer: averages gradients; None: nothing was trained.
+        exchange: tells the other ranks where this one is; None: there are no others, and no weights.
+        weighting: how much each batch counts.
+        buffers: when the ranks get rank 0's.
+        layers: those that are synchronised between ranks.
+        checks: compare the replicas.
+    """
+
+    is_fit: bool = False
+    replicas: Replicas | None = None
+    reducer: Reducer | None = None
+    exchange: StepExchange | None = None
+    weighting: EqualBatches = field(default_factory=lambda: EqualBatches(has_alert=lambda: False))
+    buffers: NoBufferSync = field(default_factory=NoBufferSync)
+    layers: NoLayerSync = field(default_factory=NoLayerSync)
+    checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
+
+    def close(self, model: nn.Module | None) -> nn.Module | None:
+        """Take hooks and conversions off `model`, and return it."""
+        if self.reducer is not None:
+            self.reducer.close()
+        layers, self.layers = self.layers, NoLayerSync()
+        return model if model is None else layers.revert(model)
+
+    def end_exchange(self) -> bool:
+        """Exchange no more; return whether there was an exchange and its connections may be closed."""
+        exchange, self.exchange = self.exchange, None
+        self.weighting = EqualBatches(has_alert=lambda: False)
+        return exchange is not None and exchange.close()
