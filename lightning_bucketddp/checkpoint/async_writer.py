@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.snapshot import Snapshots
+from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -62,7 +63,7 @@ class CheckpointStats:
     def describe(self) -> str:
         """All of it in one line."""
         return (
-            f"{self.num_saves} checkpoint{'' if self.num_saves == 1 else 's'}, held up training for"
+            f"{pluralize(self.num_saves, 'checkpoint')}, held up training for"
             f" {self.held_up_s:.3f} s (snapshot {self.snapshot_s:.3f} s, waiting {self.waiting_s:.3f} s, writing"
             f" {self.writing_s:.3f} s), wrote for {self.background_s:.3f} s in the background"
         )

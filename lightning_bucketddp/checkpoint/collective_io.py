@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.wording import list_some_ranks
 
 
 def write_on_rank_zero(
@@ -46,7 +47,6 @@ def write_on_rank_zero(
 
 _Checkpoint = TypeVar("_Checkpoint")
 _CHUNK_BYTES = 2**20
-_MAX_RANKS_SHOWN = 8
 
 
 def read_on_every_rank(
@@ -81,19 +81,20 @@ def read_nowhere(collectives: Collectives) -> None:
 def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
     """Raise what is wrong with the `outcomes` of all ranks, by rank."""
     if failed := [rank for rank, outcome in enumerate(outcomes) if "error" in outcome]:
-        raise CheckpointReadError(f"{outcomes[failed[0]]['error']} (on {_ranks(failed)})")
+        raise CheckpointReadError(f"{outcomes[failed[0]]['error']} (on {list_some_ranks(failed)})")
     without = [rank for rank, outcome in enumerate(outcomes) if outcome["path"] is None]
     if 0 < len(without) < len(outcomes):
         path = next(outcome["path"] for outcome in outcomes if outcome["path"] is not None)
         raise CheckpointReadError(
-            f"There is a checkpoint `{path}` to resume from, but not on {_ranks(without)}. Save where all hosts can"
-            " read, or copy it to every host."
+            f"There is a checkpoint `{path}` to resume from, but not on {list_some_ranks(without)}. Save where"
+            " all hosts can read, or copy it to every host."
         )
     other = [rank for rank, outcome in enumerate(outcomes) if outcome.get("content") != outcomes[0].get("content")]
     if other:
         raise CheckpointReadError(
             f"The checkpoint `{outcomes[0]['path']}` of rank 0 is another one than `{outcomes[other[0]]['path']}` of"
-            f" {_ranks(other)}: the files differ. Save where all hosts can read, or copy one file to every host."
+            f" {list_some_ranks(other)}: the files differ. Save where all hosts can read, or copy one file to every"
+            " host."
         )
 
 
@@ -116,9 +117,3 @@ def _fingerprint(path: str) -> str | None:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum = zlib.crc32(chunk, checksum)
         return f"{checksum:08x}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _MAX_RANKS_SHOWN} more" if len(ranks) > _MAX_RANKS_SHOWN else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

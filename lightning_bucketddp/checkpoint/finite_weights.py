@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.wording import list_names
 
 DIRECTORY = "nonfinite"
 _STATISTICS = ("running_mean", "running_var")
@@ -89,8 +90,8 @@ class FiniteCheckpoints:
         newest = self._newest()
         if refuses:
             raise CheckpointWriteError(
-                f"Checkpoint `{path}` is not written, because weights are not finite: {_some(spoiled)}. Earlier ones"
-                f" are untouched: resume from {'one of them' if newest is None else f'`{newest}`'}."
+                f"Checkpoint `{path}` is not written, because weights are not finite: {list_names(spoiled)}. Earlier"
+                f" ones are untouched: resume from {'one of them' if newest is None else f'`{newest}`'}."
             )
         directory, name = os.path.split(str(path))
         beside = self._beside[str(path)] = os.path.join(directory, DIRECTORY, name)
@@ -99,8 +100,8 @@ class FiniteCheckpoints:
             by_step = "" if step is None else f" by step {step}"
             advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
             warnings.warn(
-                f"bucketddp: weights have become infinite or nan{by_step}: {_some(spoiled)}. Checkpoint `{path}` is"
-                f" written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
+                f"bucketddp: weights have become infinite or nan{by_step}: {list_names(spoiled)}. Checkpoint `{path}`"
+                f" is written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
                 f" {advice}",
                 stacklevel=2,
             )
@@ -182,8 +183,3 @@ def _real_numbers(value: Any) -> Tensor | None:
     if not numbers.is_floating_point():
         return None
     return numbers.float() if numbers.itemsize == 1 else numbers  # no `aminmax` for 8 bits
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"`{name}`" for name in names[:3]) + more

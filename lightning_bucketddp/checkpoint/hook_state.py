@@ -33,6 +33,7 @@ from lightning_bucketddp.checkpoint.rank_state import (
 )
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.wording import pluralize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class HookState:
         device = torch.device("cpu") if self.collectives is None else self.collectives.device
         reason = ""
         if len(by_rank) != world_size:
-            reason = f"it was saved by {_ranks(len(by_rank))} and {_ranks(world_size)} resume"
+            reason = f"it was saved by {pluralize(len(by_rank), 'rank')} and {pluralize(world_size, 'rank')} resume"
         elif saved["layout"] != self.layout:
             reason = "the trainable parameters or `bucket_cap_mb` are not those it was saved with"
         if reason:
@@ -121,7 +122,3 @@ def _attributes(state: object) -> dict[str, Any]:
 def _slots(cls: type) -> list[str]:
     slots = cls.__dict__.get("__slots__", ())
     return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives, PendingGather
+from lightning_bucketddp.wording import list_ranks
 
 
 class OutOfStepError(RuntimeError):
@@ -149,12 +150,8 @@ def _explain(messages: Sequence[StepMessage]) -> str:
     if not stopped or not training:
         where = ", ".join(f"rank {r}: {n.kind.name} in epoch {n.epoch}" for r, n in enumerate(messages))
         return f"The ranks have lost step with each other ({where}). {remedy}"
-    goes_on = f"{_ranks(training)} {'goes' if len(training) == 1 else 'go'} on"
+    goes_on = f"{list_ranks(training)} {'goes' if len(training) == 1 else 'go'} on"
     return (
-        f"{_ranks(stopped).capitalize()} {'has' if len(stopped) == 1 else 'have'} no more data in epoch {last}, while"
-        f" {goes_on} after {messages[training[0]].num_batches} batches. {remedy}"
+        f"{list_ranks(stopped).capitalize()} {'has' if len(stopped) == 1 else 'have'} no more data in epoch {last},"
+        f" while {goes_on} after {messages[training[0]].num_batches} batches. {remedy}"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_bucketddp.wording import list_ranks
+
 _MAX_SHOWN = 3
 _CAUSES = (
     "Hardware that flips bits, or code that does not do the same on every rank (a condition on the rank, its own random"
@@ -48,13 +50,13 @@ class Difference:
         if not self.exists_everywhere:
             missing = self.camps[self.values.index(None)]
             having = sorted(rank for camp in self.camps if camp is not missing for rank in camp)
-            return f"`{self.name}` exists on {_ranks(having)} but not on {_ranks(missing)}"
+            return f"`{self.name}` exists on {list_ranks(having)} but not on {list_ranks(missing)}"
         if self.is_number:
-            shown = [f"{value} on {_ranks(camp)}" for value, camp in zip(self.values, self.camps, strict=True)]
+            shown = [f"{value} on {list_ranks(camp)}" for value, camp in zip(self.values, self.camps, strict=True)]
             return f"`{self.name}` is {' but '.join(shown)}"
         if len(self.camps[0]) > len(self.outvoted):
-            return f"`{self.name}` on {_ranks(self.outvoted)} differs from that on the other ranks"
-        return f"`{self.name}` differs between {' and '.join(_ranks(camp) for camp in self.camps)}"
+            return f"`{self.name}` on {list_ranks(self.outvoted)} differs from that on the other ranks"
+        return f"`{self.name}` differs between {' and '.join(list_ranks(camp) for camp in self.camps)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,3 @@ def find_divergence(by_rank: Sequence[dict[str, Any]], *, numbers: set[str]) -> 
         return None
     num_outvoted = Counter(rank for difference in differences for rank in difference.outvoted)
     return Divergence(differences, source=min(range(len(by_rank)), key=lambda rank: (num_outvoted[rank], rank)))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

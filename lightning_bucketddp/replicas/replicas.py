@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.wording import list_names, list_ranks
 
 # Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
 _RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
@@ -110,7 +111,7 @@ class Replicas:
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
         if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
-            where = "" if len(ranks) == self.collectives.world_size else f" on {_ranks(ranks)}"
+            where = "" if len(ranks) == self.collectives.world_size else f" on {list_ranks(ranks)}"
             raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
         if len(set(digests)) > 1:
             raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
@@ -205,22 +206,18 @@ def explain_difference(by_rank: list[Description]) -> str:
     for name in dict.fromkeys(name for description in by_rank for name in description):
         if (without := [rank for rank, d in enumerate(by_rank) if name not in d]) and len(without) < len(by_rank):
             having = [rank for rank, d in enumerate(by_rank) if name in d]
-            return f"`{name}` exists on {_ranks(having)} but not on {_ranks(without)}.{remedy}"
+            return f"`{name}` exists on {list_ranks(having)} but not on {list_ranks(without)}.{remedy}"
         for aspect, expected in reference[name].items():
             if differing := [rank for rank, d in enumerate(by_rank) if d[name][aspect] != expected]:
                 actual = by_rank[differing[0]][name][aspect]
-                return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {_ranks(differing)}.{remedy}"
+                return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {list_ranks(differing)}.{remedy}"
     orders = [list(description) for description in by_rank]
     place, names = next((i, names) for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
     differing = [rank for rank, name in enumerate(names) if name != names[0]]
     return (
         f"The ranks register their parameters or buffers in different order: number {place} is `{names[0]}` on rank 0"
-        f" but `{names[differing[0]]}` on {_ranks(differing)}.{remedy}"
+        f" but `{names[differing[0]]}` on {list_ranks(differing)}.{remedy}"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def sparse_names_of(module: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
@@ -234,22 +231,18 @@ def check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> 
     kind = type(module).__name__
     if lazy := [name for name, param in parameters.items() if is_lazy(param)]:
         raise ValueError(
-            f"`{kind}` has parameters without a shape yet: {_some(lazy)}. Run one batch through the module before"
+            f"`{kind}` has parameters without a shape yet: {list_names(lazy)}. Run one batch through the module before"
             " training, for example in `configure_model` or `setup`."
         )
     names_by_device: dict[torch.device, list[str]] = {}
     for name, param in parameters.items():
         names_by_device.setdefault(param.device, []).append(name)
     if len(names_by_device) > 1:
-        places = "; ".join(f"{_some(names)} on {device}" for device, names in names_by_device.items())
+        places = "; ".join(f"{list_names(names)} on {device}" for device, names in names_by_device.items())
         raise ValueError(
             f"`{kind}` has parameters on several devices: {places}. Each process trains on one device: move the whole"
             " module there, or leave that to Lightning."
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _has_sparse_gradient(module: nn.Module) -> bool:

@@ -15,18 +15,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
+from lightning_bucketddp.wording import list_some, list_some_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +122,6 @@ def explain_taken(there: RankInfo, info: RankInfo) -> str:
     )
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """The first of `ranks` by number."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {name_some(ranks)}"
-
-
 def _join_key(rank: int) -> str:
     return f"joined/{rank}"
 
@@ -143,12 +136,6 @@ def _json(info: RankInfo) -> str:
 
 def _info_of(raw: bytes) -> RankInfo:
     return RankInfo(**json.loads(raw))
-
-
-def name_some(things: Sequence[object]) -> str:
-    """The first of `things`, and how many more there are."""
-    named = ", ".join(map(str, things[:_MAX_NAMED]))
-    return named if len(things) <= _MAX_NAMED else f"{named} and {len(things) - _MAX_NAMED} more"
 
 
 # How long rank 0 stays, so that the others can read why nothing starts.
@@ -219,7 +206,7 @@ class Rendezvous:
                 rdzv.decide(why_not)
                 self._take_leave(rdzv)
                 raise StartError(why_not)
-            self._deadline.report(lambda: f"{name_ranks(rdzv.missing())} to join at {self._point}")
+            self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._point}")
             time.sleep(self._poll_s)
         rdzv.decide(None)
         return rdzv
@@ -274,10 +261,10 @@ class Rendezvous:
             what = f"Rank {self._info.rank} found {where} only a start without it, of rank 0 ({rdzv.host})."
         else:
             missing = [0] if rdzv is None else rdzv.missing()
-            what = f"{name_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
+            what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
         there = [] if rdzv is None else rdzv.present()
         if there:
-            what += f" {len(there)} did, from host {name_some(sorted({info.host for info in there}))}."
+            what += f" {len(there)} did, from host {list_some(sorted({info.host for info in there}))}."
         return (
             f"{what} Look at the output of what is missing; check that every node was started, with the same `devices`"
             " and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes longer, pass a"

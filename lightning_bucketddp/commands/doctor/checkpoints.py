@@ -14,7 +14,7 @@ from lightning_bucketddp.checkpoint.atomic_file import atomic_file, find_tempora
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted, ranks_by
 from lightning_bucketddp.commands.doctor.resources import GIB
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.startup.rendezvous import name_ranks
+from lightning_bucketddp.wording import list_some_ranks
 
 _THEME = Theme("Checkpoints")
 _TRIAL_BYTES = 64 * MIB
@@ -67,7 +67,7 @@ def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
     without = ranks_by(ranks, _finds_directory).get(False)
     if without:
         yield _THEME.warning(
-            f"There is no directory {seen['directory']} on {name_ranks(without)}: resuming reads it on all.",
+            f"There is no directory {seen['directory']} on {list_some_ranks(without)}: resuming reads it on all.",
             "Put checkpoints on a file system that all hosts share.",
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_bucketddp.comm.gloo_interface import interface_towards
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, on, one_per_host, ranks_by
-from lightning_bucketddp.startup.rendezvous import name_ranks
+from lightning_bucketddp.wording import list_some_ranks
 
 _THEME = Theme("Network")
 _ROOT = Path("/sys/class")
@@ -99,7 +99,7 @@ def _judge_equality(ranks: Sequence[Observation]) -> Iterator[Finding]:
     for name in names:
         by_value = ranks_by(ranks, lambda observed: observed["network"]["settings"].get(name))  # noqa: B023
         if len(by_value) > 1 and not name.endswith(_OF_A_HOST):
-            what = "; ".join(f"{value or 'unset'} on {name_ranks(of)}" for value, of in by_value.items())
+            what = "; ".join(f"{value or 'unset'} on {list_some_ranks(of)}" for value, of in by_value.items())
             yield _THEME.warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
     if names:
         mine = ranks[0]["network"]["settings"]

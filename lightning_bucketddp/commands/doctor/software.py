@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, ranks_by
-from lightning_bucketddp.startup.rendezvous import name_ranks
+from lightning_bucketddp.wording import list_some_ranks
 
 _THEME = Theme("Software")
 # Ranks talk to each other in the formats of these; what else differs may still train.
@@ -48,7 +48,7 @@ def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
     different = [name for name in names if len(_ranks_by_version(ranks, name)) > 1]
     for name in different:
         by_version = _ranks_by_version(ranks, name)
-        what = "; ".join(f"{number or 'none'} on {name_ranks(of)}" for number, of in by_version.items())
+        what = "; ".join(f"{number or 'none'} on {list_some_ranks(of)}" for number, of in by_version.items())
         make = _THEME.error if name in _MUST_BE_EQUAL else _THEME.warning
         yield make(f"Ranks have different versions of {name}: {what}.", "Install the same environment on every host.")
     if len(ranks) > 1 and not different:
