@@ -16,7 +16,7 @@ from lightning_bucketddp.strategies.trainer_step import TrainingHooks
 
 # Whoever records has imported them; every other start would have to wait for them.
 if TYPE_CHECKING:
-    from lightning_bucketddp.recording.record import Run
+    from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 
 
@@ -58,7 +58,7 @@ class RecordsSteps(TrainingHooks):
 
     def describe_run(self) -> Run:
         """What stays the same in a fit."""
-        from lightning_bucketddp.recording.record import Run
+        from lightning_bucketddp.recording.schema import Run
 
         assert self.reducer is not None
         trainer, specs = self._module.trainer, self.reducer.specs
