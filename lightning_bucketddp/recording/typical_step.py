@@ -1,13 +1,20 @@
-"""The typical step of a run: where the numbers of the summary and of the page come from. Pure.
+"""The typical step of a run, and the backward that its buckets show. Pure.
+
+Note: profiles from buckets
+    A recorded step tells when each bucket was complete, not when each gradient arrived. The gradients of a bucket are
+    taken to arrive at an even rate of bytes, between the completion of the bucket before and that of their own. The
+    cost of a reduction is fitted to the times of the buckets' reductions; these include waiting for the slowest rank,
+    so use the steps of the slowest rank if there is a choice. Where bucket sizes differ by less than a factor of 4,
+    their times show noise, not the effect of size: such a profile has no cost.
 
 Note: typical step
-    Each rank orders its last 1,000 recorded steps by length and averages the third in the middle. So phases add up to
-    the step, which their medians would not, and what happened once counts as little as in a median. The run's typical
-    step is the mean over the ranks.
+    Each rank sorts its last 1,000 recorded steps by length and averages the middle third. So phases add up to the
+    step, which their medians would not, and outliers count as little as in a median. The run's typical step is the
+    mean over the ranks.
 
-    A rank is a straggler if what it takes for itself is longer than what the others take (their median) by more than 3%
-    and by more than three standard errors. If there is one, the others wait for it and the network, and it waits for
-    the network alone. If there is none, all wait for the network alone.
+    A rank is a straggler if its own time, without waiting, exceeds the median of the others' by more than 3% and by
+    more than three standard errors. If there is one, the others wait for it and for the network, and it waits for the
+    network alone. If there is none, all wait for the network alone.
 """
 
 from __future__ import annotations
@@ -18,15 +25,122 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import cost_until
-from lightning_bucketddp.recording.marked_steps import seconds_of
-from lightning_bucketddp.recording.profiles import BackwardNumbers, plan_in
-from lightning_bucketddp.recording.record import RecordedPlan, Run, Step
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, Run, Span, Step, bandwidth_of, overlap_of
+
+_REDUCING = ("backward", "exposed")
+_DIFFERENT = 4
+# Completes an error message or a note on why a profile has no cost.
+NO_COST = f"the sizes of its buckets differ by less than a factor of {_DIFFERENT}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardNumbers:
+    """The backward that steps of one rank with one plan show: medians, in seconds.
+
+    Attributes:
+        ready_s: when each bucket was complete, counted from the start of backward.
+        reduction_s: how long each reduction took.
+        forward_s: how long forward took.
+        backward_s: how long backward took.
+        optimizer_s: how long the optimizer's step took.
+    """
+
+    ready_s: Sequence[float]
+    reduction_s: Sequence[float]
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> BackwardNumbers | None:
+        """Return the medians over `steps`, which have one plan; None if none of them reduced anything."""
+        seen = [(step, backward) for step in steps if step.buckets and (backward := reduced_backward(step)) is not None]
+        if not seen:
+            return None
+        ready_s = [[bucket.ready_s - backward.start_s for bucket in step.buckets] for step, backward in seen]
+        reduction_s = [[reduction.seconds for reduction in step.reductions()] for step, _ in seen]
+        return cls(
+            ready_s=[statistics.median(times) for times in zip(*ready_s, strict=True)],
+            reduction_s=[statistics.median(times) for times in zip(*reduction_s, strict=True)],
+            forward_s=statistics.median(step.seconds("forward") for step, _ in seen),
+            backward_s=statistics.median(backward.seconds for _, backward in seen),
+            optimizer_s=statistics.median(step.seconds("optimizer") for step, _ in seen),
+        )
+
+    def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
+        """Return the profile, with the parameters of `plan`, which the steps used (Note: profiles from buckets)."""
+        arrivals = _arrivals(plan.buckets, self.ready_s)
+        ready_s = [at_s for _, at_s in arrivals]
+        return Profile(
+            [spec for spec, _ in arrivals],
+            ready_s,
+            backward_s=max([self.backward_s, *ready_s]),
+            cost=self._cost(plan),
+            num_ranks=num_ranks,
+            forward_s=self.forward_s,
+            optimizer_s=self.optimizer_s,
+        )
+
+    def _cost(self, plan: RecordedPlan) -> AllReduceCost | None:
+        seconds: dict[int, list[float]] = {}
+        for bucket, reduction_s in zip(plan.buckets, self.reduction_s, strict=True):
+            if bucket.num_bytes and not bucket.sparse:
+                seconds.setdefault(bucket.num_bytes, []).append(reduction_s)
+        is_known = bool(seconds) and max(seconds) >= _DIFFERENT * min(seconds)
+        return AllReduceCost.fit(seconds) if is_known else None
+
+
+def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> Profile | None:
+    """Return the profile that `steps` of one rank with `plan` show; None if there are no such steps."""
+    seen = [step for step in steps if step.plan == plan.version and len(step.buckets) == len(plan.buckets)]
+    backward = BackwardNumbers.of(seen)
+    return None if backward is None else backward.profile(plan, num_ranks=num_ranks)
+
+
+def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
+    """Return `plan` by position in `profile`; None if the profile is of other parameters."""
+    position = {spec.name: i for i, spec in enumerate(profile.specs)}
+    members = [[position.get(name) for name in bucket.parameters] for bucket in plan.buckets]
+    if {i for bucket in members for i in bucket} != set(position.values()):
+        return None
+    return [
+        BucketSpec(tuple(i for i in found if i is not None), sparse=bucket.sparse)
+        for found, bucket in zip(members, plan.buckets, strict=True)
+    ]
+
+
+def reduced_backward(step: Step) -> Span | None:
+    """Return the backward that launched the reductions, up to where the step began to wait; None if there is none."""
+    exposed = [i for i, span in enumerate(step.spans) if span.name == "exposed"]
+    if not exposed:
+        return None
+    first = last = exposed[-1]
+    while first > 0 and step.spans[first - 1].name in _REDUCING:
+        first -= 1
+    return Span("backward", step.spans[first].start_s, step.spans[last].start_s)
+
+
+def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> list[tuple[ParameterSpec, float]]:
+    """Return each parameter with the time its gradient is taken to arrive."""
+    arrivals: list[tuple[ParameterSpec, float]] = []
+    before_s = 0.0
+    for ready, bucket in sorted(zip(ready_s, buckets, strict=True), key=lambda pair: pair[0]):
+        num_bytes = 0
+        for name, size in zip(bucket.parameters, bucket.sizes, strict=True):
+            num_bytes += size
+            share = num_bytes / bucket.num_bytes if bucket.num_bytes else 1.0
+            spec = ParameterSpec(name, size, kind="", sparse=bucket.sparse)
+            arrivals.append((spec, before_s + (ready - before_s) * share))
+        before_s = ready
+    return arrivals
+
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer")
-# So many steps of each rank count, the last ones.
+# Only the last ones of each rank count.
 NUM_STEPS = 1000
 _LATE_BY = 0.03
 _NUM_ERRORS = 3
@@ -37,16 +151,16 @@ class RankNumbers:
     """The typical step of one rank (Note: typical step). Times are seconds.
 
     Attributes:
-        rank: whose it is.
-        host: on which machine.
-        num_steps: of how many recorded steps it was made.
+        rank: the rank.
+        host: the name of its machine.
+        num_steps: how many recorded steps count.
         phases: the time of each phase.
-        own_error_s: the standard error of the time that the rank takes for itself.
+        own_error_s: the standard error of `own_s`.
         communication_s: how long reductions ran.
-        bytes_on_wire: what the rank gave to reductions.
-        memory_bytes: the most memory that was in use.
+        bytes_on_wire: the bytes that the rank passed to reductions.
+        memory_bytes: the peak memory.
         waits: by bucket of the last plan, the share of the exposed time in which its reduction ran.
-        backward: of the last plan; None: nothing was reduced.
+        backward: that of steps with the last plan; None if nothing was reduced.
     """
 
     rank: int
@@ -62,6 +176,7 @@ class RankNumbers:
 
     @classmethod
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
+        """Return the typical step of the rank that recorded `steps`."""
         steps = steps[-NUM_STEPS:]
         middle = _middle(steps)
         of_last_plan = [
@@ -72,7 +187,7 @@ class RankNumbers:
             host=run.host,
             num_steps=len(steps),
             phases={phase: _mean([step.seconds(phase) for step in middle]) for phase in PHASES},
-            own_error_s=_error([seconds_of(step) - step.exposed_s for step in steps]),
+            own_error_s=_error([step.own_s for step in steps]),
             communication_s=_mean([step.communication_s for step in middle]),
             bytes_on_wire=_mean([step.bytes_on_wire for step in middle]),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
@@ -98,13 +213,13 @@ class RankNumbers:
 
     @property
     def own_s(self) -> float:
-        """What the rank takes for itself, without waiting for others."""
+        """Return the time of the step without waiting for reductions."""
         return self.step_s - self.exposed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that the others wait for, and by how much it takes longer than they do."""
+    """The rank that the others wait for, and how much longer it takes than they do."""
 
     rank: RankNumbers
     by_s: float
@@ -112,7 +227,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LateBucket:
-    """The bucket of the last plan that steps wait for longest, and how long."""
+    """The bucket of the last plan that steps wait for longest, and for how long."""
 
     index: int
     wait_s: float
@@ -123,8 +238,8 @@ class TypicalStep:
     """The typical step of a run (Note: typical step).
 
     Attributes:
-        ranks: that of each rank that is known, which is one at least.
-        num_ranks: how many ranks the run had.
+        ranks: the typical step of each known rank; at least one.
+        num_ranks: the number of ranks in the run.
     """
 
     ranks: Sequence[RankNumbers]
@@ -148,8 +263,7 @@ class TypicalStep:
 
     @property
     def overlap(self) -> float:
-        """The share of communication that is hidden; 1 if there is none."""
-        return min(max(1 - self.exposed_s / self.communication_s, 0.0), 1.0) if self.communication_s > 0 else 1.0
+        return overlap_of(self.exposed_s, self.communication_s)
 
     @property
     def bytes_on_wire(self) -> float:
@@ -157,9 +271,7 @@ class TypicalStep:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that each rank's link carries while reductions run (Note: cost of an all-reduce)."""
-        on_link = share_of_a_link(self.num_ranks) * self.bytes_on_wire
-        return on_link / self.communication_s if self.communication_s > 0 else 0.0
+        return bandwidth_of(self.bytes_on_wire, self.communication_s, num_ranks=self.num_ranks)
 
     @property
     def straggler(self) -> Straggler | None:
@@ -174,7 +286,7 @@ class TypicalStep:
 
     @property
     def network_wait_s(self) -> float:
-        """How long steps wait for the network alone: the exposed time, that of the straggler if there is one."""
+        """Return how long steps wait for the network alone: the exposed time, that of the straggler if there is one."""
         return self.straggler.rank.exposed_s if self.straggler is not None else self.exposed_s
 
     @property
@@ -184,11 +296,11 @@ class TypicalStep:
         return LateBucket(waits.index(max(waits)), max(waits)) if any(waits) else None
 
     def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
-        """The backward that other plans are simulated with; None: nothing is known of it.
+        """Return the backward to simulate other plans with; None if it is not known.
 
-        It is the one that was `measured` for `bucket_cap_mb="auto"`, with the costs that this has reckoned with: so
-        the simulation tells of the plans what was expected of them then. Otherwise it is made of the recorded buckets,
-        with costs that explain how long the steps with `plan` wait for the network.
+        It is the one that was `measured` for `bucket_cap_mb="auto"`, with the costs used there, so that a simulation
+        repeats what was predicted then. Without one it is made of the recorded buckets, with costs that explain how
+        long the steps with `plan` wait for the network.
         """
         if measured is not None and plan_in(measured, plan) is not None:
             return measured
@@ -198,7 +310,7 @@ class TypicalStep:
         return self.fitted(rank.backward.profile(plan, num_ranks=self.num_ranks), plan)
 
     def fitted(self, profile: Profile, plan: RecordedPlan) -> Profile:
-        """`profile` with costs that explain how long steps with `plan` wait for the network."""
+        """Return `profile` with costs that explain how long steps with `plan` wait for the network."""
         positions = plan_in(profile, plan)
         if profile.cost is None or positions is None:
             return profile
@@ -206,19 +318,20 @@ class TypicalStep:
 
 
 def _middle(steps: Sequence[Step]) -> Sequence[Step]:
-    """The third in the middle, by length; all, if there are two or less."""
+    """Return the middle third by length; all if there are two or fewer."""
     cut = len(steps) // 3
-    return sorted(steps, key=seconds_of)[cut : len(steps) - cut]
+    return sorted(steps, key=lambda step: step.step_s)[cut : len(steps) - cut]
 
 
 def _waits(steps: Sequence[Step]) -> list[float]:
+    """Return, by bucket, the share of the exposed time in which its reduction ran."""
     exposed_s = sum(step.exposed_s for step in steps)
     waits = [step.waits() for step in steps]
     return [sum(by_bucket) / exposed_s if exposed_s > 0 else 0.0 for by_bucket in zip(*waits, strict=True)]
 
 
 def _error(seconds: Sequence[float]) -> float:
-    """The standard error of the middle of `seconds`, from the median deviation: some are far off for no reason."""
+    """Return the standard error of the median, estimated from the median deviation because of outliers."""
     if not seconds:
         return 0.0
     middle = statistics.median(seconds)

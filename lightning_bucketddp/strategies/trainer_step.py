@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
 
-    from lightning_bucketddp.recording.record import Run
+    from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 else:
     _ParallelStrategy = object
@@ -230,7 +230,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def describe_run(self) -> Run:
         """Return what stays the same in a fit."""
-        from lightning_bucketddp.recording.record import Run
+        from lightning_bucketddp.recording.schema import Run
 
         assert self.reducer is not None
         trainer, specs = self._trainer, self.reducer.specs

@@ -17,9 +17,9 @@ import torch
 import lightning_bucketddp
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.commands.report.page_content import page_content
-from lightning_bucketddp.recording.marked_steps import metrics_of
-from lightning_bucketddp.recording.record import FOLDER, RecordedPlan, Run, Step, path_of, read
-from lightning_bucketddp.recording.run_files import read_run
+from lightning_bucketddp.recording.reader import read_run
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read
+from lightning_bucketddp.recording.writer import metrics_of
 from tests.reducer.test_step_recorder import assert_ends_agree
 from tests.support.jobs.recording import assert_in_order
 from tests.support.ranks import run_on_ranks

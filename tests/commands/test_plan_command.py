@@ -19,7 +19,7 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.recording import record
+from lightning_bucketddp.recording import schema
 from tests.support.jobs import configured
 from tests.support.jobs.planned import plan_of_reducer
 from tests.support.ranks import run_on_ranks
@@ -319,10 +319,10 @@ def test_times_of_a_cpu_are_said_to_tell_nothing_about_gpus(
 
 
 def test_the_profile_is_found_in_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record.path_of(tmp_path, 0)
+    path = schema.path_of(tmp_path, 0)
     with path.open("w") as file:
-        record.write(record.Run(0, 4, "host", "cpu", "gloo", 13, 10), file)
-        record.write(recorded_profile(), file)
+        schema.write(schema.Run(0, 4, "host", "cpu", "gloo", 13, 10), file)
+        schema.write(recorded_profile(), file)
     planned = plan(capsys, "Layers", "--args", "depth=3", "--profile", path)
     assert planned["times"]["backward_s"] == 0.012
     assert [network["name"] for network in planned["networks"]] == ["measured"]
@@ -330,14 +330,14 @@ def test_the_profile_is_found_in_a_record(tmp_path: Path, capsys: pytest.Capture
 
 def test_steps_of_a_record_are_as_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two buckets: complete after 4 and 10 ms of a backward that was recorded without measuring each gradient."""
-    path = record.path_of(tmp_path, 0)
+    path = schema.path_of(tmp_path, 0)
     names_and_sizes = [(["layers.1.bias", "layers.1.weight"], [8, 32]), (["layers.0.bias", "layers.0.weight"], [8, 32])]
     spans = [("forward", 0.0, 0.005), ("backward", 0.005, 0.015), ("exposed", 0.015, 0.018), ("optimizer", 0.018, 0.02)]
-    times = [record.BucketTimes(0.009, 0.009, 0.012), record.BucketTimes(0.015, 0.015, 0.018)]
+    times = [schema.BucketTimes(0.009, 0.009, 0.012), schema.BucketTimes(0.015, 0.015, 0.018)]
     with path.open("w") as file:
-        record.write(record.Run(0, 4, "host", "cpu", "gloo", 4, 80), file)
-        record.write(record.RecordedPlan(1, [record.RecordedBucket(*bucket) for bucket in names_and_sizes]), file)
-        record.write(record.Step(3, 1, [record.Span(*span) for span in spans], times), file)
+        schema.write(schema.Run(0, 4, "host", "cpu", "gloo", 4, 80), file)
+        schema.write(schema.RecordedPlan(1, [schema.RecordedBucket(*bucket) for bucket in names_and_sizes]), file)
+        schema.write(schema.Step(3, 1, [schema.Span(*span) for span in spans], times), file)
     arguments = ["--args", "width=4", "name=ab", "depth=2", "--profile", path, "--bucket-cap-mb", 40 / MIB]
     planned = plan(capsys, "NeedsArguments", *arguments, "--ranks", 4, "--reduce-dtype", "bf16")
     assert names(planned) == [names for names, _ in names_and_sizes]
@@ -436,7 +436,7 @@ def test_a_profile_of_another_module_is_refused(
     assert main(["plan", f"{MODULES}:Layers", "--profile", str(profile_file)]) == 2
     expected = "is of another module: `layers.3.weight` has 0 bytes there, and 65,536 in Layers."
     assert expected in capsys.readouterr().err
-    empty = record.path_of(tmp_path, 0)
+    empty = schema.path_of(tmp_path, 0)
     empty.write_text("")
     assert main(["plan", f"{MODULES}:Layers", "--profile", str(empty)]) == 2
     assert "holds no step of several ranks that says when its buckets were complete." in capsys.readouterr().err

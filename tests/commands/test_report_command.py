@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.recording.record import FOLDER, path_of
+from lightning_bucketddp.recording.schema import FOLDER, path_of
 from tests.support.interpreter import run_python
 from tests.support.recordings import Recording
 

@@ -14,8 +14,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from lightning_bucketddp.commands.report.page import make_page
-from lightning_bucketddp.recording.record import RecordedBucket, RecordedPlan
-from lightning_bucketddp.recording.run_files import RunRecord, find_folder, read_run
+from lightning_bucketddp.recording.reader import RunRecord, find_folder, read_run
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
 from tests.support.browser import browser, prefer_colour_scheme
 from tests.support.ranks import run_on_ranks
 from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, OPTIMIZER_S, STAGGER_S, TUNING, Recording

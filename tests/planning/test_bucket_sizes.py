@@ -9,7 +9,7 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.recording.record import RecordedBucket, RecordedPlan
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
 
 # Each of four gradients of 1 MiB takes one second to make, and one and a half to reduce.
 NAMES = ["d", "c", "b", "a"]

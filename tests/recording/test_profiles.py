@@ -10,8 +10,8 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.recording.profiles import plan_in, profile_of, reduced_backward
-from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
+from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
+from lightning_bucketddp.recording.typical_step import plan_in, profile_of, reduced_backward
 
 # Two micro-batches; the second backward begins at 100 and is over at 110. LaunchQueue take 1 s and 1 s for each MiB.
 SPANS = [

@@ -9,7 +9,7 @@ import pytest
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.recording.record import (
+from lightning_bucketddp.recording.schema import (
     BucketTimes,
     Line,
     RecordedBucket,

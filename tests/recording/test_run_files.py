@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bucketddp.commands.report.aligned import align, shown_steps
-from lightning_bucketddp.recording.record import FOLDER, path_of
-from lightning_bucketddp.recording.run_files import find_folder, read_run
+from lightning_bucketddp.recording.reader import align, find_folder, read_run, shown_steps
+from lightning_bucketddp.recording.schema import FOLDER, path_of
 from tests.support.recordings import STAGGER_S, Recording
 
 # --- Folders

@@ -14,7 +14,7 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.recording.record import (
+from lightning_bucketddp.recording.schema import (
     BucketTimes,
     RecordedBucket,
     RecordedPlan,
@@ -24,10 +24,9 @@ from lightning_bucketddp.recording.record import (
     path_of,
     read,
 )
-from lightning_bucketddp.recording.record_file import RecordFile, Thinning
-from lightning_bucketddp.recording.suggestions import suggestions
-from lightning_bucketddp.recording.summary import Summary, print_summary
+from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
+from lightning_bucketddp.recording.writer import RecordFile, Thinning
 
 MS = 1e-3
 RUN = Run(0, 2, "a", "cpu", "gloo", num_parameters=4, gradient_bytes=16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.recording.marked_steps import bandwidth_of, metrics_of, seconds_of, step_of
-from lightning_bucketddp.recording.record import BucketTimes, Span, Step
+from lightning_bucketddp.recording.schema import BucketTimes, Span, Step, bandwidth_of
+from lightning_bucketddp.recording.writer import metrics_of, step_of
 from lightning_bucketddp.reducer.clock import Axis, HostClock
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
@@ -129,10 +129,10 @@ STEPS = [
 
 
 def test_what_is_logged_are_means() -> None:
-    assert seconds_of(STEPS[0]) == 4.5
+    assert STEPS[0].step_s == 4.5
     # Two seconds of communication; of four ranks each link carries 1.5 times the bytes.
-    assert bandwidth_of(STEPS[0], num_ranks=4) == 0.75 * MIB
-    assert bandwidth_of(STEPS[0], num_ranks=1) == 0
+    assert bandwidth_of(STEPS[0].bytes_on_wire, STEPS[0].communication_s, num_ranks=4) == 0.75 * MIB
+    assert bandwidth_of(STEPS[0].bytes_on_wire, STEPS[0].communication_s, num_ranks=1) == 0
     assert metrics_of(STEPS, num_ranks=4) == {
         "step_ms": 4500,
         "communication_ms": 2000,

@@ -14,7 +14,7 @@ from lightning_bucketddp.planning.all_reduce_cost import Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.recording.profiles import NO_COST
+from lightning_bucketddp.recording.typical_step import NO_COST
 
 _LARGEST = 1024
 MEASURED = "measured"

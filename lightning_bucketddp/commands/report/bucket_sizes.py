@@ -11,8 +11,8 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.recording.profiles import plan_in
-from lightning_bucketddp.recording.record import RecordedPlan
+from lightning_bucketddp.recording.schema import RecordedPlan
+from lightning_bucketddp.recording.typical_step import plan_in
 
 _SMALLEST_MB = 0.25
 _PER_DOUBLING = 2

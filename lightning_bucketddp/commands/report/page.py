@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 
 from lightning_bucketddp.commands.report.page_content import page_content
-from lightning_bucketddp.recording.run_files import RunRecord
+from lightning_bucketddp.recording.reader import RunRecord
 
 # In this order: what a script uses stands before it.
 _SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")

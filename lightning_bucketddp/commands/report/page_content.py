@@ -6,15 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.commands.report.aligned import AlignedStep, align, shown_steps
 from lightning_bucketddp.commands.report.bucket_sizes import Prediction, predict_sizes
 from lightning_bucketddp.config import AUTO
-from lightning_bucketddp.recording.marked_steps import seconds_of
-from lightning_bucketddp.recording.profiles import NO_COST
-from lightning_bucketddp.recording.record import RecordedBucket, Step
-from lightning_bucketddp.recording.run_files import RunRecord
-from lightning_bucketddp.recording.suggestions import suggestions
-from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep
+from lightning_bucketddp.recording.reader import AlignedStep, RunRecord, align, shown_steps
+from lightning_bucketddp.recording.schema import RecordedBucket, Step
+from lightning_bucketddp.recording.summary import suggestions
+from lightning_bucketddp.recording.typical_step import NO_COST, RankNumbers, TypicalStep
 
 Json = dict[str, Any]
 
@@ -115,8 +112,8 @@ def _history(record: RunRecord) -> Json:
     step_by_rank = [[ours.steps.get(number) for number in numbers] for ours in record.ranks.values()]
     return {
         "steps": numbers,
-        "step": [[step and _ms(seconds_of(step)) for step in steps] for steps in step_by_rank],
-        "own": [[step and _ms(seconds_of(step) - step.exposed_s) for step in steps] for steps in step_by_rank],
+        "step": [[step and _ms(step.step_s) for step in steps] for steps in step_by_rank],
+        "own": [[step and _ms(step.own_s) for step in steps] for steps in step_by_rank],
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_bucketddp.commands.report.page import make_page
 from lightning_bucketddp.commands.report.trace import make_trace
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.recording.run_files import find_folder, read_run
+from lightning_bucketddp.recording.reader import find_folder, read_run
 
 HELP = "Make one HTML page of a recorded run: where communication time went, and which rank was late."
 

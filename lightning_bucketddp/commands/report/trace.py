@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_bucketddp.commands.report.aligned import AlignedStep, align, shown_steps
-from lightning_bucketddp.recording.record import BucketTimes, RecordedBucket, Span
-from lightning_bucketddp.recording.run_files import RunRecord
+from lightning_bucketddp.recording.reader import AlignedStep, RunRecord, align, shown_steps
+from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, Span
 
 _COMPUTE, _COMMUNICATION = 1, 2
 _NUM_NAMED = 3

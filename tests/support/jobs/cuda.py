@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.recording.marked_steps import step_of
+from lightning_bucketddp.recording.writer import step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from lightning_bucketddp.reducer.weighting import Weighting

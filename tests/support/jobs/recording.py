@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.recording.marked_steps import step_of
-from lightning_bucketddp.recording.record import Step
+from lightning_bucketddp.recording.schema import Step
+from lightning_bucketddp.recording.writer import step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from tests.support.jobs.models import CASES, WIDTH, batch

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
-from lightning_bucketddp.callbacks import recorded_fit
-from lightning_bucketddp.recording.record_file import Thinning
+from lightning_bucketddp.callbacks import monitor as monitor_module
+from lightning_bucketddp.recording.writer import Thinning
 from lightning_bucketddp.reducer.clock import HostClock
 from tests.support.scripts import models
 from tests.support.scripts.rank_seeds import said_about
@@ -168,7 +168,7 @@ def fit(
         redirect_stdout(io.StringIO()) as printed,
         said_about("BucketDDPMonitor", said),
         patch.object(HostClock, "mark", count),
-        patch.object(recorded_fit, "Thinning", lambda: Thinning(thin_after)),
+        patch.object(monitor_module, "Thinning", lambda: Thinning(thin_after)),
         suppress(Accident),
     ):
         for _ in range(num_fits):

@@ -1,9 +1,9 @@
-"""What a rank writes down of its run: lines of JSON, read back by `bucketddp report`.
+"""The file that each rank writes about its run: one JSON object per line, read back by `bucketddp report`.
 
 Note: one clock
-    Each rank has a clock of its own, and nobody sets them. But no rank has a reduction's result before every rank has
-    given its part, so a reduction ends on all of them at nearly the same moment. Whoever shows several ranks side by
-    side shifts their times until these ends agree.
+    Each rank has a clock of its own, and nobody sets them. But no rank has the result of a reduction before every rank
+    has given its part, so a reduction ends on all of them at nearly the same moment. To show several ranks side by
+    side, shift their times until these ends agree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
 from lightning_bucketddp.planning.backward_profile import Profile
 
 FOLDER = "bucketddp"
@@ -21,17 +22,17 @@ FOLDER = "bucketddp"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What stays the same all the time.
+    """The first line: what stays the same during a run.
 
     Attributes:
-        rank: who writes.
+        rank: the rank that writes the file.
         world_size: how many ranks there are.
         host: the machine's name.
-        device: what trains, in words.
-        backend: what the ranks talk through.
+        device: the name of the device that trains.
+        backend: the backend of the process group.
         num_parameters: how many parameters the module has.
         gradient_bytes: the size of all gradients.
-        options: the strategy's options that matter here, by name.
+        options: the strategy's options that affect communication, by name.
     """
 
     rank: int
@@ -46,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBucket:
-    """One bucket of a plan: its parameters in order of arrival, and the bytes of each."""
+    """One bucket of a plan: its parameters in the order their gradients arrive, and the bytes of each."""
 
     parameters: Sequence[str]
     sizes: Sequence[int]
@@ -59,7 +60,7 @@ class RecordedBucket:
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """A plan, and which of the run's plans it is: the first has version 1."""
+    """A bucket plan; the first plan of a run has version 1."""
 
     version: int
     buckets: Sequence[RecordedBucket]
@@ -67,14 +68,14 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What `bucket_cap_mb="auto"` has predicted, measured and decided, in words."""
+    """A sentence on what `bucket_cap_mb="auto"` predicted, measured and decided."""
 
     story: str
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasts: `data`, `forward`, `backward`, `exposed` (waiting for reductions), `optimizer`."""
+    """A phase of a step: `data`, `forward`, `backward`, `exposed` (waiting for reductions) or `optimizer`."""
 
     name: str
     start_s: float
@@ -87,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """When all gradients of a bucket were there, when it was launched, and when its reduction had ended."""
+    """When all gradients of a bucket had arrived, when its reduction was launched, and when that ended."""
 
     ready_s: float
     launched_s: float
@@ -96,17 +97,17 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step, or what was recorded of it. Times are seconds on this rank's clock (Note: one clock).
+    """One optimizer step. Times are seconds on this rank's clock (Note: one clock).
 
     Attributes:
-        step: the optimizer's steps before this one.
-        plan: the version of the plan that was used; 0: none.
-        spans: what the step was spent on, in order, without overlap; each micro-batch has its own.
-        buckets: the reductions, by bucket.
-        bytes_on_wire: what this rank gave to the reductions.
-        num_unused: gradients that were missing on this rank.
-        num_skipped: ranks that had nothing to contribute.
-        memory_bytes: the most memory that was in use so far.
+        step: the number of optimizer steps before this one.
+        plan: the version of the plan in use; 0 if there was none.
+        spans: the phases, in order and without overlap; each micro-batch has its own.
+        buckets: the times of each bucket, by its index.
+        bytes_on_wire: the bytes that this rank passed to reductions.
+        num_unused: parameters without a gradient on this rank.
+        num_skipped: ranks that had no batch to contribute.
+        memory_bytes: the peak memory so far.
     """
 
     step: int
@@ -126,12 +127,17 @@ class Step:
     def end_s(self) -> float:
         return self.spans[-1].end_s
 
+    @property
+    def step_s(self) -> float:
+        """Return the time of all phases, without what ran between them: validation, checkpoints, other callbacks."""
+        return sum(span.seconds for span in self.spans)
+
     def seconds(self, name: str) -> float:
-        """How long spans of this name lasted, all together."""
+        """Return the total time of the phase `name`."""
         return sum(span.seconds for span in self.spans if span.name == name)
 
     def reductions(self) -> list[Span]:
-        """The reductions one after the other: one runs when its bucket is launched and the one before has ended."""
+        """Return when each reduction ran: from its launch, or from the end of the one before if that is later."""
         spans: list[Span] = []
         before = 0.0
         for index, bucket in enumerate(self.buckets):
@@ -141,7 +147,7 @@ class Step:
         return spans
 
     def waits(self) -> list[float]:
-        """How long the step waited while the reduction of each bucket ran; all together at most what was exposed."""
+        """Return, by bucket, how much of the exposed time its reduction ran in."""
         return [
             sum(
                 max(min(span.end_s, reduction.end_s) - max(span.start_s, reduction.start_s), 0.0)
@@ -153,21 +159,32 @@ class Step:
 
     @property
     def communication_s(self) -> float:
-        """How long reductions ran."""
+        """Return how long reductions ran."""
         return sum(span.seconds for span in self.reductions())
 
     @property
     def exposed_s(self) -> float:
-        """How long the step waited for them."""
+        """Return how long the step waited for reductions."""
         return self.seconds("exposed")
 
     @property
+    def own_s(self) -> float:
+        """Return the time of the step without waiting for reductions."""
+        return self.step_s - self.exposed_s
+
+    @property
     def overlap(self) -> float:
-        """The share of communication that was hidden behind backward; 1 if there was none."""
-        communication_s = self.communication_s
-        if communication_s <= 0:
-            return 1.0
-        return min(max(1 - self.exposed_s / communication_s, 0.0), 1.0)
+        return overlap_of(self.exposed_s, self.communication_s)
+
+
+def overlap_of(exposed_s: float, communication_s: float) -> float:
+    """Return the share of communication that is hidden behind backward; 1 if there is no communication."""
+    return min(max(1 - exposed_s / communication_s, 0.0), 1.0) if communication_s > 0 else 1.0
+
+
+def bandwidth_of(bytes_on_wire: float, communication_s: float, *, num_ranks: int) -> float:
+    """Return the bytes per second on each rank's link while reductions run (Note: cost of an all-reduce)."""
+    return share_of_a_link(num_ranks) * bytes_on_wire / communication_s if communication_s > 0 else 0.0
 
 
 Line = Run | RecordedPlan | Step | Profile | Tuning
@@ -177,23 +194,23 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes."""
+    """Return the path of the file that `rank` writes."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def write(line: Line, file: TextIO) -> None:
-    """Append a line, whole and at once: a reader may come while the run goes on."""
+    """Append `line` and flush, so that the file can be read while the run goes on."""
     file.write(json.dumps({"kind": _NAMES[type(line)], **_fields(line)}, default=_fields) + "\n")
     file.flush()
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    # Not `asdict`, which copies all that there is and takes several times as long: this runs between steps.
+    # Not `asdict`, which copies everything and takes several times as long: this runs between steps.
     return {name: getattr(value, name) for name in value.__slots__}
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a rank, but for one at the end that a killed process has left incomplete."""
+    """Yield the lines of a file, without an incomplete last one that a killed process left."""
     lines = path.read_text().split("\n")
     for number, text in enumerate(lines, start=1):
         if not text or number == len(lines):

@@ -1,0 +1,180 @@
+"""Read what the ranks of a run wrote, and put their steps on one clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.recording.schema import FOLDER, BucketTimes, RecordedPlan, Run, Span, Step, Tuning, read
+
+_PATTERN = "rank-*.jsonl"
+# A page with this many bars has a few megabytes, which a browser opens in a moment.
+_MOST_BARS = 100_000
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """What one rank wrote: plans by version, and steps by number."""
+
+    run: Run
+    plans: dict[int, RecordedPlan] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    profile: Profile | None = None
+    tuning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What all ranks of a run wrote.
+
+    Attributes:
+        folder: the folder of the files.
+        ranks: the records by rank, in order; never empty.
+        problems: one sentence for each file that is missing or was left out.
+    """
+
+    folder: Path
+    ranks: Mapping[int, RankRecord]
+    problems: Sequence[str] = ()
+
+    @property
+    def first(self) -> RankRecord:
+        """Return the lowest rank that is there: its clock and its plans stand for all."""
+        return next(iter(self.ranks.values()))
+
+    @property
+    def step_numbers(self) -> list[int]:
+        return sorted({number for rank in self.ranks.values() for number in rank.steps})
+
+    @property
+    def last_plan(self) -> RecordedPlan | None:
+        """Return the plan of the last step."""
+        steps = self.first.steps
+        return self.first.plans.get(steps[max(steps)].plan)
+
+
+def find_folder(path: Path) -> Path:
+    """Return the folder with the files: `path`, or the one below it that was written to last."""
+    if not path.is_dir():
+        raise ValueError(f"There is no folder {path}.")
+    if any(path.glob(_PATTERN)):
+        return path
+    files = [file for file in path.rglob(_PATTERN) if file.parent.name == FOLDER]
+    if not files:
+        raise ValueError(
+            f"No rank has left a record in {path} or in a folder `{FOLDER}` below it. Train with"
+            ' `BucketDDPStrategy(monitor=True)`, and pass the folder of that run (its "log_dir").'
+        )
+    return max(files, key=lambda file: file.stat().st_mtime).parent
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read the files in `folder`. Ranks that are missing or cannot be read are named in `problems`."""
+    problems: list[str] = []
+    found = [record for path in folder.glob(_PATTERN) if (record := _read_if_possible(path, problems)) is not None]
+    if not found:
+        raise ValueError(f"No rank has recorded a step in {folder}. " + " ".join(problems))
+    found.sort(key=lambda record: record.run.rank)
+    world_size = found[0].run.world_size
+    ranks = {record.run.rank: record for record in found if record.run.world_size == world_size}
+    problems += [
+        f"Rank {record.run.rank} was left out: it is of another run, with {record.run.world_size} ranks."
+        for record in found
+        if record.run.world_size != world_size
+    ]
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if missing:
+        problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
+    return RunRecord(folder, ranks, problems)
+
+
+def _read_if_possible(path: Path, problems: list[str]) -> RankRecord | None:
+    try:
+        return _read_rank(path)
+    except (ValueError, OSError) as error:
+        problems.append(f"{path.name} was left out: {error}")
+        return None
+
+
+def _read_rank(path: Path) -> RankRecord:
+    record: RankRecord | None = None
+    for line in read(path):
+        if isinstance(line, Run):
+            record = RankRecord(line)  # the last run in the file counts
+        elif record is None:
+            raise ValueError("It does not begin with a description of the run.")
+        elif isinstance(line, RecordedPlan):
+            record.plans[line.version] = line
+        elif isinstance(line, Profile):
+            record.profile = line
+        elif isinstance(line, Tuning):
+            record.tuning = line.story
+        elif line.spans:
+            record.steps[line.step] = line
+    if record is None or not record.steps:
+        raise ValueError("It holds no step.")
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedStep:
+    """One step on one clock: that of the lowest rank that recorded it (Note: one clock, in `schema`).
+
+    Attributes:
+        number: the number of optimizer steps before this one.
+        ranks: the step of each rank that recorded it.
+    """
+
+    number: int
+    ranks: Mapping[int, Step]
+
+    @property
+    def start_s(self) -> float:
+        return min(step.start_s for step in self.ranks.values())
+
+    @property
+    def end_s(self) -> float:
+        return max(step.end_s for step in self.ranks.values())
+
+    @property
+    def plan(self) -> int:
+        return next(iter(self.ranks.values())).plan
+
+
+def align(record: RunRecord, number: int) -> AlignedStep:
+    """Return step `number`, with each rank's times shifted until its reductions end when those of the first rank do."""
+    steps = {rank: ours.steps[number] for rank, ours in record.ranks.items() if number in ours.steps}
+    reference = next(iter(steps.values()))
+    return AlignedStep(number, {rank: _shifted(step, _shift(step, reference)) for rank, step in steps.items()})
+
+
+def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
+    """Return the steps to draw: all, or an even choice within `most_bars` plus the slowest and the last."""
+    numbers = record.step_numbers
+    steps = [step for rank in record.ranks.values() for step in rank.steps.values()]
+    every = -(-sum(len(step.spans) + len(step.buckets) for step in steps) // most_bars)
+    if every <= 1:
+        return numbers
+    slowest = max(steps, key=lambda step: step.step_s).step
+    return sorted({*numbers[::every], numbers[-1], slowest})
+
+
+def _shift(step: Step, reference: Step) -> float:
+    pairs = zip(step.buckets, reference.buckets, strict=False)
+    differences = [theirs.ended_s - ours.ended_s for ours, theirs in pairs]
+    # Without reductions, ranks do not wait for each other: that they began together is a guess.
+    return statistics.median(differences) if differences else reference.start_s - step.start_s
+
+
+def _shifted(step: Step, shift_s: float) -> Step:
+    return replace(
+        step,
+        spans=[Span(span.name, span.start_s + shift_s, span.end_s + shift_s) for span in step.spans],
+        buckets=[
+            BucketTimes(times.ready_s + shift_s, times.launched_s + shift_s, times.ended_s + shift_s)
+            for times in step.buckets
+        ],
+    )

@@ -1,0 +1,158 @@
+"""Turn recorded steps into lines and metrics, and write the file of a rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
+from lightning_bucketddp.recording.schema import (
+    BucketTimes,
+    Line,
+    RecordedBucket,
+    RecordedPlan,
+    Span,
+    Step,
+    bandwidth_of,
+    path_of,
+    write,
+)
+from lightning_bucketddp.reducer.clock import Axis
+from lightning_bucketddp.reducer.step_recorder import MarkedStep
+
+log = logging.getLogger(__name__)
+
+# After this many recorded batches every second step is written, after as many more every fourth, and so on, so that a
+# file grows with the logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
+BATCHES_PER_PORTION = 1000
+
+
+def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None:
+    """Convert a marked step to seconds, waiting for marks still pending; None if a backward of it did not end."""
+    if not marked.spans or any(bucket.launched is None or not bucket.ends for bucket in marked.buckets.values()):
+        return None
+    axis.move_to(marked.spans[0].start)
+    buckets: list[BucketTimes] = []
+    for _, bucket in sorted(marked.buckets.items()):
+        ready_s, launched_s = axis.seconds(bucket.ready), axis.seconds(bucket.launched)
+        buckets.append(BucketTimes(ready_s, launched_s, max(min(map(axis.seconds, bucket.ends)), launched_s)))
+    return Step(
+        step=marked.step,
+        plan=marked.plan,
+        spans=[Span(span.name, axis.seconds(span.start), axis.seconds(span.end)) for span in marked.spans],
+        buckets=buckets,
+        bytes_on_wire=marked.bytes_on_wire,
+        num_unused=marked.num_unused,
+        num_skipped=marked.num_skipped,
+        memory_bytes=memory_bytes,
+    )
+
+
+def plan_of(version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> RecordedPlan:
+    """Return the line for a plan; `specs` are those of all parameters."""
+    return RecordedPlan(
+        version,
+        [
+            RecordedBucket(
+                [specs[i].name for i in bucket.members], [specs[i].num_bytes for i in bucket.members], bucket.sparse
+            )
+            for bucket in buckets
+        ],
+    )
+
+
+def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
+    """Return the metrics to log: means over `steps`."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(steps)
+
+    bandwidths = (bandwidth_of(step.bytes_on_wire, step.communication_s, num_ranks=num_ranks) for step in steps)
+    return {
+        "step_ms": 1e3 * mean(step.step_s for step in steps),
+        "communication_ms": 1e3 * mean(step.communication_s for step in steps),
+        "exposed_ms": 1e3 * mean(step.exposed_s for step in steps),
+        "overlap_pct": 100 * mean(step.overlap for step in steps),
+        "mb_on_wire": mean(step.bytes_on_wire for step in steps) / MIB,
+        "bandwidth_gbit_s": 8e-9 * mean(bandwidths),
+        "buckets": mean(len(step.buckets) for step in steps),
+        "unused_parameters": mean(step.num_unused for step in steps),
+        "skipped_ranks": mean(step.num_skipped for step in steps),
+        "plan_version": float(steps[-1].plan),
+    }
+
+
+class Thinning:
+    """Decides which recorded rounds are written; a round is the batches up to a step of one or several optimizers."""
+
+    def __init__(self, batches_per_portion: int = BATCHES_PER_PORTION) -> None:
+        self._batches_per_portion = batches_per_portion
+        self._num_rounds = 0
+        self._num_batches = 0
+        self._every = 1
+
+    def takes_next(self) -> bool:
+        """Count a round, and return whether to write it."""
+        self._num_rounds += 1
+        return self._num_rounds % self._every == 0
+
+    def add(self, num_batches: int) -> None:
+        """Count the batches of a round that was written."""
+        self._num_batches += num_batches
+        if self._num_batches >= self._batches_per_portion:
+            self._num_batches, self._every = 0, 2 * self._every
+
+
+class RecordFile:
+    """The file of one rank in one fit. If it cannot be written, warn once and let training go on.
+
+    Args:
+        folder: where all ranks write; files of an earlier fit are replaced.
+        rank: the rank that writes.
+    """
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self._path = path_of(folder, rank)
+        self._rank = rank
+        self._file: TextIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, line: Line) -> None:
+        """Append `line`, unless writing has failed before."""
+        if self._file is None:
+            return
+        try:
+            write(line, self._file)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning(
+            "bucketddp: rank %d cannot record its steps in `%s` (%s). Training goes on, without a record from here."
+            " Pass another `dirpath` to `BucketDDPMonitor`.",
+            self._rank,
+            self._path,
+            error,
+        )
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing flushes, which may fail again.
+            with suppress(OSError):
+                file.close()
