@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError
 
 _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
@@ -36,17 +36,17 @@ _COMMANDS = {
     "doctor": _Command(
         "Is this machine, or this cluster, ready for a long run?",
         "bucketddp doctor --checkpoints DIR",
-        "lightning_bucketddp.commands.doctor.command",
+        "lightning_bucketddp.commands.doctor",
     ),
     "plan": _Command(
         "How will my model be reduced, and how will it scale?",
         "bucketddp plan my_project.models:LitNet --ranks 8",
-        "lightning_bucketddp.commands.plan.plan_command",
+        "lightning_bucketddp.commands.plan",
     ),
     "report": _Command(
         "Where did the time of a run go, and which rank was late?",
         "bucketddp report RUN_DIR",
-        "lightning_bucketddp.commands.report.report_command",
+        "lightning_bucketddp.commands.report",
     ),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError
 
 _CONFIG_SUFFIXES = (".yaml", ".yml")
 
