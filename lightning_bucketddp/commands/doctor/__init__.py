@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from lightning_bucketddp.comm.nccl_sockets import host_of, nccl_settings
-from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.doctor import checkpoints, host, network
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Severity, Theme, counted
 from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeCollectives, ProbeGroup, within
@@ -41,8 +40,6 @@ Exit status: 0 nothing is wrong, 1 something is, 2 the command was used wrongly.
 
 _RANKS = Theme("Ranks")
 _STYLES = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
-# Without a terminal there is no width to fit into.
-_PIPED_WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,16 +245,14 @@ def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int,
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print a table of all findings, the measured all-reduces, and a conclusion."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     findings = list(diagnosis.findings())
-    with console.capture() as printed:
+    with trimmed_console() as console:
         console.print(_finding_table(_merge_alike(findings, diagnosis)))
         console.print()
         if diagnosis.all_reduce is not None:
             console.print(_all_reduce_table(diagnosis.all_reduce))
             console.print()
         console.print(_conclusion(findings))
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Finding]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, estimated, measured, recorded, without_times
 from lightning_bucketddp.commands.plan.named_module import NamedModule
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network, scale
@@ -30,6 +28,12 @@ measured here, if the module has an `example_input_array`. The output says which
 about training on GPUs."""
 
 _DEFAULT_NETWORK = "eth-100g"
+_BAR_LENGTH = 30
+_ABOUT_CPUS = (
+    "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
+    " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
+    " --backward-ms of one."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Plan, predict, and print or plot the result."""
     config = _config(arguments)
     if arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
@@ -81,10 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         _write_svg(plan, arguments.svg)
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
-        return 0
-    from lightning_bucketddp.commands.plan import print_plan
-
-    print_plan(plan)
+    else:
+        print_plan(plan)
     return 0
 
 
@@ -110,6 +113,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
 
 
 def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int) -> str:
+    """Say in words how the plan was made."""
     cap = config.bucket_cap_mb
     if cap != AUTO:
         return f"bucket_cap_mb={cap}"
@@ -120,6 +124,7 @@ def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: in
 
 
 def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespace) -> BackwardTimes:
+    """Return the times from the best source that is given."""
     module = named.without_memory()
     if arguments.profile is not None:
         return recorded(arguments.profile, module, device=device)
@@ -152,20 +157,12 @@ def _write_svg(plan: ModulePlan, path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-# Where nobody looks at a terminal, lines are as long as they want.
-_PIPED_WIDTH = 160
-_BAR_LENGTH = 30
-_ABOUT_CPUS = (
-    "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
-    " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
-    " --backward-ms of one."
-)
+# --- Printing
 
 
 def print_plan(plan: ModulePlan) -> None:
-    """First the buckets, then where times come from, then what follows for each network."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-    with console.capture() as printed:
+    """Print the buckets, where times come from, and the predictions for each network."""
+    with trimmed_console() as console:
         console.print(Text(_headline(plan), style="bold"))
         console.print(f"({plan.origin})", markup=False)
         console.print(_bucket_table(plan))
@@ -182,7 +179,6 @@ def print_plan(plan: ModulePlan) -> None:
                 " late. Efficiency is the share of a step that is not spent waiting.",
                 markup=False,
             )
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _headline(plan: ModulePlan) -> str:

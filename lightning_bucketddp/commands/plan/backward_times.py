@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.commands import UsageError, first_line
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
@@ -23,16 +23,20 @@ from lightning_bucketddp.reducer.grad_hooks import hook
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 
+_NUM_WARM_UP = 2
+_NUM_MEASURED = 5
+_ENOUGH_S = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardTimes:
-    """A profile, and where its times and its order come from.
+    """A profile of a backward, and where it comes from.
 
     Attributes:
-        profile: the times.
-        kind: in a word, where they come from.
-        origin: in a sentence.
-        is_of_cpu: a CPU took these times, and a GPU would take others.
+        profile: the order and the times of gradients.
+        kind: the source of the times, in one word.
+        origin: the same, in a sentence.
+        is_of_cpu: the times are those of a CPU, and say nothing about GPUs.
     """
 
     profile: Profile
@@ -42,7 +46,7 @@ class BackwardTimes:
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
-    """The parameters of `module` that train, as the reducer sees them on `device`, in order of registration."""
+    """Return the trainable parameters of `module` as the reducer sees them on `device`, in order of registration."""
     parameters = parameters_of(module)
     try:
         check_parameters(module, parameters)
@@ -60,7 +64,7 @@ def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
 
 
 def recorded(path: Path, module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """What a run has recorded: a profile as JSON, or a rank's record."""
+    """Read the times that a run recorded, from a profile as JSON or from the record of a rank."""
     specs = {spec.name: spec for spec in specs_of(module, device=device)}
     try:
         if path.suffix == ".jsonl":
@@ -80,7 +84,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
                 f"{path} is of another module: `{name}` has {there.get(name, 0):,} bytes there, and"
                 f" {here.get(name, 0):,} in {type(module).__name__}."
             )
-    # What is made of recorded steps does not know kinds.
+    # Profiles made from recorded steps do not know kinds.
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
     unknown = "" if profile.cost is not None else f", which does not tell what an all-reduce costs: {NO_COST}"
     origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks{unknown}"
@@ -88,7 +92,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
 
 
 def _read_record(path: Path) -> tuple[Profile | None, str]:
-    """The last profile that was written, or else what the steps with the last plan show; and the device."""
+    """Return the last profile in a record, or one made from steps with the last plan, and the device."""
     lines = list(read(path))
     runs = [line for line in lines if isinstance(line, Run)]
     device = runs[-1].device if runs else ""
@@ -103,7 +107,7 @@ def _read_record(path: Path) -> tuple[Profile | None, str]:
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:
-    """Gradients come in reverse order of registration, each after a time in proportion to its size."""
+    """Estimate times: gradients in reverse order of registration, each after a time in proportion to its size."""
     specs = specs_of(module, device=device)[::-1]
     total = sum(spec.num_bytes for spec in specs)
     ready_s = [backward_s * so_far / total for so_far in accumulate(spec.num_bytes for spec in specs)]
@@ -115,18 +119,13 @@ def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> 
 
 
 def without_times(module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """Their order only."""
+    """Return the expected order of gradients, without times."""
     times = estimated(module, backward_s=0.0, device=device)
     return BackwardTimes(times.profile, "unknown", "not known; gradients are expected in reverse order of registration")
 
 
-_NUM_WARM_UP = 2
-_NUM_MEASURED = 5
-_ENOUGH_S = 20.0
-
-
 def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """Forward and backward of its `example_input_array`, here."""
+    """Run forward and backward on the `example_input_array` of `module`, and return the median times."""
     example = module.example_input_array
     module = module.to(device).train()
     clock = clock_of(device)
@@ -137,8 +136,8 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
             runs.append(_run(module, example, clock, device))
     except Exception as error:
         raise UsageError(
-            f"{type(module).__name__} cannot be trained on its `example_input_array`: {type(error).__name__}:"
-            f" {str(error).strip().partition(chr(10))[0]}. Pass --backward-ms, and nothing is run."
+            f"{type(module).__name__} cannot be trained on its `example_input_array`: {first_line(error)}. Pass"
+            " --backward-ms, and nothing is run."
         ) from error
     runs = runs[_NUM_WARM_UP:] or runs[-1:]
     specs = {spec.name: spec for spec in specs_of(module, device=device)}
@@ -161,7 +160,7 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
 
 @dataclass(slots=True)
 class _Run:
-    """One forward and backward, by marks of a clock."""
+    """The clock marks of one forward and backward."""
 
     forward_start: Any
     start: Any
@@ -177,11 +176,11 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
         output = module(**example)
     else:
         output = module(*example) if isinstance(example, tuple) else module(example)
-    # Of no meaning, and every output takes part in it.
+    # A loss without a meaning, to which every output contributes.
     loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
     run = _Run(forward_start, start=clock.mark(), end=None)
     trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
-    handles = [hook(param, _see(run, name, clock)) for name, param in trainable.items()]
+    handles = [hook(param, _mark_arrival(run, name, clock)) for name, param in trainable.items()]
     try:
         torch.autograd.backward(loss)
     finally:
@@ -191,9 +190,9 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     return run
 
 
-def _see(run: _Run, name: str, clock: Clock) -> Callable[[Tensor], None]:
+def _mark_arrival(run: _Run, name: str, clock: Clock) -> Callable[[Tensor], None]:
     def on_gradient(_param: Tensor) -> None:
-        run.arrivals.pop(name, None)  # what comes again is placed where it comes last
+        run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
         run.arrivals[name] = clock.mark()
 
     return on_gradient

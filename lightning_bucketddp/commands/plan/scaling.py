@@ -1,4 +1,4 @@
-"""How a module scales."""
+"""Predict how a module scales over networks and numbers of ranks, as numbers and as a chart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """A network, and in words where its numbers come from."""
+    """A network, and a phrase on where its numbers come from."""
 
     network: Network
     origin: str
@@ -38,7 +38,7 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Predictions for one network, by number of ranks."""
+    """The predictions for one network, by number of ranks."""
 
     assumed: Assumed
     by_ranks: dict[int, Prediction]
@@ -46,16 +46,16 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
-    """All that `bucketddp plan` has to say.
+    """The result of `bucketddp plan`.
 
     Attributes:
         module: the name of the class.
-        device: what the plan is for.
+        device: the type of device to train on.
         times: when gradients are ready.
         buckets: the plan, by position in the profile.
-        origin: in words, how it was made.
-        num_ranks: the number of ranks that it is for.
-        scalings: empty if no times are known.
+        origin: a phrase on how the plan was made.
+        num_ranks: the number of ranks of the plan.
+        scalings: the predictions; empty if no times are known.
     """
 
     module: str
@@ -100,9 +100,12 @@ class ModulePlan:
         }
 
     def to_svg(self) -> str:
-        """Scaling efficiency by number of ranks."""
+        """Plot scaling efficiency by number of ranks."""
         series = [
-            Series(scaling.assumed.network.name, [(n, 100 * efficiency) for n, efficiency in _efficiencies(scaling)])
+            Series(
+                scaling.assumed.network.name,
+                [(n, 100 * predicted.timeline.scaling_efficiency) for n, predicted in scaling.by_ranks.items()],
+            )
             for scaling in self.scalings
         ]
         return draw(
@@ -115,7 +118,7 @@ class ModulePlan:
 
 
 def scale(times: BackwardTimes, config: ReducerConfig, assumed: Assumed, *, num_ranks: int) -> Scaling:
-    """Predictions for 1, 2, 4 ... 1,024 ranks, and for `num_ranks`."""
+    """Predict steps on 1, 2, 4 ... 1,024 ranks, and on `num_ranks`."""
     powers = [2**n for n in range(_LARGEST.bit_length())]
     return Scaling(
         assumed,
@@ -124,7 +127,7 @@ def scale(times: BackwardTimes, config: ReducerConfig, assumed: Assumed, *, num_
 
 
 def find_network(text: str, profile: Profile) -> Assumed:
-    """A network by name, as GBIT,LATENCY_US, or the one that the profile was measured on."""
+    """Return the network with this name or these figures (GBIT,LATENCY_US), or the one of the profile."""
     if text in NETWORKS:
         return Assumed(NETWORKS[text], f"nominal figures of {text}")
     if text == MEASURED:
@@ -149,11 +152,6 @@ def find_network(text: str, profile: Profile) -> Assumed:
     return Assumed(Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it")
 
 
-def _efficiencies(scaling: Scaling) -> Iterator[tuple[int, float]]:
-    for num_ranks, predicted in scaling.by_ranks.items():
-        yield num_ranks, predicted.timeline.scaling_efficiency
-
-
 def _network_json(scaling: Scaling) -> dict[str, Any]:
     network = scaling.assumed.network
     return {
@@ -176,12 +174,14 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
     }
 
 
+# --- Line charts as SVG, without a library and without links to anything outside
+
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 30, 46, 56
 _LEGEND_LINE = 18
 _NUM_TICKS = 6
-# Those of Okabe and Ito, which colour-blind people can tell apart, as far as they are readable on white and on black.
-# Dashes and marks tell the series apart as well.
+# The colours of Okabe and Ito, which colour-blind people can tell apart, as far as they are readable on both white and
+# black. Dashes and marks distinguish the series as well.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _STYLE = """
@@ -197,7 +197,7 @@ _STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points that belong together, from left to right; a single one is a mark without a line."""
+    """The points of one line, from left to right; a single point is a mark without a line."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -205,11 +205,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """What is along one side.
+    """One axis of a chart.
 
     Attributes:
-        label: what is measured, with the unit.
-        log_base: ticks at powers of it, equally far apart; None: linear.
+        label: the quantity, with its unit.
+        log_base: the base of a logarithmic axis, with ticks at its powers; None: linear.
         low: where the axis begins; None: at the lowest point. Linear axes begin at a tick.
         high: where it ends; None: at the highest point. Linear axes end at a tick.
     """
@@ -221,7 +221,7 @@ class Axis:
 
 
 def draw(series: Sequence[Series], *, title: str, x: Axis, y: Axis) -> str:
-    """A chart of all `series` as one SVG element."""
+    """Return a chart of all `series` as one SVG element."""
     points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
     if not points:
         raise ValueError(f"The chart {title!r} has no points.")
@@ -244,7 +244,7 @@ def draw(series: Sequence[Series], *, title: str, x: Axis, y: Axis) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _AxisScale:
-    """From values to places."""
+    """Maps the values of an axis to coordinates."""
 
     low: float
     high: float
@@ -283,7 +283,7 @@ def _powers(low: float, high: float, base: int) -> list[float]:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """1, 2 or 5 times a power of ten apart, and reaching beyond both ends."""
+    """Return ticks that are 1, 2 or 5 times a power of ten apart and enclose both ends."""
     rough = (high - low) / _NUM_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Read the run, and write the page and the trace."""
     try:
         folder = find_folder(arguments.run_dir)
         record = read_run(folder)

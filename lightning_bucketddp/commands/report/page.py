@@ -1,4 +1,7 @@
-"""The page of a recorded run."""
+"""The page of a recorded run: one HTML file that needs no network, no library and no other file.
+
+Times on the page are milliseconds; those of a step count from its beginning.
+"""
 
 from __future__ import annotations
 
@@ -22,71 +25,33 @@ from lightning_bucketddp.recording.typical_step import NO_COST, RankNumbers, Typ
 
 _SMALLEST_MB = 0.25
 _PER_DOUBLING = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a plan is expected to make of a step.
-
-    Attributes:
-        cap_mb: the largest size of its buckets, apart from parameters that are larger by themselves.
-        num_buckets: how many it has.
-        exposed_s: how long the step waits for their reductions.
-    """
-
-    cap_mb: float
-    num_buckets: int
-    exposed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSizes:
-    """Predictions for a grid of sizes, for the plan that was used, and for the one that ends earliest.
-
-    `current` is None where that plan is not of the same parameters.
-    """
-
-    by_cap: Sequence[Prediction]
-    current: Prediction | None
-    optimum: Prediction
-
-
-def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes:
-    """Simulate all of them on one profile, which must know the cost."""
-    grid = []
-    for cap_mb in _caps_mb(profile):
-        caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
-        plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
-        grid.append(_predict(profile, plan, cap_mb=cap_mb))
-    used = plan_in(profile, current) if current is not None else None
-    return BucketSizes(
-        by_cap=grid,
-        current=_predict(profile, used) if used is not None else None,
-        optimum=_predict(profile, optimal_plan(profile)),
-    )
-
-
-def _caps_mb(profile: Profile) -> list[float]:
-    """From the smallest size that is worth a try to one bucket for all."""
-    largest_mb = max(profile.dense_bytes / MIB, 2 * _SMALLEST_MB)
-    num_steps = math.ceil(_PER_DOUBLING * math.log2(largest_mb / _SMALLEST_MB))
-    return [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
-
-
-def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Prediction:
-    assert profile.cost is not None
-    timeline = simulate(profile, plan, profile.cost)
-    if cap_mb is None:
-        shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan
-        cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
-    return Prediction(cap_mb, len(plan), timeline.exposed_s)
-
+# In this order: a script uses those before it.
+_SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")
 
 Json = dict[str, Any]
 
 
+def make_page(record: RunRecord) -> str:
+    """Return the HTML of the page."""
+    # Names come from users' code: none may end the script element that holds them.
+    content = json.dumps(page_content(record), separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        _asset("page.html")
+        .replace("/* page.css */", _asset("page.css"))
+        .replace("/* scripts */", "\n".join(map(_asset, _SCRIPTS)))
+        .replace("/* content */", content)
+    )
+
+
+def _asset(name: str) -> str:
+    return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+# --- Content
+
+
 def page_content(record: RunRecord) -> Json:
-    """Everything that the page's scripts read."""
+    """Return everything that the page's scripts read, as JSON."""
     typical = TypicalStep(
         [
             RankNumbers.of(ours.run, [ours.steps[number] for number in sorted(ours.steps)])
@@ -103,7 +68,7 @@ def page_content(record: RunRecord) -> Json:
         "typical": _typical(typical),
         "suggestions": suggestions(typical, record.last_plan, record.first.profile, options=record.first.run.options),
         "steps": [_step(align(record, number), ranks=record.ranks) for number in shown_steps(record)],
-        "plans": {str(version): _buckets(plan.buckets) for version, plan in record.first.plans.items()},
+        "plans": {str(version): [_bucket(b) for b in plan.buckets] for version, plan in record.first.plans.items()},
         "history": _history(record),
         "sizes": _sizes(record, typical),
         "noSizes": _why_no_sizes(record),
@@ -141,7 +106,7 @@ def _typical(typical: TypicalStep) -> Json:
         "step": _ms(typical.step_s),
         "communication": _ms(typical.communication_s),
         "overlap": typical.overlap,
-        # By place among the ranks; -1: nobody.
+        # Its index among the ranks; -1: none.
         "straggler": -1 if straggler is None else typical.ranks.index(straggler.rank),
         "stragglerBy": 0.0 if straggler is None else _ms(straggler.by_s),
     }
@@ -157,7 +122,7 @@ def _step(step: AlignedStep, *, ranks: Iterable[int]) -> Json:
 
 
 def _lanes(step: Step, zero_s: float) -> Json:
-    """Spans as [name, start, end], buckets as [ready, launched, start, end]."""
+    """Return spans as [name, start, end] and buckets as [ready, launched, start, end]."""
     reductions = step.reductions()
     return {
         "spans": [[span.name, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)] for span in step.spans],
@@ -168,15 +133,12 @@ def _lanes(step: Step, zero_s: float) -> Json:
     }
 
 
-def _buckets(buckets: Iterable[RecordedBucket]) -> list[Json]:
-    return [
-        {"parameters": list(bucket.parameters), "sizes": list(bucket.sizes), "sparse": bucket.sparse}
-        for bucket in buckets
-    ]
+def _bucket(bucket: RecordedBucket) -> Json:
+    return {"parameters": list(bucket.parameters), "sizes": list(bucket.sizes), "sparse": bucket.sparse}
 
 
 def _history(record: RunRecord) -> Json:
-    """By rank and step: the whole of it, and what it took without waiting for others."""
+    """Return, by rank and step, the time of the step with and without waiting for reductions."""
     numbers = record.step_numbers
     step_by_rank = [[ours.steps.get(number) for number in numbers] for ours in record.ranks.values()]
     return {
@@ -200,7 +162,7 @@ def _sizes(record: RunRecord, typical: TypicalStep) -> Json | None:
 
 
 def _why_no_sizes(record: RunRecord) -> str:
-    """What is said where no sizes can be predicted."""
+    """Say why no sizes can be predicted."""
     why = f"What an all-reduce costs at other sizes cannot be told from this run: {NO_COST}."
     if record.first.run.options.get("bucket_cap_mb") == AUTO:
         return f'{why} bucket_cap_mb="{AUTO}" measures it if there are several buckets and 17 backwards or more.'
@@ -217,21 +179,59 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-# In this order: what a script uses stands before it.
-_SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")
+# --- Bucket sizes
 
 
-def make_page(record: RunRecord) -> str:
-    """The page of a run."""
-    # Names come from people's code: none may end the element that holds them.
-    content = json.dumps(page_content(record), separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        _asset("page.html")
-        .replace("/* page.css */", _asset("page.css"))
-        .replace("/* scripts */", "\n".join(map(_asset, _SCRIPTS)))
-        .replace("/* content */", content)
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step would be like with a plan.
+
+    Attributes:
+        cap_mb: the largest bucket of several parameters.
+        num_buckets: the number of buckets.
+        exposed_s: how long the step waits for their reductions.
+    """
+
+    cap_mb: float
+    num_buckets: int
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """Predictions for a grid of sizes, for the plan in use (None if it has other parameters), and for the best one."""
+
+    by_cap: Sequence[Prediction]
+    current: Prediction | None
+    optimum: Prediction
+
+
+def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes:
+    """Simulate the recorded backward with other bucket sizes; `profile` must have a cost."""
+    grid = []
+    for cap_mb in _caps_mb(profile):
+        caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
+        plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
+        grid.append(_predict(profile, plan, cap_mb=cap_mb))
+    used = plan_in(profile, current) if current is not None else None
+    return BucketSizes(
+        by_cap=grid,
+        current=_predict(profile, used) if used is not None else None,
+        optimum=_predict(profile, optimal_plan(profile)),
     )
 
 
-def _asset(name: str) -> str:
-    return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
+def _caps_mb(profile: Profile) -> list[float]:
+    """Return the sizes to try: from the smallest that makes sense to one bucket for all."""
+    largest_mb = max(profile.dense_bytes / MIB, 2 * _SMALLEST_MB)
+    num_steps = math.ceil(_PER_DOUBLING * math.log2(largest_mb / _SMALLEST_MB))
+    return [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
+
+
+def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Prediction:
+    assert profile.cost is not None
+    timeline = simulate(profile, plan, profile.cost)
+    if cap_mb is None:
+        shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan
+        cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
+    return Prediction(cap_mb, len(plan), timeline.exposed_s)
