@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from lightning_bucketddp.startup.rendezvous import name_ranks
 
 
 class Severity(IntEnum):
@@ -65,11 +65,15 @@ class Theme:
 Observation = Mapping[str, Any]
 
 
-def ranks_by(ranks: Sequence[Observation], value_of: Callable[[Observation], T]) -> dict[T, list[int]]:
-    """Return the ranks that have each value."""
-    found: dict[T, list[int]] = {}
-    for observed in ranks:
-        found.setdefault(value_of(observed), []).append(observed["rank"])
+def differences(values: Mapping[int, Mapping[str, Any]], *, absent: str) -> dict[str, str]:
+    """Return the names whose values differ between ranks, each with a text such as `2.5 on rank 0; none on rank 1`."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_rank in values.values() for name in of_rank):
+        ranks: dict[Any, list[int]] = {}
+        for rank, of_rank in values.items():
+            ranks.setdefault(of_rank.get(name), []).append(rank)
+        if len(ranks) > 1:
+            found[name] = "; ".join(f"{value or absent} on {name_ranks(of)}" for value, of in ranks.items())
     return found
 
 

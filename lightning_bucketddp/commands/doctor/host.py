@@ -18,9 +18,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted, on, one_per_host, ranks_by
+from lightning_bucketddp.commands.doctor.finding import (
+    Finding,
+    Observation,
+    Theme,
+    counted,
+    differences,
+    on,
+    one_per_host,
+)
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.startup.rendezvous import name_ranks
 
 _SOFTWARE = Theme("Software")
 _GPUS = Theme("GPUs")
@@ -29,6 +36,29 @@ _LIMITS = Theme("Limits")
 # These define what ranks send to each other; other versions may differ.
 _MUST_BE_EQUAL = ("torch", "NCCL", "lightning", "pytorch-lightning", "lightning-bucketddp")
 _LIGHTNING = ("lightning", "pytorch-lightning")
+
+_PROGRAM = "nvidia-smi"
+_TIMEOUT_S = 15
+# With less free memory before training, somebody else computes on a GPU.
+_FREE_SHARE = 0.8
+# Of one lane in each direction, after encoding, by generation of PCI Express (from its specifications).
+_PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+
+_SHARED_MEMORY = "/dev/shm"
+GIB = 1024 * MIB
+
+# Torch, loggers and a few data workers keep files open; each tensor on its way from a worker is an open file, too.
+_FILES_OF_A_RANK = 256
+_FILES_FOR_DATA_WORKERS = 4096
+# A rank has up to three process groups with a connection to every other rank; on one host each has two ends.
+_FILES_PER_RANK = 6
+_PROCESSES = 4096
+_SMALL_SHARED_MEMORY = GIB
+_TOO_SMALL_SHARED_MEMORY = 64 * MIB
+_SMALL_MEMORY_PER_RANK = GIB
+
+
+# --- Software
 
 
 def observe_software() -> dict[str, Any]:
@@ -51,40 +81,25 @@ def judge_software(ranks: Sequence[Observation]) -> Iterator[Finding]:
     """List the versions of rank 0, and check that all ranks have the same."""
     first = ranks[0]["software"]
     yield _SOFTWARE.ok(", ".join(f"{name} {number}" for name, number in first["versions"].items()) + ".")
-    yield from _judge_backends(first)
+    if "gloo" in first["backends"]:
+        built_for = f"CUDA {first['cuda']}" if first["cuda"] else "CPUs only"
+        yield _SOFTWARE.ok(f"Backends: {', '.join(first['backends'])}; torch is built for {built_for}.")
+    else:
+        yield _SOFTWARE.error("This torch has no gloo, which ranks need to start.", "Install torch from pytorch.org.")
     if not any(name in first["versions"] for name in _LIGHTNING):
         yield _SOFTWARE.error(
             "Neither `lightning` nor `pytorch_lightning` is installed.", "Run `pip install lightning`."
         )
-    names = dict.fromkeys(name for observed in ranks for name in observed["software"]["versions"])
-    different = [name for name in names if len(_ranks_by_version(ranks, name)) > 1]
-    for name in different:
-        by_version = _ranks_by_version(ranks, name)
-        what = "; ".join(f"{number or 'none'} on {name_ranks(of)}" for number, of in by_version.items())
+    versions = {observed["rank"]: observed["software"]["versions"] for observed in ranks}
+    different = differences(versions, absent="none")
+    for name, what in different.items():
         make = _SOFTWARE.error if name in _MUST_BE_EQUAL else _SOFTWARE.warning
         yield make(f"Ranks have different versions of {name}: {what}.", "Install the same environment on every host.")
     if len(ranks) > 1 and not different:
         yield _SOFTWARE.ok(f"All {len(ranks)} ranks have the same versions.")
 
 
-def _judge_backends(software: Observation) -> Iterator[Finding]:
-    if "gloo" not in software["backends"]:
-        yield _SOFTWARE.error("This torch has no gloo, which ranks need to start.", "Install torch from pytorch.org.")
-        return
-    built_for = f"CUDA {software['cuda']}" if software["cuda"] else "CPUs only"
-    yield _SOFTWARE.ok(f"Backends: {', '.join(software['backends'])}; torch is built for {built_for}.")
-
-
-def _ranks_by_version(ranks: Sequence[Observation], name: str) -> dict[str | None, list[int]]:
-    return ranks_by(ranks, lambda observed: observed["software"]["versions"].get(name))
-
-
-_PROGRAM = "nvidia-smi"
-_TIMEOUT_S = 15
-# With less free memory before training, somebody else computes on a GPU.
-_FREE_SHARE = 0.8
-# Of one lane in each direction, after encoding, by generation of PCI Express (from its specifications).
-_PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+# --- GPUs
 
 
 def observe_gpus() -> dict[str, Any]:
@@ -104,31 +119,24 @@ def observe_gpus() -> dict[str, Any]:
 
 def judge_gpus(ranks: Sequence[Observation]) -> Iterator[Finding]:
     """Check that the GPUs are usable, alike, free, and linked on each host."""
-    for observed in one_per_host(ranks):
-        seen, where = observed["gpus"], on(observed, ranks)
-        if not seen["devices"]:
-            yield _judge_missing_gpus(seen, where)
-            continue
-        names = [device["name"] for device in seen["devices"]]
-        counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        yield _GPUS.ok(f"{counted}{where}.")
-        yield from _judge_gpu_memory(seen, where)
-        yield from _judge_gpu_links(seen, where)
-    names_by_host = [{d["name"] for d in observed["gpus"]["devices"]} for observed in one_per_host(ranks)]
-    if len(set().union(*names_by_host)) > 1:
+    hosts = one_per_host(ranks)
+    for observed in hosts:
+        yield from _judge_gpus_of_host(observed["gpus"], on(observed, ranks))
+    if len({device["name"] for observed in hosts for device in observed["gpus"]["devices"]}) > 1:
         yield _GPUS.warning("GPUs differ, and every step waits for the slowest.", "Use one kind of GPU for a run.")
 
 
-def _judge_missing_gpus(seen: Observation, where: str) -> Finding:
-    if seen["seen_by_driver"]:
-        return _GPUS.error(
+def _judge_gpus_of_host(seen: Observation, where: str) -> Iterator[Finding]:
+    names = [device["name"] for device in seen["devices"]]
+    if names:
+        yield _GPUS.ok(f"{', '.join(f'{names.count(name)} x {name}' for name in dict.fromkeys(names))}{where}.")
+    elif seen["seen_by_driver"]:
+        yield _GPUS.error(
             f"The driver sees {len(seen['seen_by_driver'])} GPUs{where}, but torch cannot use them.",
             "Install a torch that is built for CUDA and for this driver; look at `CUDA_VISIBLE_DEVICES`.",
         )
-    return _GPUS.note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
-
-
-def _judge_gpu_memory(seen: Observation, where: str) -> Iterator[Finding]:
+    else:
+        yield _GPUS.note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
     for index, device in enumerate(seen["devices"]):
         if device["free_mib"] < _FREE_SHARE * device["total_mib"]:
             yield _GPUS.warning(
@@ -136,18 +144,13 @@ def _judge_gpu_memory(seen: Observation, where: str) -> Iterator[Finding]:
                 " are free.",
                 "See in `nvidia-smi` which other process computes there.",
             )
-
-
-def _judge_gpu_links(seen: Observation, where: str) -> Iterator[Finding]:
-    if len(seen["devices"]) < 2:
-        return
-    if seen["without_peer_access"]:
+    if len(names) > 1 and seen["without_peer_access"]:
         pairs = ", ".join(f"{b}-{a}" for a, b in seen["without_peer_access"])
         yield _GPUS.warning(
             f"GPUs{where} do not reach each other directly (pairs {pairs}): what they exchange goes through the host.",
             "Look at `nvidia-smi topo -m`; in virtual machines and with some BIOS settings (ACS) it is switched off.",
         )
-    else:
+    elif len(names) > 1:
         yield _GPUS.ok(f"All GPUs{where} reach each other directly.")
 
 
@@ -184,18 +187,7 @@ def _ask(*arguments: str) -> str:
     return ""
 
 
-_SHARED_MEMORY = "/dev/shm"
-GIB = 1024 * MIB
-
-# Torch, loggers and a few data workers keep files open; each tensor on its way from a worker is an open file, too.
-_FILES_OF_A_RANK = 256
-_FILES_FOR_DATA_WORKERS = 4096
-# A rank has up to three process groups with a connection to every other rank; on one host each has two ends.
-_FILES_PER_RANK = 6
-_PROCESSES = 4096
-_SMALL_SHARED_MEMORY = GIB
-_TOO_SMALL_SHARED_MEMORY = 64 * MIB
-_SMALL_MEMORY_PER_RANK = GIB
+# --- Limits and resources
 
 
 def observe_limits() -> dict[str, Any]:

@@ -16,11 +16,10 @@ import torch
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.gloo_interface import interface_towards
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_sockets_untuned
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, on, one_per_host, ranks_by
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, differences, on, one_per_host
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
 from lightning_bucketddp.reducer.clock import Clock, clock_of
-from lightning_bucketddp.startup.rendezvous import name_ranks
 
 _NETWORK = Theme("Network")
 _PORTS = Theme("Ports")
@@ -85,8 +84,8 @@ def judge_network(ranks: Sequence[Observation]) -> Iterator[Finding]:
 
 def _judge_host(observed: Observation, *, where: str, is_alone: bool) -> Iterator[Finding]:
     network = observed["network"]
-    up = {name: i for name, i in network["interfaces"].items() if i["is_up"]}
-    described = [f"{name} ({_speed(interface)})" for name, interface in up.items() if name != "lo"]
+    up = {name: i["gbit"] for name, i in network["interfaces"].items() if i["is_up"] and name != "lo"}
+    described = [f"{name} ({f'{gbit:g} Gbit/s' if gbit else 'speed not known'})" for name, gbit in up.items()]
     yield _NETWORK.ok(f"Interfaces that are up{where}: {', '.join(described) or 'none but loopback'}.")
     if network["infiniband_gbit"]:
         yield _NETWORK.ok(f"InfiniBand or RoCE{where}: {network['infiniband_gbit']:g} Gbit/s.")
@@ -128,19 +127,15 @@ def _judge_chosen_interface(
 
 def _judge_equality(ranks: Sequence[Observation]) -> Iterator[Finding]:
     """Check that ranks agree on settings, and list these."""
-    names = sorted({name for observed in ranks for name in observed["network"]["settings"]})
-    for name in names:
-        by_value = ranks_by(ranks, lambda observed: observed["network"]["settings"].get(name))  # noqa: B023
-        if len(by_value) > 1 and not name.endswith(_OF_A_HOST):
-            what = "; ".join(f"{value or 'unset'} on {name_ranks(of)}" for value, of in by_value.items())
+    settings = {observed["rank"]: observed["network"]["settings"] for observed in ranks}
+    for name, what in sorted(differences(settings, absent="unset").items()):
+        if not name.endswith(_OF_A_HOST):
             yield _NETWORK.warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
+    names = sorted({name for of_rank in settings.values() for name in of_rank})
     if names:
         mine = ranks[0]["network"]["settings"]
-        yield _NETWORK.note(
-            "Settings in the environment: "
-            + ", ".join(f"{name}={mine.get(name, '(not on rank 0)')}" for name in names)
-            + "."
-        )
+        described = ", ".join(f"{name}={mine.get(name, '(not on rank 0)')}" for name in names)
+        yield _NETWORK.note(f"Settings in the environment: {described}.")
 
 
 def _describe_interface(interface: Path) -> dict[str, Any]:
@@ -151,10 +146,6 @@ def _describe_interface(interface: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):  # virtual interfaces have no speed
         speed = int((interface / "speed").read_text())
     return {"is_up": is_up, "gbit": speed / 1e3 if speed > 0 else None}
-
-
-def _speed(interface: Observation) -> str:
-    return f"{interface['gbit']:g} Gbit/s" if interface["gbit"] else "speed not known"
 
 
 def _infiniband_gbit() -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_bucketddp.commands import UsageError, first_line
@@ -171,7 +172,7 @@ class _Run:
 def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) -> _Run:
     module.zero_grad(set_to_none=True)
     forward_start = clock.mark()
-    example = _moved(example, device)
+    example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
     if isinstance(example, dict):
         output = module(**example)
     else:
@@ -196,16 +197,6 @@ def _mark_arrival(run: _Run, name: str, clock: Clock) -> Callable[[Tensor], None
         run.arrivals[name] = clock.mark()
 
     return on_gradient
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(inner, device) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(inner, device) for inner in value)
-    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

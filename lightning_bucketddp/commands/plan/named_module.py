@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
@@ -200,15 +201,10 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not (key.isidentifier() and equals):
             raise UsageError(f"--args {argument} is neither a JSON object nor key=value.")
-        parsed[key] = _value(value)
+        parsed[key] = value
+        with suppress(ValueError):  # a plain string
+            parsed[key] = json.loads(value)
     return parsed
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:

@@ -229,16 +229,16 @@ def draw(series: Sequence[Series], *, title: str, x: Axis, y: Axis) -> str:
     height = _HEIGHT + _LEGEND_LINE * len(series)
     across = _AxisScale.of(x, [at for at, _ in points], start=_LEFT, stop=_WIDTH - _RIGHT)
     up = _AxisScale.of(y, [value for _, value in points], start=height - _BOTTOM, stop=top)
+    quoted = escape(title, {'"': "&quot;"})
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height}" role="img"'
-        f' aria-label="{_attribute(title)}">',
+        f' aria-label="{quoted}">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
         *_draw_axes(across, up, x=x, y=y),
     ]
     for index, one in enumerate(series):
-        parts += _draw_line(one, index, across, up)
-        parts += _draw_legend(one, index)
+        parts += _draw_series(one, index, across, up)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -307,7 +307,7 @@ def _draw_axes(across: _AxisScale, up: _AxisScale, *, x: Axis, y: Axis) -> Itera
     yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">{escape(y.label)}</text>'
 
 
-def _draw_line(series: Series, index: int, across: _AxisScale, up: _AxisScale) -> Iterator[str]:
+def _draw_series(series: Series, index: int, across: _AxisScale, up: _AxisScale) -> Iterator[str]:
     colour, dash = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
     places = [
         (across.place(at), up.place(value), f"{series.name}: {_number(at)}, {_number(value)}")
@@ -321,10 +321,6 @@ def _draw_line(series: Series, index: int, across: _AxisScale, up: _AxisScale) -
     for right, down, text in places:
         yield f'<circle cx="{right:.1f}" cy="{down:.1f}" r="{radius}" fill="{colour}">'
         yield f"<title>{escape(text)}</title></circle>"
-
-
-def _draw_legend(series: Series, index: int) -> Iterator[str]:
-    colour, dash = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
     down = _TOP + _LEGEND_LINE * index
     yield (
         f'<path class="line" stroke="{colour}" stroke-dasharray="{dash}" d="M{_LEFT} {down}h30"/>'
@@ -336,7 +332,3 @@ def _draw_legend(series: Series, index: int) -> Iterator[str]:
 
 def _number(value: float) -> str:
     return f"{round(value, 10):,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
-def _attribute(text: str) -> str:
-    return escape(text, {'"': "&quot;"})
