@@ -38,8 +38,9 @@ class GlobalBatch:
     @classmethod
     def of(cls, trainer: Trainer, *, batch_size_per_rank: int | None, asked_by: str) -> GlobalBatch:
         """Return it for `batch_size_per_rank`, or for the batch size of the training data. A collective."""
-        on_this_rank = batch_size_per_rank or _batch_size_of(trainer.train_dataloader)
-        if on_this_rank is None:
+        # Of a `DataLoader`, not of a batch sampler: a user's own may call anything its batch size.
+        on_this_rank = batch_size_per_rank or getattr(trainer.train_dataloader, "batch_size", None)
+        if not isinstance(on_this_rank, int):
             raise ValueError(
                 f"`{asked_by}` cannot tell the batch size of the training data, a"
                 f" `{type(trainer.train_dataloader).__name__}`. Pass `batch_size_per_rank`, the samples in one batch of"
@@ -59,12 +60,6 @@ class GlobalBatch:
         per_rank, rest = divmod(self.over_ranks, self.num_ranks)
         ranks = f"{self.over_ranks} on {self.num_ranks} ranks" if rest else f"{self.num_ranks} x {per_rank}"
         return f"global batch {ranks} x {self.num_micro_batches} = {self.size}"
-
-
-def _batch_size_of(loader: Any) -> int | None:
-    # Of a `DataLoader`, not of a batch sampler: a user's own may call anything its batch size.
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 @dataclass(slots=True)

@@ -236,7 +236,8 @@ def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int,
         found = within(timeout_s, lambda: checkpoints.observe(directory, rank=rank), what="a look at a directory")
     except NeverEnded:
         diagnosis.is_stuck = True
-        found = checkpoints.never_ended(directory, rank=rank, timeout_s=timeout_s)
+        silence = f"it did not answer within {timeout_s:g} s"
+        found = {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
     diagnosis.ranks[0]["checkpoints"] = found
 
 

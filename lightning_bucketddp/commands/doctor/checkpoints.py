@@ -22,14 +22,13 @@ _BLOCK_BYTES = 4 * MIB
 _TRIAL_NAME = ".bucketddp-doctor-{pid}"
 _SLOW_BYTES_PER_S = 50e6
 _LITTLE_SPACE = 10 * GIB
-_IN_MEMORY = {"tmpfs", "ramfs"}
-_OF_THE_CONTAINER = {"overlay", "aufs"}
+# By type of file system: what its files do not survive.
+_LOST_WHEN = dict.fromkeys(("tmpfs", "ramfs"), "the machine stops")
+_LOST_WHEN |= dict.fromkeys(("overlay", "aufs"), "the container is removed")
 
 
-def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
+def observe(directory: Path, *, rank: int) -> dict[str, Any]:
     """Look for the directory, and write a trial file on rank 0: it writes checkpoints, the others only read them."""
-    if directory is None:
-        return None
     seen: dict[str, Any] = {"directory": str(directory.absolute()), "exists": os.path.isdir(directory)}
     if rank > 0 or not seen["exists"]:
         return seen
@@ -40,12 +39,6 @@ def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
         return seen | _write_trial(directory)
     except OSError as error:
         return seen | {"error": error.strerror or str(error)}
-
-
-def never_ended(directory: Path, *, rank: int, timeout_s: float) -> dict[str, Any]:
-    """Return the observation of a directory that does not answer."""
-    silence = f"it did not answer within {timeout_s:g} s"
-    return {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
 
 
 def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
@@ -94,8 +87,7 @@ def _judge_writing(seen: Observation) -> Iterator[Finding]:
 
 def _judge_place(seen: Observation) -> Iterator[Finding]:
     kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
-    if kind in _IN_MEMORY or kind in _OF_THE_CONTAINER:
-        end = "the machine stops" if kind in _IN_MEMORY else "the container is removed"
+    if (end := _LOST_WHEN.get(kind)) is not None:
         yield _THEME.warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
     if seen["free"] < _LITTLE_SPACE:
         yield _THEME.warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")

@@ -24,14 +24,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        theme: the heading that it is printed under.
-        severity: how bad it is.
-        text: one sentence.
-        remedy: what to do about it, if anything.
-    """
+    """The result of one check, in a sentence, and what to do about it; `theme` is the heading it is printed under."""
 
     theme: str
     severity: Severity

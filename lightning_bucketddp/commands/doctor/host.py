@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -104,8 +103,7 @@ def judge_software(ranks: Sequence[Observation]) -> Iterator[Finding]:
 
 def observe_gpus() -> dict[str, Any]:
     """Return what torch and the driver report about the GPUs of this host."""
-    is_usable = torch.cuda.is_available()
-    count = torch.cuda.device_count() if is_usable else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "devices": [_describe_gpu(index) for index in range(count)],
         "seen_by_driver": [line for line in _ask("--query-gpu=name", "--format=csv,noheader").splitlines() if line],
@@ -164,10 +162,8 @@ def _link_speed() -> dict[str, Any] | None:
     status = _ask("nvlink", "--status", "-i", "0")
     links = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
     if links:
-        return {
-            "value": sum(links) * 1e9,
-            "origin": f"{len(links)} NVLinks of GPU 0, says `{_PROGRAM} nvlink --status`",
-        }
+        origin = f"{len(links)} NVLinks of GPU 0, says `{_PROGRAM} nvlink --status`"
+        return {"value": sum(links) * 1e9, "origin": origin}
     fields = _ask("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
     with suppress(ValueError, KeyError):
         generation, width = (int(field) for field in fields.split(","))
@@ -178,8 +174,6 @@ def _link_speed() -> dict[str, Any] | None:
 
 def _ask(*arguments: str) -> str:
     """Return the output of the driver's program; empty if there is none or it fails."""
-    if shutil.which(_PROGRAM) is None:
-        return ""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = [_PROGRAM, *arguments]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

@@ -225,8 +225,7 @@ def judge_clocks(ranks: Sequence[Observation], ahead_s: Sequence[float]) -> Iter
     if len(hosts) == 1:
         return
     worst = max(hosts, key=lambda observed: abs(ahead_s[observed["rank"]]))
-    difference = ahead_s[worst["rank"]]
-    name = worst["hostname"]
+    name, difference = worst["hostname"], ahead_s[worst["rank"]]
     if abs(difference) < _FAR_S:
         yield _CLOCKS.ok(f"The clocks of {len(hosts)} hosts are at most {abs(difference) * 1e3:.0f} ms from rank 0's.")
     else:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -27,6 +27,10 @@ from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import StoreAddress
 
 T = TypeVar("T")
+
+_LOCAL = "127.0.0.1"
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HAS_GPU = "bucketddp/doctor/has_gpu"
 
 
 class NeverEnded(Exception):
@@ -47,11 +51,6 @@ def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
     if not futures.wait([outcome], timeout=seconds).done:
         raise NeverEnded(f"{what} did not end within {seconds:g} s")
     return outcome.result()
-
-
-_LOCAL = "127.0.0.1"
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HAS_GPU = "bucketddp/doctor/has_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +96,15 @@ class ProbeGroup:
         listener = socket.create_server((_LOCAL, 0), backlog=socket.SOMAXCONN)
         port = listener.getsockname()[1]
         variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": port, LAUNCHER_PID: os.getpid()}
+        command = [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", *arguments]
         children: list[subprocess.Popen[bytes]] = []
         address = StoreAddress(address=_LOCAL, port=port, rank=0, world_size=world_size, local_rank=0)
-        group = cls(store=address, is_spawned=True, listener=listener)
         try:
             for rank in range(1, world_size):
                 own = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                command = [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", *arguments]
-                child = subprocess.Popen(
-                    command, env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-                )
-                children.append(child)
-            yield replace(group, children=children)
+                nowhere = subprocess.DEVNULL
+                children.append(subprocess.Popen(command, env={**os.environ, **own}, stdin=nowhere, stdout=nowhere))
+            yield cls(store=address, is_spawned=True, listener=listener, children=children)
         finally:
             listener.close()
             for child in children:

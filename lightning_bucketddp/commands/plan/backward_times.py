@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,12 @@ _ENOUGH_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class BackwardTimes:
-    """A profile of a backward, and where it comes from.
-
-    Attributes:
-        profile: the order and the times of gradients.
-        kind: the source of the times, in one word.
-        origin: the same, in a sentence.
-        is_of_cpu: the times are those of a CPU, and say nothing about GPUs.
-    """
+    """The order and the times of gradients, and their source in one word (`kind`) and in a sentence (`origin`)."""
 
     profile: Profile
     kind: str
     origin: str
-    is_of_cpu: bool = False
+    is_of_cpu: bool = False  # and says nothing about GPUs
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
@@ -181,7 +175,7 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
     run = _Run(forward_start, start=clock.mark(), end=None)
     trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
-    handles = [hook(param, _mark_arrival(run, name, clock)) for name, param in trainable.items()]
+    handles = [hook(param, partial(_mark_arrival, run, name, clock)) for name, param in trainable.items()]
     try:
         torch.autograd.backward(loss)
     finally:
@@ -191,12 +185,9 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     return run
 
 
-def _mark_arrival(run: _Run, name: str, clock: Clock) -> Callable[[Tensor], None]:
-    def on_gradient(_param: Tensor) -> None:
-        run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
-        run.arrivals[name] = clock.mark()
-
-    return on_gradient
+def _mark_arrival(run: _Run, name: str, clock: Clock, _param: Tensor) -> None:
+    run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
+    run.arrivals[name] = clock.mark()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -46,25 +46,15 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
-    """The result of `bucketddp plan`.
-
-    Attributes:
-        module: the name of the class.
-        device: the type of device to train on.
-        times: when gradients are ready.
-        buckets: the plan, by position in the profile.
-        origin: a phrase on how the plan was made.
-        num_ranks: the number of ranks of the plan.
-        scalings: the predictions; empty if no times are known.
-    """
+    """The result of `bucketddp plan`; `module` and `device` are names, `origin` says how the plan was made."""
 
     module: str
     device: str
     times: BackwardTimes
-    buckets: Sequence[BucketSpec]
+    buckets: Sequence[BucketSpec]  # by position in the profile
     origin: str
     num_ranks: int
-    scalings: Sequence[Scaling]
+    scalings: Sequence[Scaling]  # empty if no times are known
 
     @property
     def profile(self) -> Profile:
@@ -154,6 +144,7 @@ def find_network(text: str, profile: Profile) -> Assumed:
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:
     network = scaling.assumed.network
+    shown = ("communication_s", "exposed_s", "step_s", "overlap")
     return {
         "name": network.name,
         "bytes_per_s": network.bytes_per_s,
@@ -163,10 +154,7 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
             {
                 "ranks": num_ranks,
                 "buckets": len(predicted.plan),
-                "communication_s": predicted.timeline.communication_s,
-                "exposed_s": predicted.timeline.exposed_s,
-                "step_s": predicted.timeline.step_s,
-                "overlap": predicted.timeline.overlap,
+                **{name: getattr(predicted.timeline, name) for name in shown},
                 "efficiency": predicted.timeline.scaling_efficiency,
             }
             for num_ranks, predicted in scaling.by_ranks.items()

@@ -52,13 +52,8 @@ def _asset(name: str) -> str:
 
 def page_content(record: RunRecord) -> Json:
     """Return everything that the page's scripts read, as JSON."""
-    typical = TypicalStep(
-        [
-            RankNumbers.of(ours.run, [ours.steps[number] for number in sorted(ours.steps)])
-            for ours in record.ranks.values()
-        ],
-        num_ranks=record.first.run.world_size,
-    )
+    ranks = [RankNumbers.of(ours.run, [ours.steps[n] for n in sorted(ours.steps)]) for ours in record.ranks.values()]
+    typical = TypicalStep(ranks, num_ranks=record.first.run.world_size)
     return {
         "version": __version__,
         "folder": str(record.folder.resolve()),
@@ -184,13 +179,7 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step would be like with a plan.
-
-    Attributes:
-        cap_mb: the largest bucket of several parameters.
-        num_buckets: the number of buckets.
-        exposed_s: how long the step waits for their reductions.
-    """
+    """How long a step would wait with a plan; `cap_mb` is its largest bucket of several parameters."""
 
     cap_mb: float
     num_buckets: int
