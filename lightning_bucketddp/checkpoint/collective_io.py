@@ -16,6 +16,9 @@ from lightning_bucketddp.checkpoint.errors import CheckpointReadError, Checkpoin
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.wording import list_some_ranks
 
+_Checkpoint = TypeVar("_Checkpoint")
+_CHUNK_BYTES = 2**20
+
 
 def write_on_rank_zero(
     write: Callable[[], None], collectives: Collectives | None, *, path: str | os.PathLike[str] | None = None
@@ -45,10 +48,6 @@ def write_on_rank_zero(
         raise CheckpointWriteError(f"{on_rank_zero['message']} (on rank 0)", errno=on_rank_zero["errno"])
 
 
-_Checkpoint = TypeVar("_Checkpoint")
-_CHUNK_BYTES = 2**20
-
-
 def read_on_every_rank(
     read: Callable[[], _Checkpoint], collectives: Collectives, *, path: str | os.PathLike[str]
 ) -> _Checkpoint:
@@ -66,7 +65,8 @@ def read_on_every_rank(
         checkpoint = read()
         content = _fingerprint(str(path))
     except Exception as error:
-        text = str(error) if isinstance(error, CheckpointReadError) else _about(path, error)
+        is_ours = isinstance(error, CheckpointReadError)
+        text = str(error) if is_ours else f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
         collectives.gather_json({"path": str(path), "error": text})
         raise
     _raise_difference(collectives.gather_json({"path": str(path), "content": content}))
@@ -79,7 +79,7 @@ def read_nowhere(collectives: Collectives) -> None:
 
 
 def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
-    """Raise what is wrong with the `outcomes` of all ranks, by rank."""
+    """Raise if the `outcomes`, by rank, are errors on some ranks or different files."""
     if failed := [rank for rank, outcome in enumerate(outcomes) if "error" in outcome]:
         raise CheckpointReadError(f"{outcomes[failed[0]]['error']} (on {list_some_ranks(failed)})")
     without = [rank for rank, outcome in enumerate(outcomes) if outcome["path"] is None]
@@ -98,12 +98,11 @@ def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
         )
 
 
-def _about(path: str | os.PathLike[str], error: Exception) -> str:
-    return f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
-
-
 def _fingerprint(path: str) -> str | None:
-    """Differs for files that differ, without reading what has checksums; None for what is not a local file."""
+    """Return a fingerprint that differs for files that differ; None for what is not a local file.
+
+    Archives are not read: they hold checksums.
+    """
     filesystem, target = url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem) or not os.path.isfile(target):
         return None
