@@ -19,7 +19,7 @@ class Flags:
 
     Attributes:
         elements: all of them.
-        used: one per parameter of the module (Note: used-flags, in `reductions`).
+        used: one per parameter of the module (Note: used-flags, in `launch_queue`).
         verdict: all others (Note: verdict, in `nonfinite`); the next three are parts of it.
         of_buckets: one per bucket.
         of_losses: one per rank.
