@@ -54,14 +54,12 @@ def remove_abandoned_files(directory: str, *, now: float) -> None:
     What cannot be removed stays: a save does not fail because of that.
     """
     own_scope = pid_scope()
-    with suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if (name := _NAME.fullmatch(entry.name)) is None:
-                continue
-            with suppress(OSError):
-                is_gone = name[1] == own_scope and not is_running(int(name[2]), start_time=int(name[3]))
-                if is_gone or now - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S:
-                    os.unlink(entry.path)
+    for path in find_temporary_files(directory):
+        scope, pid, start_time = _NAME.findall(path.name)[0]
+        with suppress(OSError):
+            is_gone = scope == own_scope and not is_running(int(pid), start_time=int(start_time))
+            if is_gone or now - path.lstat().st_mtime > _ABANDONED_AFTER_S:
+                path.unlink()
 
 
 class _TemporaryFile(io.FileIO):

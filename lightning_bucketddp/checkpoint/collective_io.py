@@ -26,12 +26,8 @@ def write_on_rank_zero(
     """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
 
     Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
-    after a failure of some rank, rank zero writes alone and the others do nothing.
-
-    Args:
-        write: writes the checkpoint.
-        collectives: None when there are no other ranks to tell.
-        path: what is written, for the error; None if not known.
+    after a failure of some rank, rank zero writes alone and the others do nothing. `collectives` is None when there are
+    no other ranks, and `path`, which goes into the error, if it is not known.
     """
     if collectives is None or not collectives.is_open:
         if collectives is None or collectives.rank == 0:
@@ -55,11 +51,6 @@ def read_on_every_rank(
 
     A rank that cannot read would leave the others waiting for it, and one that reads another file would train on from
     another optimizer state: hosts may have disks of their own.
-
-    Args:
-        read: reads the checkpoint.
-        collectives: the ranks that read.
-        path: what is read, as this rank calls it.
     """
     try:
         checkpoint = read()

@@ -41,7 +41,6 @@ class HookState:
     """The state that a user gave to a communication hook.
 
     Args:
-        state: the user's object.
         layout: identifies what the hook's buckets are made of (see `bucket_layout`).
         collectives: None when there are no other ranks.
     """

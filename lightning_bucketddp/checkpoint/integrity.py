@@ -87,12 +87,7 @@ def _describe(records: list[str], archive: zipfile.ZipFile) -> str:
 
 
 def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
-    """Return the name of the newest file without damage, among those beside `path` with its suffix.
-
-    Args:
-        path: as `filesystem` calls it.
-        filesystem: where it is.
-    """
+    """Return the name of the newest file without damage, among those beside `path` with its suffix; None: none is."""
     try:
         names = filesystem.ls(os.path.dirname(path), detail=False)
         others = [name for name in names if _is_candidate(name, path) and filesystem.isfile(name)]
@@ -146,16 +141,12 @@ class _Outline(pickle.Unpickler):
 
 
 def tensor_names(pickled: bytes) -> dict[str, str]:
-    """Return where in a checkpoint the tensors are, by the last part of the name of the record that holds them.
-
-    Args:
-        pickled: the record `data.pkl`. What cannot be read has no names.
-    """
+    """Return where in a checkpoint's `data.pkl` the tensors are, by the last part of the name of their records."""
     names: dict[str, str] = {}
     try:
         _collect(_Outline(io.BytesIO(pickled)).load(), (), names)
     except Exception:
-        return {}
+        return {}  # what cannot be read has no names
     return names
 
 

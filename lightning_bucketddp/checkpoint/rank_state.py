@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,15 +114,14 @@ def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any]
         _map_tensors(tree, lambda tensor: collectives.send(tensor.to(device), destination=0))
         return None
 
-    def receive_tree(source: int) -> Any:
-        def receive(outline: Tensor) -> Tensor:
-            tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
-            collectives.receive(tensor, source=source)
-            return tensor.cpu()
+    def receive(outline: Tensor, *, source: int) -> Tensor:
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
+        collectives.receive(tensor, source=source)
+        return tensor.cpu()
 
-        return _map_tensors(_from_bytes(outlines[source]), receive)
-
-    return [_map_tensors(tree, _copy_to_cpu), *map(receive_tree, range(1, collectives.world_size))]
+    others = enumerate(outlines[1:], start=1)
+    received = [_map_tensors(_from_bytes(raw), partial(receive, source=source)) for source, raw in others]
+    return [_map_tensors(tree, _copy_to_cpu), *received]
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:

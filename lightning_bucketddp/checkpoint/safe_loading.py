@@ -48,9 +48,8 @@ def safe_globals_allowed() -> AbstractContextManager[None]:
     allowed = [*_TYPES, *_PATHS, *_under_other_names(), *_enumerations(), *_configurations()]
     # Torch removes at the end what it is given, and the user may have allowed some for good.
     by_user = torch.serialization.get_safe_globals()
-    context: AbstractContextManager[None] = torch.serialization.safe_globals(
-        [item for item in allowed if item not in by_user]
-    )
+    context: AbstractContextManager[None]
+    context = torch.serialization.safe_globals([item for item in allowed if item not in by_user])
     return context
 
 

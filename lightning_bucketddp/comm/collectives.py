@@ -77,8 +77,7 @@ class Collectives:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self._group_averages = self._probe_average()
-        self._side_group: Collectives | None = None
-        self._host_group: Collectives | None = None
+        self._further: dict[str, Collectives] = {}
 
     @property
     def is_open(self) -> bool:
@@ -90,10 +89,9 @@ class Collectives:
 
         Nothing may be under way in them: destroying a group waits for it, and all threads of the program wait then.
         """
-        for name in ("_side_group", "_host_group"):
-            further: Collectives | None = getattr(self, name)
-            if further is not None and self.is_open and further.has_all_tensors_back():
-                setattr(self, name, None)
+        for name, further in list(self._further.items()):
+            if self.is_open and further.has_all_tensors_back():
+                del self._further[name]
                 dist.destroy_process_group(further.group)
 
     def has_all_tensors_back(self) -> bool:
@@ -116,21 +114,19 @@ class Collectives:
 
     def side_group(self) -> Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
-        if self._side_group is None:
-            self._side_group = self._new_group(self.device, backend=None)
-        return self._side_group
+        return self._further_group("side", self.device, backend=None)
 
     def host_group(self) -> Collectives:
         """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
-        if self._host_group is None:
-            self._host_group = self._new_group(torch.device("cpu"), backend="gloo")
-        return self._host_group
+        return self._further_group("host", torch.device("cpu"), backend="gloo")
 
-    def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
-        ranks = dist.get_process_group_ranks(self.group)
-        with gloo_between_hosts():
-            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
-        return Collectives(device, group=group, timeout=self._timeout)
+    def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
+        if name not in self._further:
+            ranks = dist.get_process_group_ranks(self.group)
+            with gloo_between_hosts():
+                group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+            self._further[name] = Collectives(device, group=group, timeout=self._timeout)
+        return self._further[name]
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""
@@ -167,11 +163,11 @@ class Collectives:
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
         """Send a dense `tensor` to rank `destination`, which must `receive` it."""
-        self._exchange(dist.isend, tensor.contiguous(), peer=destination)
+        self._exchange(dist.isend, tensor.contiguous(), other=destination)
 
     def receive(self, tensor: Tensor, *, source: int) -> None:
         """Overwrite a contiguous `tensor` with the one that rank `source` sends."""
-        self._exchange(dist.irecv, tensor, peer=source)
+        self._exchange(dist.irecv, tensor, other=source)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return this JSON value of every rank, by rank."""
@@ -204,13 +200,13 @@ class Collectives:
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(self._lend(tensor), src=dist.get_global_rank(self.group, source), group=self.group)
 
-    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, peer: int) -> None:
+    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
             return
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
         raw = tensor.view(-1).view(torch.uint8)
-        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, peer), self.group)]
+        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, other), self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 

@@ -29,15 +29,12 @@ SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
 # By their PCI vendor: the networks of AWS and of Google's cloud, for which NCCL has numbers of its own.
 _VENDORS_KNOWN_TO_NCCL = {"0x1d0f", "0x1ae0"}
 _KEY = "bucketddp/sockets"
+# Of the file system that tells about networks and NCCL's settings.
 _ROOT = Path("/")
 
 
 def open_more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> int:
-    """Set NCCL's variables on all ranks of `store` or on none; return on how many hosts (Note: socket settings).
-
-    Args:
-        root: of the file system in which networks and NCCL's settings are looked up.
-    """
+    """Set NCCL's variables on all ranks of `store` or on none; return on how many hosts (Note: socket settings)."""
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
     if rank == 0:

@@ -77,12 +77,7 @@ class LocalProcess:
 
 
 class LocalRanks:
-    """The processes of the ranks on this host, found as they introduce themselves.
-
-    Args:
-        channel: where they do.
-        exit_status_of: returns how the process of a rank ended, if this process has started it.
-    """
+    """The processes of the ranks on this host, found as they introduce themselves in the side channel."""
 
     def __init__(self, channel: SideChannel, *, exit_status_of: Callable[[int], int | None]) -> None:
         self._channel = channel

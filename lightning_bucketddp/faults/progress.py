@@ -48,10 +48,7 @@ class Progress:
     """The phase of this rank, and whether it has been told to end.
 
     Entering a phase costs the training thread next to nothing. It raises if the run is over, so that a rank ends
-    between phases rather than inside one.
-
-    Args:
-        waiting_in: source files; a thread that is inside one of them waits for other ranks.
+    between phases rather than inside one. A thread that is inside a file of `waiting_in` waits for other ranks.
     """
 
     def __init__(self, *, waiting_in: tuple[str, ...]) -> None:

@@ -24,11 +24,7 @@ _EXIT_AFTER_S = 2.5
 class Shutdown:
     """Ends the thread that trains, with more and more force (Note: ways to end).
 
-    Args:
-        progress: of that thread.
-        cut: as in `WatchdogActions`, and so is `interrupt`.
-        rank: of this process.
-        timeout_s: how long callbacks may take once the thread has raised.
+    `cut` and `interrupt` are those of `WatchdogActions`. Once the thread has raised, callbacks may take `timeout_s`.
     """
 
     def __init__(

@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
 
 class SideChannel:
-    """Keys in the store that belong to one run.
+    """Keys in the store that begin with `name`, which is that of one run: the store outlives it.
 
-    Args:
-        store: a connection of its own: a thread that waits for an answer keeps others waiting.
-        name: of the run; the store outlives it.
+    Over a connection of its own: a thread that waits for an answer of the store keeps others waiting.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:

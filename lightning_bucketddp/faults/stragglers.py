@@ -32,14 +32,7 @@ class _Heartbeats:
 
 
 class StragglerDetector:
-    """Sends this rank's heartbeats, and reports, once per wait, the stragglers for which it has waited too long.
-
-    Args:
-        channel: to the other ranks.
-        progress: of this one.
-        warn_after_s: how long a rank may wait for others without a word.
-        timeout_s: how long a collective may take.
-    """
+    """Sends this rank's heartbeats, and reports, once per wait, the stragglers for which it has waited too long."""
 
     def __init__(self, channel: SideChannel, progress: Progress, *, warn_after_s: float, timeout_s: float) -> None:
         self._channel = channel
@@ -113,9 +106,7 @@ class StragglerDetector:
     def find_stragglers(self, frozen: Sequence[int], *, can_ask: bool) -> list[Failure]:
         """Return the ranks that do not wait: those that cannot answer, and then those that do something else.
 
-        Args:
-            frozen: the ranks on this host whose processes are stopped.
-            can_ask: whether the store answers.
+        `frozen` are the ranks on this host whose processes are stopped; with `can_ask` the store answers.
         """
         stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
         if not can_ask:

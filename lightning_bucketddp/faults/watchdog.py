@@ -77,8 +77,7 @@ class Watchdog:
     Args:
         channel: to the watchdogs of the other ranks.
         progress: of the thread that trains.
-        actions: how to look and to act.
-        stall_warning_s: how long a rank may wait for others without a word.
+        stall_warning_s: how long a rank may wait for others before a warning.
         timeout_s: how long a collective may take, and a rank to end.
     """
 
@@ -156,11 +155,9 @@ class Watchdog:
         return self._shutdown.has_aborted
 
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
-        """End this rank by `error`: wait until it is settled whether the ranks abort, and return the first failure.
+        """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
 
-        Args:
-            error: what the training thread raises.
-            stopped_by: the signal that stopped this rank, if one did.
+        Waits until it is settled whether the ranks abort, and returns the first failure.
         """
         own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe())
         if stopped_by:

@@ -1,4 +1,4 @@
-"""When replicas are compared, and what is done if they are not equal.
+"""Comparing replicas while they train, and acting on it if they are not equal.
 
 Note: a check in three steps
     Between two steps, checksums are started on the device. Between the next two, when the device has long come to them,
@@ -23,6 +23,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.replicas.checksums import Checksums
 from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
 from lightning_bucketddp.replicas.training_state import PendingDigest, TrainingState
+from lightning_bucketddp.wording import list_names
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +50,16 @@ class ReplicaCheckConfig:
                 f" checkpoints are written, got {number!r}."
             )
         if self.on_divergence not in get_args(OnDivergence):
-            choices = ", ".join(f"`{choice}`" for choice in get_args(OnDivergence))
-            raise ValueError(f"`on_divergence` must be one of {choices}, got {self.on_divergence!r}.")
+            raise ValueError(
+                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
+            )
 
 
 def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
-    """What is compared: `parameters` and what `optimizers` keep for them."""
+    """Return what is compared: `parameters` and what `optimizers` keep for them."""
     state = TrainingState({name: param.detach() for name, param in parameters.items()})
     for index, optimizer in enumerate(optimizers):
-        # Each rank has another part of a state that is sharded (`ZeroRedundancyOptimizer`). Lightning asks the same.
+        # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
         if not hasattr(optimizer, "consolidate_state_dict"):
             state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
     return state
@@ -67,8 +69,6 @@ class ReplicaChecks:
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
-        collectives: how to reach the other ranks.
-        config: what the user set.
         exchange: carries the digests.
         has_messages: every synchronised backward exchanges messages; otherwise they are sent when there is a digest.
     """
@@ -86,18 +86,18 @@ class ReplicaChecks:
 
     @property
     def are_periodic(self) -> bool:
-        """Whether replicas are compared at all when no checkpoint is written."""
+        """Return whether replicas are compared at all when no checkpoint is written."""
         return bool(self._config.every_n_steps)
 
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
-        """Call between steps, on all ranks after the same number of synchronised backwards."""
+        """Go on with the check that is under way, or begin one. All ranks call this after the same backwards."""
         if not self._config.every_n_steps:
             return
         if not self._has_messages:
             self._exchange.receive()
         if self._exchange.digests_differ:
             self._exchange.digests_differ = False
-            self._pending = None  # begun before that is known
+            self._pending = None  # it was begun before that was known
             if not self.compare(state(), when=f"after {num_backwards} synchronised backwards"):
                 self._warn("The replicas differed in the last check and are equal again.")
         if self._pending is not None and num_backwards > self._begun_at:
@@ -110,7 +110,7 @@ class ReplicaChecks:
             self._begun_at = num_backwards
 
     def compare(self, state: TrainingState, *, when: str) -> bool:
-        """Compare now, and act on it; whether there was a difference. All ranks must call this."""
+        """Compare now, and act on it; return whether there was a difference. All ranks must call this."""
         hosts = self._collectives.host_group()
         digest = torch.tensor([state.start_digest(self._checksums).wait()])
         if len(set(torch.cat(hosts.gather(digest)).tolist())) == 1:

@@ -13,18 +13,12 @@ from lightning_bucketddp.faults.failure import signal_name
 from lightning_bucketddp.processes import is_launched_by_torchrun, is_running
 
 LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
-# What a process may need to end by itself, once it has been told why.
+# How long a process may need to end by itself, once it knows why.
 _GRACE_S = 3.0
 
 
 class ChildProcesses:
-    """The processes of one Lightning launcher; none where something else launches.
-
-    Args:
-        launcher: one of ours.
-        rank: of this process.
-        local_rank: of this process.
-    """
+    """The processes of one launcher of ours; none where something else launches."""
 
     def __init__(self, launcher: Any, *, rank: int, local_rank: int) -> None:
         self._processes: tuple[subprocess.Popen[bytes], ...] = getattr(launcher, "children", ())

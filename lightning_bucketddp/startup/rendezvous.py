@@ -150,13 +150,7 @@ def _left_key(rank: int) -> str:
 
 
 class Rendezvous:
-    """Brings the ranks of a run together (Note: rendezvous).
-
-    Args:
-        address: where the store is.
-        timeout_s: how long the ranks wait for each other.
-        option: by which a user can set a longer time.
-    """
+    """Brings the ranks of a run together (Note: rendezvous); `option` is what sets `timeout_s` for the user."""
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, option: str = "start_timeout_s") -> None:
         self._address = address
@@ -205,7 +199,9 @@ class Rendezvous:
         while not rdzv.all_have_joined():
             if (why_not := self._find_objection(store, rdzv)) is not None:
                 rdzv.decide(why_not)
-                self._wait_until_all_have_left(rdzv)
+                until = time.monotonic() + _OUTCOME_READ_WITHIN_S
+                while not rdzv.all_have_left() and time.monotonic() < until:
+                    time.sleep(self._poll_s)
                 raise StartError(why_not)
             self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
             time.sleep(self._poll_s)
@@ -218,11 +214,6 @@ class Rendezvous:
             newest.object(explain_taken(self._info, newest.host))
             return explain_taken(self._info, newest.host)
         return rdzv.objection() or self._reason_to_give_up(rdzv)
-
-    def _wait_until_all_have_left(self, rdzv: RendezvousRound) -> None:
-        until = time.monotonic() + _OUTCOME_READ_WITHIN_S
-        while not rdzv.all_have_left() and time.monotonic() < until:
-            time.sleep(self._poll_s)
 
     def _join(self, store: Store) -> RendezvousRound:
         try:
