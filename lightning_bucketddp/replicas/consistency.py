@@ -1,4 +1,4 @@
-"""When replicas are compared, and what is done if they are not equal.
+"""Comparing replicas while they train, and acting on it if they are not equal.
 
 Note: a check in three steps
     Between two steps, checksums are started on the device. Between the next two, when the device has long come to them,
@@ -23,6 +23,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.replicas.checksums import Checksums
 from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
 from lightning_bucketddp.replicas.training_state import PendingDigest, TrainingState
+from lightning_bucketddp.wording import list_names
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +50,16 @@ class ReplicaCheckConfig:
                 f" checkpoints are written, got {number!r}."
             )
         if self.on_divergence not in get_args(OnDivergence):
-            choices = ", ".join(f"`{choice}`" for choice in get_args(OnDivergence))
-            raise ValueError(f"`on_divergence` must be one of {choices}, got {self.on_divergence!r}.")
+            raise ValueError(
+                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
+            )
 
 
 def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
-    """What is compared: `parameters` and what `optimizers` keep for them."""
+    """Return what is compared: `parameters` and what `optimizers` keep for them."""
     state = TrainingState({name: param.detach() for name, param in parameters.items()})
     for index, optimizer in enumerate(optimizers):
-        # Each rank has another part of a state that is sharded (`ZeroRedundancyOptimizer`). Lightning asks the same.
+        # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
         if not hasattr(optimizer, "consolidate_state_dict"):
             state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
     return state
@@ -80,8 +82,6 @@ class ReplicaChecks(NoReplicaChecks):
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
-        collectives: how to reach the other ranks.
-        config: what the user set.
         exchange: carries the digests.
         has_messages: every synchronised backward exchanges messages; otherwise they are sent when there is a digest.
     """

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks while they train: tensors and numbers, each with a name."""
+"""The state that must be equal on all ranks while they train: tensors and numbers, each with a name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainingState:
     owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     def add_optimizer(self, name: str, optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> None:
-        """What `optimizer` keeps for these parameters, and the numbers of its parameter groups."""
+        """Add what `optimizer` keeps for these parameters, and the numbers of its parameter groups."""
         names = {id(param): param_name for param_name, param in parameters.items()}
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -53,13 +53,13 @@ class TrainingState:
             self.owners[name] = (owner, key)
 
     def start_digest(self, checksums: Checksums) -> PendingDigest:
-        """Start on one number for everything; the state may change afterwards."""
+        """Start to compute one number for everything; the state may change afterwards."""
         described = json.dumps([sorted(self.tensors), self.numbers], sort_keys=True)
         in_order = [self.tensors[name] for name in sorted(self.tensors)]
         return PendingDigest(described, checksums.start(units_of(in_order)))
 
     def values(self, checksums: Checksums) -> dict[str, Any]:
-        """The numbers, which are more often a cause than an effect, and the checksum of each tensor."""
+        """Return the numbers, which are more often a cause than an effect, and the checksum of each tensor."""
         of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()]).wait()
         return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
 
@@ -77,16 +77,16 @@ class PendingDigest:
     checksums: PendingChecksums
 
     def wait(self) -> int:
-        """A number below 2**48, which a float holds exactly."""
+        """Return the digest: a number below 2**48, which a float holds exactly."""
         text = json.dumps([self.described, self.checksums.wait()])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def _has_bits(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor: neither sparse nor made of others (a DTensor holds a part of something)."""
+    """Return whether it is an ordinary tensor: neither sparse nor made of others (a DTensor holds a shard)."""
     return tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether it is a number, or several (`betas`)."""
+    """Return whether it is a number, or several (`betas`)."""
     return isinstance(value, int | float) or (isinstance(value, list | tuple) and all(map(_is_setting, value)))

@@ -183,7 +183,7 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     assert stalls.nears_timeout()
     stalls.anticipate_timeout()
     threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
-    [behind] = stalls.find_behind([], can_ask=True)
+    [behind] = stalls.find_stragglers([], can_ask=True)
     assert behind.what == "it has been there for 10 s"
 
 
