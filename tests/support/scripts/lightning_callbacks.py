@@ -52,7 +52,7 @@ def stop_early(*, strategy: str, shared: bool) -> dict[str, Any]:
     """When this rank stops."""
     torch.manual_seed(dist.get_rank())
     module = RisingMetric(shared=shared)
-    stopping = callbacks.EarlyStopping("metric", deadline=0, verbose=False)
+    stopping = callbacks.EarlyStopping("metric", patience=0, verbose=False)
     trainer = make_trainer(strategy, max_epochs=8, num_sanity_val_steps=0, callbacks=stopping)
     trainer.fit(module, loader(), loader())
     return {"steps": trainer.global_step, "weights": _weights(module)}

@@ -78,7 +78,7 @@ class Scheduled(Watching):
             steps = self.trainer.estimated_stepping_batches
             scheduler = schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=int(steps))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-        scheduler = schedulers.ReduceLROnPlateau(optimizer, deadline=0, threshold=0.5)
+        scheduler = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
 

@@ -120,7 +120,7 @@ def _bare_scheduler(module: Scheduled) -> Any:
 
 def _plateau(module: Scheduled) -> Any:
     optimizer = module.optimizer()
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, deadline=1, min_lr=RATE / 50)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, min_lr=RATE / 50)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "constant"},
