@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 
 
 def _trainer_root() -> str:
-    """Where the caller's Trainer comes from: the root that is imported, else one that is installed."""
+    """Return the root that the caller's Trainer comes from: one that is imported, else one that is installed."""
     roots = ("lightning.pytorch", "pytorch_lightning")
     installed = [root for root in roots if find_spec(root.partition(".")[0]) is not None]
     imported = [root for root in installed if root in sys.modules]

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Shows what there is, and refuses the rest."""
+    """Return the parser, which lists the subcommands and refuses anything else."""
     questions = "\n\n".join(f"  {command.question}\n      {command.example}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="bucketddp",

@@ -43,7 +43,7 @@ FABRIC_PROCESS_SETUP = (
 
 
 def adopt_process_setup(ddp_strategy: Any, names: Iterable[str]) -> Callable[[_Class], _Class]:
-    """A class decorator that takes over Lightning's own process set-up and counts as a `DDPStrategy`.
+    """Return a class decorator that takes over Lightning's own process set-up and registers as a `DDPStrategy`.
 
     The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
     installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of

@@ -12,13 +12,13 @@ class Clock(Protocol):
     """Makes marks, and tells the time between them."""
 
     def mark(self) -> Any:
-        """A mark at this moment."""
+        """Return a mark at this moment."""
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """The time from one mark to another. May wait until the device has come to both."""
+        """Return the time from one mark to another. May wait until the device has reached both."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether `mark` can be read without waiting."""
+        """Return whether `mark` can be read without waiting."""
 
 
 class HostClock:
@@ -52,7 +52,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what happens on `device`."""
+    """Return the clock for what happens on `device`."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 

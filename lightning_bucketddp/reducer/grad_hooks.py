@@ -41,7 +41,7 @@ class GradientHooks:
         ]
 
     def begin(self, bucket_set: BucketSet | None) -> None:
-        """A backward begins, with the buckets of `bucket_set`; None: there is no plan yet."""
+        """Begin to count for a backward, by the buckets of `bucket_set`; None: there is no plan yet."""
         if bucket_set is not self._bucket_set:
             self._bucket_set = bucket_set
             self._arrivals[:] = [self._unplanned] * len(self._arrivals)
@@ -53,13 +53,13 @@ class GradientHooks:
                 bucket.arrivals.begin()
 
     def rest(self) -> None:
-        """No backward runs."""
+        """Have the next gradient acted on: no backward runs, so it begins one."""
         if self._bucket_set is not None:
             for bucket in self._bucket_set.buckets:
                 bucket.arrivals.rest()
 
     def completes(self, param_index: int) -> bool:
-        """Count a gradient; whether it is one to act on."""
+        """Count a gradient; return whether it is one to act on."""
         arrivals = self._arrivals[param_index]
         arrivals.pending -= 1
         return arrivals.pending <= 0

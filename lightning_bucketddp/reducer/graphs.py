@@ -24,7 +24,7 @@ from lightning_bucketddp.config import MIB, ReducerConfig
 
 
 def is_being_captured(device: torch.device) -> bool:
-    """Whether what is given to `device` now is captured instead of run (Note: captured steps)."""
+    """Return whether work for `device` is captured now, instead of run (Note: captured steps)."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -45,7 +45,7 @@ class _ForwardRunning:
 
 @contextmanager
 def graphs_split(config: ReducerConfig, *, world_size: int) -> Iterator[None]:
-    """Graphs that are compiled inside come in parts whose gradients arrive one part after the other."""
+    """Split graphs that are compiled inside into parts whose gradients arrive one part after the other."""
     if world_size == 1 or not config.overlap:
         yield
         return

@@ -26,8 +26,7 @@ from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, profiler_span
 from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.reducer.stats import ReducerStats
-
-_NUM_NAMED = 3
+from lightning_bucketddp.wording import list_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +83,12 @@ class LaunchQueue:
         self._missing: list[_Missing] = []
 
     def describe(self, specs: Sequence[ParameterSpec]) -> str:
-        """Which bucket is next, with its parameters, in words."""
+        """Return in words which bucket is next, with its parameters."""
         index, num_buckets = self.next_to_launch, len(self._bucket_set.buckets)
         if index == num_buckets:
             return f", all {num_buckets} buckets launched"
-        names = [f"`{specs[member].name}`" for member in self._bucket_set.plan[index].members]
-        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-        return f", before bucket {index} of {num_buckets} ({', '.join(names[:_NUM_NAMED])}{more})"
+        names = [specs[member].name for member in self._bucket_set.plan[index].members]
+        return f", before bucket {index} of {num_buckets} ({list_names(names)})"
 
     def launch_complete(self) -> None:
         """Launch buckets up to the first that still waits for a gradient."""
@@ -99,7 +97,7 @@ class LaunchQueue:
             self._launch_next()
 
     def launch_rest(self) -> None:
-        """Backward has ended: what has not arrived by now is missing."""
+        """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
         while self.next_to_launch < len(self._bucket_set.buckets):
             self._launch_next()
 

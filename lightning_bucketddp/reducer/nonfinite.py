@@ -38,6 +38,7 @@ from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.wording import list_names, list_ranks
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +104,14 @@ class Finiteness:
         self._spoiled: dict[int, Tensor] = {}
 
     def see_loss(self, loss: Tensor) -> None:
-        """The loss of the backward that comes next, as the user computed it."""
+        """Look at the loss of the backward that comes next, as the user computed it."""
         if loss.is_floating_point():
             digest = loss.detach().sum() * _scale(loss.dtype)
             # Those of earlier micro-batches, which have not been reduced, count too.
             self._loss = digest if self._loss is None else self._loss + digest
 
     def begin(self, stats: ReducerStats) -> None:
-        """A backward begins."""
+        """Forget what an unfinished backward has left, and read what is still unread."""
         self._extremes.clear()  # of one that has not ended
         self.catch_up(stats)
         if self._spoiled:
@@ -140,11 +141,11 @@ class Finiteness:
             self._loss = None
 
     def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
-        """The gradients of all ranks are there, and with them the digests: act on them, now or later."""
+        """Act on the digests of all ranks, which came with the gradients: now or later."""
         self._act_on(bucket_set.flags.digests, bucket_set, stats)
 
     def read_without_others(self, stats: ReducerStats) -> None:
-        """There is one rank, whose gradients nobody has looked at: act on its loss."""
+        """Act on the loss of a rank that is alone; nobody has looked at its gradients."""
         if self._loss is not None:
             digests = torch.stack([self._loss, torch.zeros_like(self._loss)])
             self._loss = None
@@ -172,7 +173,7 @@ class Finiteness:
             self._judge(unread.digests, unread.bucket_set, stats, where=unread.where)
 
     def withholds(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer must not use its gradients. Asked once: they are expected to be gone afterwards."""
+        """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""
         if not self._spoiled:
             return False
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -207,7 +208,7 @@ class Finiteness:
             self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
     def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float]) -> list[str]:
-        """The parameters whose gradients are not finite (Note: names)."""
+        """Return the names of parameters whose gradients are not finite (Note: names)."""
         named: list[str] = []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
@@ -239,7 +240,7 @@ class Finiteness:
 
 
 def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """The smallest and the largest of `numbers`; None: they are known to be finite, also as `dtype`."""
+    """Return the smallest and the largest of `numbers`; None: all are known to be finite, also as `dtype`."""
     # Three times as fast on a CPU. Infinite also where no number is, but their squares are too large.
     is_quick = numbers.device.type == "cpu" and numbers.dim() == 1
     if is_quick and torch.dot(numbers, numbers).item() < _largest(dtype) * _largest(dtype):
@@ -250,7 +251,7 @@ def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
 
 
 def _digests(extremes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """For each pair a number that is finite if, and only if, both are."""
+    """Return for each pair a number that is finite if, and only if, both are."""
     lows, highs = [low for low, _ in extremes], [high for _, high in extremes]
     scales = [_scale(low.dtype) for low in lows]
     differences = torch._foreach_sub(torch._foreach_mul(highs, scales), torch._foreach_mul(lows, scales))
@@ -275,8 +276,6 @@ def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str
     if losses:
         parts.append("the loss on " + ", ".join(f"rank {rank} ({loss})" for rank, loss in losses.items()))
     if ranks:
-        on_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        of_names = f" of {', '.join(f'`{name}`' for name in names[:3])}{more}" if names else ""
-        parts.append(f"the gradient{'' if len(names) == 1 else 's'}{of_names} on {on_ranks}")
+        of_names = f" of {list_names(names)}" if names else ""
+        parts.append(f"the gradient{'' if len(names) == 1 else 's'}{of_names} on {list_ranks(ranks)}")
     return " and ".join(parts)

@@ -89,7 +89,7 @@ class PlanCache:
         self._better.clear()
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
-        """Who observes the backwards of this set, as long as somebody does."""
+        """Return the tuner of this set, as long as its plan may still change."""
         return self._tuners.get(trainable) if self._tuners else None
 
     def will_change(self, trainable: Trainable) -> bool:
@@ -98,7 +98,7 @@ class PlanCache:
         return bool(self._better) and trainable in self._better
 
     def bucket_set(self, trainable: Trainable) -> BucketSet | None:
-        """The buckets for a backward that begins; None: no plan is known for this set."""
+        """Return the buckets for a backward that begins; None: no plan is known for this set."""
         if self.will_change(trainable):
             # Gradients that are still in the old buffers are copied like any others.
             old = self._bucket_sets.pop(trainable)
@@ -187,7 +187,7 @@ class PlanCache:
 
 
 def spec_of(name: str, param: Tensor, *, device: torch.device, sparse: bool, may_be_alone: bool) -> ParameterSpec:
-    """What the plan needs to know of a parameter that trains on `device`."""
+    """Return what a plan needs to know of a parameter that trains on `device`."""
     kind = f"{param.dtype} {device}"
     is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if device.type == "cpu" else "accelerator"]
     return ParameterSpec(

@@ -61,7 +61,7 @@ class CostMeter:
         self._cost: AllReduceCost | None = None
 
     def measure(self, *, dtype: torch.dtype, module_bytes: int) -> AllReduceCost:
-        """The cost for gradients of `dtype`, from sizes that such a module has."""
+        """Return what gradients of `dtype` cost, measured with sizes that such a module has."""
         if self._cost is None:
             seconds: dict[int, list[float]] = {}
             num_bytes, goes_on = _SMALLEST_BYTES, True
@@ -96,7 +96,7 @@ _WORTHWHILE = 0.01
 
 
 def can_tune(config: ReducerConfig, collectives: Collectives, plan: Sequence[BucketSpec]) -> bool:
-    """Whether there is something to compute a plan for, and nothing against it.
+    """Return whether a better plan can be computed, and nothing forbids it.
 
     A communication hook keeps state by bucket, and who wants runs to repeat wants no plan that depends on time.
     """
@@ -172,7 +172,7 @@ class PlanTuner(BackwardObserver):
             self._observed.append(self._current)
 
     def end(self) -> Sequence[BucketSpec] | None:
-        """The backward has ended, well or not. Returns the plan for the next one if it is another."""
+        """Count a backward that has ended, well or not; return the plan for the next one if it changes."""
         self._current = None
         if self.is_settled:
             return None
@@ -187,7 +187,7 @@ class PlanTuner(BackwardObserver):
         return self._propose() if phase == 1 else self._decide()
 
     def close(self) -> None:
-        """Observe nothing any more; the plan stays as it is."""
+        """Stop observing; the plan stays as it is."""
         self.is_settled = True
         self._current = None
         self._observed.clear()
@@ -217,7 +217,7 @@ class PlanTuner(BackwardObserver):
         return [BucketSpec(tuple(bucket.pop("members")), **bucket) for bucket in agreed]
 
     def _compute(self, cost: AllReduceCost) -> Sequence[BucketSpec] | None:
-        """The best plan, if it promises to be better than the first. Rank 0 only."""
+        """Return the best plan, if it promises to be better than the first. Rank 0 only."""
         self._first_s = self._total_s()
         order, profile = self._profile(cost)
         position = {index: n for n, index in enumerate(order)}
@@ -238,7 +238,7 @@ class PlanTuner(BackwardObserver):
         return [replace(bucket, members=tuple(order[i] for i in bucket.members)) for bucket in plan]
 
     def _profile(self, cost: AllReduceCost) -> tuple[list[int], Profile]:
-        """The parameters in order of arrival, and what was seen of them.
+        """Return the parameters in order of arrival, and what was seen of them.
 
         What was missing once may be missing again, and a bucket waits for all its members: it counts as missing.
         """

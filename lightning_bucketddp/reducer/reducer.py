@@ -116,7 +116,7 @@ class Reducer:
         self.bucket_set = None
 
     def describe(self) -> str:
-        """What was planned and done so far, in one line."""
+        """Return what was planned and done so far, in one line."""
         stats = self.stats
         return (
             f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
@@ -124,7 +124,7 @@ class Reducer:
         )
 
     def describe_backward(self) -> str:
-        """Which bucket a backward has come to, in words."""
+        """Return in words which bucket a backward has come to."""
         queue = None if self._backward is None else self._backward.queue
         return "" if queue is None else queue.describe(self._plan_cache.specs)
 
@@ -150,7 +150,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate on this rank only. What counts is where backward runs, not forward."""
+        """Accumulate gradients on this rank only, in backwards that run inside; where forward ran does not matter."""
         self._no_sync_depth += 1
         try:
             yield
@@ -159,7 +159,7 @@ class Reducer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, one backward runs; afterwards its gradients are final, even if no parameter took part in it.
+        """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
         An exception inside does not keep this rank from the collectives that the others are waiting in.
         """
@@ -175,7 +175,7 @@ class Reducer:
             self._finish(backward)
 
     def _finish_alone(self) -> None:
-        """Note: one rank."""
+        """End a backward of a rank that is alone (Note: one rank)."""
         if self._no_sync_depth == 0:
             self.stats.num_backwards += 1
             with torch.no_grad():

@@ -98,7 +98,7 @@ class DeviceWatcher:
 
 
 def completion_watcher(device: torch.device, clock: Clock) -> CompletionWatcher:
-    """Who sees reductions of tensors on `device` end."""
+    """Return what sees reductions of tensors on `device` end."""
     return DeviceWatcher(clock, device) if device.type == "cuda" else HostWatcher(clock)
 
 
@@ -175,12 +175,12 @@ class StepRecorder(BackwardObserver):
         return self._phase
 
     def begin(self, stats: ReducerStats) -> None:
-        """Another step begins: forget one that was not completed."""
+        """Begin another step; forget one that was not completed."""
         self._step = MarkedStep((stats.num_unused, stats.num_skipped))
         self.forget_phase()
 
     def complete(self, stats: ReducerStats, *, step: int, plan: int) -> MarkedStep:
-        """The optimizer has stepped: what was recorded. The next step begins, with no phase yet."""
+        """Return what was recorded, when the optimizer has stepped. The next step begins, with no phase yet."""
         self.turn_to(None)
         marked = self._step
         marked.step, marked.plan = step, plan
@@ -191,7 +191,7 @@ class StepRecorder(BackwardObserver):
         return marked
 
     def turn_to(self, phase: str | None) -> str | None:
-        """Another phase begins; None: none does. Returns the one that ends."""
+        """Begin another phase (None: none) and return the one that ends."""
         mark = self._clock.mark()
         ends = self._phase
         if ends is not None and self._since is not None:
@@ -200,12 +200,12 @@ class StepRecorder(BackwardObserver):
         return ends
 
     def forget_phase(self) -> None:
-        """The phase that has begun does not count, and no other begins."""
+        """Drop the phase that has begun, and begin no other."""
         self._phase = self._since = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Inside, the step is in `phase`; after it, in the one before."""
+        """Be in `phase` inside, and afterwards in the phase before."""
         before = self.turn_to(phase)
         try:
             yield
@@ -250,7 +250,7 @@ class StepRecorder(BackwardObserver):
         self.turn_to(self._before_waiting)
 
     def is_past(self, marked: MarkedStep) -> bool:
-        """Whether the device has come to all marks of a step."""
+        """Return whether the device has reached all marks of a step."""
         last = [span.end for span in marked.spans[-1:]]
         return all(
             self._clock.is_past(mark) for mark in last + [end for b in marked.buckets.values() for end in b.ends]

@@ -82,7 +82,7 @@ class Weighting(EqualWeights):
             )
 
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
-        """If the backward synchronises, tell the other ranks what the gradients of this step weigh here.
+        """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.
 
         `factor` must be asked for at once if the set has changed (Note: one set of trainable parameters).
         """

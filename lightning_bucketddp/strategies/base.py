@@ -209,7 +209,7 @@ class StrategyBase:
             self._fault_handler = None
 
     def end_run_by(self, error: BaseException) -> None:
-        """A run ends on this rank by `error`: see to it that it ends on all. Raises if another rank was the cause."""
+        """End the run on all ranks, because it ends on this one by `error`. Raises if another rank was the cause."""
         if self._fault_handler is not None and not isinstance(error, self._normal_ends):
             instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
             if instead is not None:
@@ -218,5 +218,5 @@ class StrategyBase:
 
 
 def _launcher_pid(start_method: StartMethod) -> int | None:
-    """The process that has started the ranks and is none itself; None: there is none, or it may end before them."""
+    """Return the process that has started the ranks without being one; None: there is none, or it may end first."""
     return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None

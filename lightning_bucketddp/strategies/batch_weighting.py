@@ -176,7 +176,7 @@ class BatchWeighting(EqualBatches):
         return self._trainer.accumulate_grad_batches if automatic else 1
 
     def _relative_weight(self) -> float:
-        """The weight in units of a typical one, so that weighing moves no loss out of the range of its dtype."""
+        """Return the weight in units of a typical one, so that weighing moves no loss out of the range of its dtype."""
         if self._weight is None:
             raise RuntimeError(
                 "`gradient_weight` has seen no batch: it cannot weigh batches that `training_step` takes from an"

@@ -207,7 +207,7 @@ class FabricStrategy(FabricCheckpointHooks):
         return list(self.reducers.values())
 
     def _taking_part(self, module: nn.Module | None) -> list[Reducer]:
-        """The modules that certainly take part in a backward, even if this rank used none of their parameters.
+        """Return the modules that certainly take part in a backward, even if this rank used none of their parameters.
 
         With several modules and none of them named, the hooks tell: a module that no rank used costs nothing then.
         """
@@ -234,7 +234,7 @@ class FabricStrategy(FabricCheckpointHooks):
                 return None
 
     def _trained_state(self) -> TrainingState:
-        """All that was set up. With several modules the names of parameters tell which one has them."""
+        """Return all that was set up. With several modules the names of parameters tell which one has them."""
         parameters = {
             f"module {index}: {name}" if len(self.reducers) > 1 else name: param
             for index, reducer in enumerate(self.reducers.values())
@@ -255,5 +255,5 @@ class _BackwardSyncControl:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Backwards inside accumulate the gradients of `module` on this rank only."""
+        """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
         return self._strategy.reducers[module].no_sync() if enabled else nullcontext()

@@ -109,7 +109,7 @@ class FaultHandler:
         atexit.register(self._end_with_python)
 
     def end(self) -> None:
-        """The run is over on this rank, well or not."""
+        """Stop watching: the run is over on this rank, well or not."""
         for handlers in (self.signals, self._interrupts):
             if handlers is not None:
                 handlers.restore_handlers()
@@ -157,7 +157,7 @@ class FaultHandler:
     def end_by(
         self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None
     ) -> BaseException | None:
-        """This rank ends by `error`; what it shall raise instead, because it was not the first.
+        """Tell all ranks that this one ends by `error`; return what it shall raise instead, if it was not the first.
 
         Args:
             error: what the training thread raises.
@@ -192,7 +192,7 @@ class FaultHandler:
 
 
 def torn(path: object) -> str:
-    """Why there is no checkpoint at `path` (Note: torn step)."""
+    """Return why there is no checkpoint at `path` (Note: torn step)."""
     return (
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients were being exchanged, and the"
         " weights on this rank may be wrong. Resume from the checkpoint before."

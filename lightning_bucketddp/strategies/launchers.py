@@ -156,7 +156,7 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                     listener.close()
 
     def exit_status_of(self, local_rank: int) -> int | None:
-        """Not known to the ranks: none of them has started another."""
+        """Return None: no rank has started another."""
         return None
 
     def _end_processes(self, number: int) -> None:
@@ -196,7 +196,7 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         self.children, self.procs = tuple(self.procs), []
 
     def exit_status_of(self, local_rank: int) -> int | None:
-        """How the process of a rank that this one has started ended; None if it has not, or is not ours."""
+        """Return how the process of a rank ended that this one has started; None if it has not, or is not ours."""
         return self.children[local_rank - 1].poll() if 0 < local_rank <= len(self.children) else None
 
     def kill(self, signum: int) -> None:
@@ -217,7 +217,7 @@ class Launchers:
     lightning_environment: type
 
     def make(self, strategy: Any) -> Any:
-        """The one that `strategy` wants."""
+        """Return the launcher that `strategy` wants."""
         launcher = (
             self.of_scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
             if strategy._start_method == "popen"

@@ -135,7 +135,7 @@ def _settle_torch_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_holds_all_ranks(name: str, group: Any) -> None:
-    """`group` is a process group or a device mesh, which exists only in a process that is one of several ranks."""
+    """Refuse a process group or device mesh of some ranks only; there is one only in a process that is a rank."""
     shape = tuple(getattr(group, "shape", [group.size()]))
     world_size = torch.distributed.get_world_size()
     if shape != (world_size,):

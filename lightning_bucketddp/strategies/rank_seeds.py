@@ -13,13 +13,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_bucketddp.checkpoint.rank_state import from_plain, gather_to_rank_zero, to_plain
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.wording import list_some
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 # Where a checkpoint holds what is ours, and there what is this file's.
 _OURS, _KEY = "bucketddp", "rank_seeds"
-_MAX_SEEDS_SHOWN = 8
 
 
 class RankSeeds:
@@ -37,7 +37,7 @@ class RankSeeds:
         self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **checkpoint.get(_OURS, {}).get(_KEY, {})}
 
     def forget_checkpoint(self) -> None:
-        """No training begins with the checkpoint that was loaded."""
+        """Forget the checkpoint that was loaded: no training begins with it."""
         self._checkpoint = None
 
     def begin(self, *, step: int, collectives: Collectives, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class RankSeeds:
         self._resumed_from = None
 
     def gather(self, collectives: Collectives | None, device: torch.device) -> dict[str, Any]:
-        """What goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
+        """Return what goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
         return {"states": gather_to_rank_zero(_get_state(device), collectives)}
 
     def _split(self, step: int, collectives: Collectives) -> str:
@@ -79,9 +79,8 @@ class RankSeeds:
         # Neither from the bare number: both would turn it into the same state.
         random.seed(f"python {seed}")
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        shown = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds[:_MAX_SEEDS_SHOWN]))
-        more = f" and {len(seeds) - _MAX_SEEDS_SHOWN} more" if len(seeds) > _MAX_SEEDS_SHOWN else ""
-        return f"from seed {base} and step {step}: {shown}{more}"
+        shown = list_some([f"{seed} on rank {rank}" for rank, seed in enumerate(seeds)])
+        return f"from seed {base} and step {step}: {shown}"
 
 
 def _seed_of(rank: int, *, base: int, step: int) -> int:
@@ -90,7 +89,7 @@ def _seed_of(rank: int, *, base: int, step: int) -> int:
 
 
 def _has_begun_epoch(fit_loop: Any) -> bool:
-    """Whether the first batch comes from the iterators that exist, and begins an epoch.
+    """Return whether the first batch comes from the iterators that exist, and begins an epoch.
 
     Creating iterators draws random numbers. A run that was not interrupted creates them at the beginning of each epoch,
     after the checkpoint; a resumed one before `on_train_start` in any case, and later again or not.
@@ -103,7 +102,7 @@ def _has_begun_epoch(fit_loop: Any) -> bool:
 
 
 def _get_state(device: torch.device) -> dict[str, Any]:
-    """The state of this process's generators as plain data, which any checkpoint may hold."""
+    """Return the state of this process's generators as plain data, which any checkpoint may hold."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),

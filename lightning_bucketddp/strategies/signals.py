@@ -94,18 +94,18 @@ class StopSignals:
         return [n for n in self._wakeup.received() if n in self._handlers and signal.getsignal(n) == self._handlers[n]]
 
     def travel_with(self, exchange: StepExchange) -> None:
-        """From now on there are messages to go with."""
+        """Send what is received with the messages of `exchange` from now on."""
         self._exchange = exchange
 
     def after_backward(self) -> None:
-        """All ranks have read the same messages."""
+        """Stop, if a signal has come to some rank: all ranks have read the same messages."""
         if self._exchange is not None and self._exchange.all_stop_by:
             self._watch.request_stop(self._exchange.all_stop_by)
             # All of them: Lightning raises at the end of this batch.
             self._trainer._signal_connector.received_sigterm = True
 
     def _after_batch(self) -> None:
-        """All ranks are between two steps."""
+        """Save and requeue, if that was asked for: all ranks are between two steps."""
         if self._exchange is not None and self._exchange.all_requeue:
             self._exchange.all_requeue = self._exchange.wants_requeue = False
             assert self._requeue is not None

@@ -99,7 +99,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         write_on_rank_zero(save, self._collectives, path=filepath)
 
     def _place(self, checkpoint: dict[str, Any], path: Any) -> Any:
-        """Where `checkpoint` is to be written: to `path`, if its weights are finite. On rank zero."""
+        """Return where to write `checkpoint`: to `path`, if its weights are finite. On rank zero."""
         spoiled = []
         if self._weights_at_start is not None and self.lightning_module is not None:
             state_dict = checkpoint.get("state_dict", {})

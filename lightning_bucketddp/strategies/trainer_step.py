@@ -119,7 +119,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate gradients on this rank only."""
+        """Accumulate gradients on this rank only, in backwards that run inside."""
         with nullcontext() if self.reducer is None else self.reducer.no_sync():
             yield
 

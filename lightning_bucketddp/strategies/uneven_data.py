@@ -42,11 +42,11 @@ class UnevenData:
         return self._num_own_batches is not None and self._num_batches_begun > self._num_own_batches
 
     def begin_batch(self) -> None:
-        """A batch is being trained on. Loaders are ahead of training, so this is counted apart from what they gave."""
+        """Count a batch that is trained on. Loaders are ahead, so what they gave is counted apart."""
         self._num_batches_begun += 1
 
     def prepare(self, loader: Any, *, is_only_loader: Callable[[Any], bool]) -> Any:
-        """A loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
+        """Return a loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
         if _is_even(loader):
             return loader
         prepared = copy.copy(loader) if _has_own_class(loader) else _Batches(loader)
@@ -68,7 +68,7 @@ class UnevenData:
         return prepared
 
     def _agreed_length(self, loader: Any) -> int | None:
-        """This rank's number of batches, or the largest of all ranks' if all are to have as many."""
+        """Return this rank's number of batches, or the largest of all ranks' if all are to have as many."""
         try:
             length = len(loader)
         except (TypeError, NotImplementedError):
@@ -137,7 +137,7 @@ def _has_own_class(loader: Any) -> bool:
 
 
 def _is_even(loader: Any) -> bool:
-    """Whether a sampler gives every rank the same number of samples."""
+    """Return whether a sampler gives every rank the same number of samples."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
