@@ -1,6 +1,8 @@
 PYTHON ?= python3
-# Programs of the tests use two processes each, and wait for a good part of their time.
-WORKERS ?= 2
+# For two cores: programs of the tests use two processes each, and wait for a good part of their time.
+WORKERS ?= 3
+# Tests start hundreds of processes; none has to compile again what another one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

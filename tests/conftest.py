@@ -23,8 +23,22 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
+# The files that take longest, so that no worker is alone with one of them at the end. Where processes wait for each
+# other, and where they compute, in turns.
+_FIRST = (
+    *("faults/test_faults.py", "bindings/test_autoload.py", "replicas/test_consistency.py"),
+    *("faults/test_stop_signals.py", "strategies/test_launchers.py", "reducer/test_plan_tuner.py"),
+    *("startup/test_startup.py", "reducer/test_parity.py", "test_documents.py", "strategies/test_notebook.py"),
+    *("callbacks/test_large_batch.py", "test_install.py", "test_examples.py", "reducer/test_compile.py"),
+)
+
 # Set anew by pytest for each test.
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {Path(__file__).parent / file: number for number, file in enumerate(_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(autouse=True)

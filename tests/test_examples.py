@@ -49,7 +49,7 @@ EXAMPLES = {
         have_trained=lambda before, after: before > 4 and after < 3,
     ),
     "gan": Example(
-        ["python gan.py --max-epochs 6"],
+        ["python gan.py --max-epochs 4"],
         numbers=r"distance to the circle: ([\d.]+) -> ([\d.]+)",
         have_trained=lambda before, after: after < before / 2,
     ),

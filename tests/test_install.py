@@ -92,10 +92,10 @@ def test_an_installed_wheel_is_found_by_name(entry: str, root: str, module: str,
 def test_an_editable_install_is_found_by_name() -> None:
     """The environment that runs the tests has one: `make test`, or `pip install -e .`."""
     printed = run_code("""
-        import sys
+        import importlib
         from lightning import Trainer
         strategy = Trainer(accelerator="cpu", devices=2, strategy="bucketddp").strategy
-        print(sys.modules[type(strategy).__module__].__file__)
+        print(importlib.import_module(type(strategy).__module__).__file__)
     """)
     assert REPOSITORY in Path(printed).parents
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.interpreter import run_code
+from tests.support.interpreter import run_code, run_code_after_torch
 
 REGISTRY_OF = {
     "lightning.pytorch": "StrategyRegistry",
@@ -16,15 +17,27 @@ REGISTRY_OF = {
 }
 
 
-@pytest.mark.parametrize("root", REGISTRY_OF)
-def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(root: str) -> None:
-    printed = run_code(f"""
-        import {root}
-        registry = {root}.strategies.{REGISTRY_OF[root]}
-        for name in registry.available_strategies():
-            if name.startswith("bucketddp"):
-                accepted = isinstance(registry.get(name), {root}.strategies.Strategy)
-                print(name, sorted(registry[name]["init_params"].items()), accepted)
+# Lightning imports torch, which calls us, so a root is half imported then, unless a program has imported torch before.
+@pytest.mark.parametrize(
+    ("run", "imported", "roots"),
+    [
+        (run_code, "lightning", ["lightning.pytorch", "lightning.fabric"]),
+        (run_code, "pytorch_lightning", ["pytorch_lightning", "lightning_fabric"]),
+        *((run_code_after_torch, root, [root]) for root in REGISTRY_OF),
+    ],
+    ids=["lightning", "pytorch_lightning", *(f"torch, {root}" for root in REGISTRY_OF)],
+)
+def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(
+    run: Callable[[str], str], imported: str, roots: list[str]
+) -> None:
+    registries = "".join(f"({root}.strategies.{REGISTRY_OF[root]}, {root}.strategies.Strategy)," for root in roots)
+    printed = run(f"""
+        import {imported}, {", ".join(roots)}
+        for registry, strategy in ({registries}):
+            for name in registry.available_strategies():
+                if name.startswith("bucketddp"):
+                    accepted = isinstance(registry.get(name), strategy)
+                    print(name, sorted(registry[name]["init_params"].items()), accepted)
     """)
     expected = []
     for name, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
@@ -32,7 +45,7 @@ def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(r
         for value in (False, True):
             options = f"[('find_unused_parameters', {value}), ('start_method', '{start_method}')]"
             expected.append(f"bucketddp{name}_find_unused_parameters_{str(value).lower()} {options} True")
-    assert printed.splitlines() == expected
+    assert printed.splitlines() == expected * len(roots)
 
 
 def test_importing_torch_imports_neither_lightning_nor_the_package() -> None:
@@ -46,7 +59,7 @@ def test_importing_torch_imports_neither_lightning_nor_the_package() -> None:
 
 
 def test_importing_lightning_loads_no_strategy_until_one_is_asked_for() -> None:
-    printed = run_code("""
+    printed = run_code_after_torch("""
         import sys, lightning
         loaded = lambda: sorted(name for name in sys.modules if name.startswith("lightning_bucketddp."))
         print(loaded())
@@ -57,7 +70,7 @@ def test_importing_lightning_loads_no_strategy_until_one_is_asked_for() -> None:
 
 
 def test_registry_modules_keep_their_own_loader() -> None:
-    printed = run_code("""
+    printed = run_code_after_torch("""
         import inspect, lightning.pytorch.strategies as strategies
         print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
         print("StrategyRegistry" in inspect.getsource(strategies))
@@ -108,7 +121,7 @@ def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> No
     broken = tmp_path / "lightning_bucketddp"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise OSError('half removed')")
-    printed = run_code(
+    printed = run_code_after_torch(
         """
         import warnings
         with warnings.catch_warnings(record=True) as caught:
@@ -149,7 +162,7 @@ def test_one_root_is_enough(missing: list[str], root: str, fabric_root: str, mod
 
 
 def test_without_lightning_the_strategy_says_what_to_install() -> None:
-    printed = run_code("""
+    printed = run_code_after_torch("""
         import sys
         sys.modules.update(dict.fromkeys(["lightning", "pytorch_lightning"]))
         try:
@@ -164,7 +177,7 @@ def test_without_lightning_the_strategy_says_what_to_install() -> None:
 
 
 def test_the_exported_strategy_belongs_to_the_imported_root() -> None:
-    printed = run_code("""
+    printed = run_code_after_torch("""
         import pytorch_lightning
         import lightning_bucketddp
         print(lightning_bucketddp.BucketDDPStrategy.__module__)

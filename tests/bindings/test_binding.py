@@ -7,7 +7,7 @@ import re
 import pytest
 
 import lightning_bucketddp
-from tests.support.interpreter import run_code
+from tests.support.interpreter import run_code_after_torch
 from tests.support.programs import REPOSITORY
 
 
@@ -17,7 +17,7 @@ from tests.support.programs import REPOSITORY
 )
 def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, module: str) -> None:
     # In the order in which import sorters put them.
-    printed = run_code(
+    printed = run_code_after_torch(
         f"""
         from lightning_bucketddp import BucketDDPStrategy
         from {root} import Trainer
@@ -43,7 +43,7 @@ def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, mo
     ("root", "module"), [("lightning.fabric", "fabric_lightning"), ("lightning_fabric", "fabric_lightning_fabric")]
 )
 def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, module: str) -> None:
-    printed = run_code(
+    printed = run_code_after_torch(
         f"""
         import logging
         logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -89,7 +89,7 @@ def test_errors_can_be_imported_from_the_package() -> None:
 
 
 def test_a_subclass_for_another_root_is_refused_by_name() -> None:
-    printed = run_code(
+    printed = run_code_after_torch(
         """
         from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
         import pytorch_lightning

@@ -41,10 +41,17 @@ def assert_only_number_one(path: str) -> None:
 # --- What is written
 
 
-@pytest.mark.parametrize("root", ["lightning", "lightning_fabric"])
-def test_each_root_has_a_checkpoint_io_that_can_be_pickled(root: str, tmp_path: Path) -> None:
-    fabric = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}[root]
-    ours = importlib.import_module(f"lightning_bucketddp.bindings.fabric_{root}").BucketDDPCheckpointIO
+@pytest.mark.parametrize(
+    ("module", "fabric"),
+    [
+        ("trainer_lightning", "lightning.fabric"),
+        ("fabric_lightning", "lightning.fabric"),
+        ("trainer_pytorch_lightning", "lightning_fabric"),
+        ("fabric_lightning_fabric", "lightning_fabric"),
+    ],
+)
+def test_each_root_has_a_checkpoint_io_that_can_be_pickled(module: str, fabric: str, tmp_path: Path) -> None:
+    ours = importlib.import_module(f"lightning_bucketddp.bindings.{module}").BucketDDPCheckpointIO
     checkpoint_io = pickle.loads(pickle.dumps(ours()))
     assert isinstance(checkpoint_io, importlib.import_module(f"{fabric}.plugins").TorchCheckpointIO)
     checkpoint_io.save_checkpoint({"number": 1}, tmp_path / "model.ckpt")

@@ -27,6 +27,7 @@ from lightning_bucketddp.startup import store
 from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
 from lightning_bucketddp.startup.store import StartError, part_of
+from tests.support import warm
 from tests.support.hosts import two_hosts
 from tests.support.jobs.meetings import ALL_THERE, meet, meet_alone
 from tests.support.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
@@ -82,7 +83,7 @@ def test_rank_zero_stays_until_the_others_know_why() -> None:
         except StartError:
             os._exit(1)
         """
-    with subprocess.Popen([sys.executable, "-c", alone], stderr=subprocess.DEVNULL) as rank_0:
+    with subprocess.Popen([warm.python(), "-c", alone], stderr=subprocess.DEVNULL) as rank_0:
         with pytest.raises(StartError, match=r"^Rank 2 of 3 did not join"):
             meet_alone(port, rank=1, world_size=3, timeout_s=100)
         assert rank_0.wait(AT_ONCE_S) == 1

@@ -20,7 +20,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def named_tests(cell: str) -> list[str]:
-    return re.findall(r"`(tests/\w+\.py::\w+)`", cell)
+    return re.findall(r"`(tests/[\w/]+\.py::\w+)`", cell)
 
 
 def exists(test: str) -> bool:

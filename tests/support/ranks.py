@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -92,12 +92,13 @@ class RankPool:
         outcomes: dict[int, _Outcome] = {}
         deadline = time.monotonic() + timeout_s
         while len(outcomes) < len(self._pipes):
-            for rank, pipe in enumerate(self._pipes):
-                if rank not in outcomes and pipe.poll(0.001):
-                    outcomes[rank] = self._receive(rank)
-                    if outcomes[rank].error is not None:
-                        # The others may wait for this rank for ever.
-                        deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
+            awaited = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+            for pipe in wait(list(awaited), timeout=max(deadline - time.monotonic(), 0)):
+                rank = awaited[pipe]  # type: ignore[index]
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].error is not None:
+                    # The others may wait for this rank for ever.
+                    deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
             if time.monotonic() > deadline:
                 for process in self._processes:
                     if process.pid is not None and process.is_alive():

@@ -1,6 +1,7 @@
 """A `python` that starts in a moment: forked from a server that has imported torch and Lightning once.
 
     subprocess.Popen([warm.python(), "script.py", "argument"])
+    subprocess.Popen([warm.python_without_lightning(), "script.py"])  # torch, and what Lightning needs, but not itself
 
 To whoever starts it, and to the script, it is like the interpreter that runs the tests: same arguments, environment,
 files, namespaces, signals and exit status, and `sys.executable` is the warm one again, so that the ranks that a script
@@ -8,7 +9,8 @@ launches start as fast. Where a fork could make a difference (another option of 
 a namespace for processes), it becomes the ordinary interpreter.
 
 What it is not: the process that was started. That one is a small client which hands signals on and ends as the script
-does; the script is its neighbour. A test of what processes see of each other uses `sys.executable`.
+does; the script is its neighbour. And at its end Python takes apart what belongs to the script, Lightning and us, but
+not torch. A test of what processes see of each other, or of how torch ends, uses `sys.executable`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _COMMANDS = ("torchrun", "bucketddp")
 
 
 class _Server:
-    def __init__(self) -> None:
+    def __init__(self, imported: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="bucketddp-warm-"))
         client = f"#!{sys.executable} -IS\n{_CLIENT.read_text()}"
         self.python = self._write("python", client)
@@ -37,7 +39,7 @@ class _Server:
             text = Path(sys.executable).with_name(command).read_text()
             self._write(command, f"#!{self.python}\n{text.partition(chr(10))[2]}")
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("warm_server.py"), self.directory],
+            [sys.executable, Path(__file__).with_name("warm_server.py"), self.directory, imported],
             stdin=subprocess.PIPE,  # it ends with its input, so with us at the latest
             stdout=subprocess.PIPE,
             env={**os.environ, RUN_VARIABLE: NO_RUN},
@@ -60,19 +62,28 @@ class _Server:
         shutil.rmtree(self.directory)
 
 
-_servers: list[_Server] = []
+_servers: dict[str, _Server] = {}
 
 
 def python() -> str:
     """The path of the warm interpreter."""
-    if _servers and not _servers[0].is_running:  # a script has killed its parent
-        close()
-    if not _servers:
-        _servers.append(_Server())
-    return _servers[0].python
+    return _server("lightning").python
+
+
+def python_without_lightning() -> str:
+    """The path of one in which Lightning and we are yet to be imported."""
+    return _server("torch").python
+
+
+def _server(imported: str) -> _Server:
+    if imported in _servers and not _servers[imported].is_running:  # a script has killed its parent
+        _servers.pop(imported).close()
+    if imported not in _servers:
+        _servers[imported] = _Server(imported)
+    return _servers[imported]
 
 
 def close() -> None:
-    """End the server; it is started again when it is needed."""
+    """End the servers; they are started again when they are needed."""
     while _servers:
-        _servers.pop().close()
+        _servers.popitem()[1].close()

@@ -1,11 +1,12 @@
 """The server of `tests/support/warm.py`: has imported what programs import, and forks one for each client that asks.
 
 A child leaves the loop, becomes what a fresh interpreter would be, and runs the script from the bottom of this file, so
-that Python itself deals with how it ends.
+that Python itself deals with how it ends. Only what all share is not taken apart: to touch that memory would copy it.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -25,21 +26,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import rank_zero
 
 from tests.support.warm import NO_RUN, RUN_VARIABLE
 
-IMPORTED = (
-    "lightning.pytorch.cli",
-    "lightning.fabric",
-    "pytorch_lightning.cli",
-    "lightning_fabric",
-    "torch.distributed.run",
-    "lightning_bucketddp.strategies.trainer_lightning",
-    "lightning_bucketddp.strategies.trainer_pytorch_lightning",
-    "lightning_bucketddp.strategies.fabric_lightning",
-    "lightning_bucketddp.strategies.fabric_lightning_fabric",
-    "lightning_bucketddp.cli",
+IMPORTED = {
+    "lightning": (
+        "lightning.pytorch.cli",
+        "lightning.fabric",
+        "pytorch_lightning.cli",
+        "lightning_fabric",
+        "torch.distributed.run",
+        "lightning_bucketddp.strategies.trainer_lightning",
+        "lightning_bucketddp.strategies.trainer_pytorch_lightning",
+        "lightning_bucketddp.strategies.fabric_lightning",
+        "lightning_bucketddp.strategies.fabric_lightning_fabric",
+        "lightning_bucketddp.cli",
+    ),
+    "torch": ("torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "rich.progress", "jsonargparse"),
+}
+# Those of a program: they may hold process groups, files and threads, which end with them.
+TAKEN_APART = (
+    *(
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_bucketddp",
+        "torch.distributed.distributed_c10d",
+    ),
+    *("sys", "builtins", "threading", "__main__"),  # Python looks for these by name
 )
 # Variables that are read while Python starts or modules are imported.
 PREFIXES = ("PYTHON", "LD_", "TORCHDYNAMO", "TORCH_DEVICE_BACKEND", "TORCH_LOGS", "BUCKETDDP_AUTOLOAD", "CUDA_")
@@ -120,7 +134,8 @@ def become(request: dict[str, Any], descriptors: list[int], state: dict[str, Any
         sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # What imports have set from the environment, or at random.
     np.random.seed()
-    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    if rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero"):
+        rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -149,6 +164,16 @@ def place_of_run() -> int:
     )
 
 
+def spare(shared: dict[str, types.ModuleType]) -> None:
+    """Keep the end of Python from taking `shared` apart, and what follows it from doing so with torch's libraries."""
+    for name in shared:
+        if not f"{name}.".startswith(tuple(f"{kept}." for kept in TAKEN_APART)):
+            sys.modules.pop(name, None)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+    _libc.fflush(None)
+    _libc.on_exit(_libc._exit, None)  # the first of what the C library calls at the end; it gets the exit status
+
+
 def prepare_main(request: dict[str, Any]) -> types.CodeType:
     """An empty `__main__`, and the code that runs in it."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -169,11 +194,12 @@ def prepare_main(request: dict[str, Any]) -> types.CodeType:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    for module in IMPORTED:
+    for module in IMPORTED[sys.argv[2]]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that its memory stays shared
     place = place_of_run()
+    atexit.register(spare, dict(sys.modules))  # here, to be called after what scripts register
     state: dict[str, Any] = {
         "variables": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
         "prefixes": PREFIXES,
