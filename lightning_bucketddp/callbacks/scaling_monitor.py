@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 else:
     _Callback = object
 
-
 _NAME = "ScalingMonitor"
 
 
@@ -39,8 +38,9 @@ class GlobalBatch:
     def of(cls, trainer: Trainer, *, batch_size_per_rank: int | None, asked_by: str) -> GlobalBatch:
         """Return it for `batch_size_per_rank`, or for the batch size of the training data. A collective."""
         # Of a `DataLoader`, not of a batch sampler: a user's own may call anything its batch size.
-        on_this_rank = batch_size_per_rank or getattr(trainer.train_dataloader, "batch_size", None)
-        if not isinstance(on_this_rank, int):
+        of_loader = getattr(trainer.train_dataloader, "batch_size", None)
+        on_this_rank = batch_size_per_rank or (of_loader if isinstance(of_loader, int) else None)
+        if on_this_rank is None:
             raise ValueError(
                 f"`{asked_by}` cannot tell the batch size of the training data, a"
                 f" `{type(trainer.train_dataloader).__name__}`. Pass `batch_size_per_rank`, the samples in one batch of"
