@@ -1,19 +1,17 @@
-"""Gradients that travel together, and the parameters they belong to."""
+"""Gradients that travel together, the parameters they belong to, and what is expected of those who reduce them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.config import MIB
-
-if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
@@ -101,6 +99,35 @@ class DenseBucket(Bucket, Protocol):
     @property
     def wire(self) -> Tensor:
         """What travels, as real numbers: the gradients, and flags behind them."""
+
+
+class PendingReduction(Protocol):
+    """A reduction in flight."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """What it gives to the network, or to a communication hook."""
+
+    @property
+    def transfer(self) -> Pending | None:
+        """What ends when the network has done its part; None: that is not known before `wait` returns."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it had ended when it was started."""
+
+    def wait(self) -> None:
+        """Make the result usable: block the host on CPU, the current stream on GPU."""
+
+
+class Reduction(Protocol):
+    """Starts to reduce buckets in place; all ranks start the same buckets in the same order."""
+
+    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        """Start to reduce a bucket whose gradients lie side by side in memory."""
+
+    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
+        """Start to reduce the sparse gradient of one parameter."""
 
 
 class BufferedBucket:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import BufferedBucket, DenseBucket, SparseBucket
-from lightning_bucketddp.reducer.reduction import PendingReduction, PendingSparseMean
+from lightning_bucketddp.reducer.bucket import BufferedBucket, DenseBucket, PendingReduction, SparseBucket
+from lightning_bucketddp.reducer.reduction import PendingSparseMean
 
 
 @dataclass(frozen=True, slots=True)

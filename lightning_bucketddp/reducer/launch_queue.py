@@ -20,11 +20,10 @@ import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.bucket import Bucket
+from lightning_bucketddp.reducer.bucket import Bucket, PendingReduction, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, profiler_span
-from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.wording import list_names
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
-if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.reduction import PendingReduction
+from lightning_bucketddp.reducer.bucket import PendingReduction
 
 NOTHING = nullcontext()
 

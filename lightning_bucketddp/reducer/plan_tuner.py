@@ -29,12 +29,11 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice
 from lightning_bucketddp.planning.simulation import cost_until, simulate
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, Reduction
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.grad_hooks import hook
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import BackwardObserver
-from lightning_bucketddp.reducer.reduction import Reduction
 
 _SMALLEST_BYTES = 4096
 _GROWTH = 8

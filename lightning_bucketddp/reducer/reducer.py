@@ -25,7 +25,7 @@ from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.backward_pass import Alive, BackwardEnd, BackwardPass
-from lightning_bucketddp.reducer.bucket import late_gradient
+from lightning_bucketddp.reducer.bucket import Reduction, late_gradient
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.comm_hook import CommHookReduction
@@ -35,7 +35,7 @@ from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, all_of
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
+from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas

@@ -1,49 +1,19 @@
 """How the gradients of a bucket become those that every rank shall have.
 
-A new way to reduce (fewer bits, a part for each rank) is a class with the two methods of `Reduction`, in a file of its
-own.
+A new way to reduce (fewer bits, a part for each rank) is a class with the two methods of `bucket.Reduction`, in a file
+of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import DenseBucket, SparseBucket
-
-
-class PendingReduction(Protocol):
-    """A reduction in flight."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """What it gives to the network, or to a communication hook."""
-
-    @property
-    def transfer(self) -> Pending | None:
-        """What ends when the network has done its part; None: that is not known before `wait` returns."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it had ended when it was started."""
-
-    def wait(self) -> None:
-        """Make the result usable: block the host on CPU, the current stream on GPU."""
-
-
-class Reduction(Protocol):
-    """Starts to reduce buckets in place; all ranks start the same buckets in the same order."""
-
-    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
-        """Start to reduce a bucket whose gradients lie side by side in memory."""
-
-    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
-        """Start to reduce the sparse gradient of one parameter."""
+from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction, SparseBucket
 
 
 class MeanReduction:

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 
 from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.reducer.bucket import PendingReduction
 from lightning_bucketddp.reducer.clock import Axis, Clock, clock_of
 from lightning_bucketddp.reducer.observer import BackwardObserver
-from lightning_bucketddp.reducer.reduction import PendingReduction
 from lightning_bucketddp.reducer.stats import ReducerStats
 
 _ENDS_WITHIN_S = 1.0
