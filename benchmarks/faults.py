@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.crews import crew
+from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 
 TIMEOUT_S = 8
@@ -45,7 +45,7 @@ def seconds_to_end(name: str) -> float:
     timeout_s = TIMEOUT_S if fault.what in STUCK else 1800
     with (
         tempfile.TemporaryDirectory() as directory,
-        crew(fit, directory=Path(directory), fault=fault, timeout_s=timeout_s, **options) as ranks,
+        doomed_ranks(fit, directory=Path(directory), fault=fault, timeout_s=timeout_s, **options) as ranks,
     ):
         ended = ranks.wait()
     return ended.at - float(ended.results["fault"]["at"]) - (TIMEOUT_S if fault.what in STUCK else 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError
 
 _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
@@ -18,13 +18,13 @@ _INTERRUPTED_STATUS = 130
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Answers a question.
+    """One command, and the question that it answers.
 
     Attributes:
-        question: what one wants to know.
-        example: what one types then.
-        module: has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. It is imported when asked for,
-            because torch takes seconds to import.
+        question: what the user wants to know.
+        example: what to type for that.
+        module: has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. It is imported on demand,
+            because importing torch takes seconds.
     """
 
     question: str
@@ -36,17 +36,17 @@ _COMMANDS = {
     "doctor": _Command(
         "Is this machine, or this cluster, ready for a long run?",
         "bucketddp doctor --checkpoints DIR",
-        "lightning_bucketddp.commands.doctor.command",
+        "lightning_bucketddp.commands.doctor",
     ),
     "plan": _Command(
         "How will my model be reduced, and how will it scale?",
         "bucketddp plan my_project.models:LitNet --ranks 8",
-        "lightning_bucketddp.commands.plan.plan_command",
+        "lightning_bucketddp.commands.plan",
     ),
     "report": _Command(
         "Where did the time of a run go, and which rank was late?",
         "bucketddp report RUN_DIR",
-        "lightning_bucketddp.commands.report.report_command",
+        "lightning_bucketddp.commands.report",
     ),
 }
 
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS
     except BrokenPipeError:
-        # Whoever reads the output, such as `head`, has enough of it. Python would complain when it flushes at the end.
+        # The reader, such as `head`, has enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser, which lists the subcommands and refuses anything else."""
+    """Return a parser that lists the commands and rejects anything else."""
     questions = "\n\n".join(f"  {command.question}\n      {command.example}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="bucketddp",
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    """Import the command `name`, parse its arguments and run it."""
     command = import_module(_COMMANDS[name].module)
     parser = argparse.ArgumentParser(
         prog=f"bucketddp {name}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter

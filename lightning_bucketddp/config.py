@@ -1,4 +1,4 @@
-"""What a user can set about the reducer. Frozen, validated once."""
+"""Settings of the reducer that a user can choose. Frozen, validated once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 AUTO: Literal["auto"] = "auto"
 
 _DEFAULT_CAP_MB = 25.0
-# The first bucket should leave early and the last one, which nothing hides, should be short.
+# The first bucket should leave early; the last one, which nothing hides, should be short.
 _EDGE_BUCKET_MB = 1.0
 
 
@@ -32,13 +32,13 @@ class ReducerConfig:
             gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
             further ones. `auto`: 25 at first; then sizes computed from what the first backwards have shown.
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
-        reduce_dtype: What gradients travel as: `fp32`, `bf16` or `fp16`. None: their own dtype.
+        reduce_dtype: The dtype in which gradients travel: `fp32`, `bf16` or `fp16`. None: their own dtype.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Look at the gradients, too, and not at the losses only.
+        check_gradients: Check the gradients, too, not only the losses.
     """
 
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from importlib import import_module
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -141,13 +141,6 @@ def test_the_map_for_newcomers_is_right() -> None:
         assert re.search(rf"\b{re.escape(name)}\b", (PACKAGE / path).read_text()), (path, name)
 
 
-@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
-def test_a_strategy_is_made_of_few_classes(path: str) -> None:
-    strategy = import_module(f"lightning_bucketddp.{path.removesuffix('.py').replace('/', '.')}").BucketDDPStrategy
-    ours = [cls.__name__ for cls in strategy.__mro__ if cls.__module__.startswith("lightning_bucketddp.")]
-    assert len(ours[2:]) <= 3  # behind the class of the root, and the one that all roots share
-
-
 def test_the_rules_can_fail() -> None:
     assert imported_modules("from torch.distributed import all_reduce\nimport lightning.pytorch as pl") == {
         "torch.distributed",
@@ -158,3 +151,42 @@ def test_the_rules_can_fail() -> None:
     assert folders_above("reducer", "from lightning_bucketddp.comm.collectives import Collectives") == set()
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
     assert circle({"a": {"b"}, "b": set()}) == []
+
+
+def notes_in(source: str) -> list[str]:
+    """Return the titles of the notes in the docstring of a module."""
+    return re.findall(r"^Note: (.+)$", ast.get_docstring(ast.parse(source)) or "", re.MULTILINE)
+
+
+def notes_cited(source: str) -> list[tuple[str, str]]:
+    """Return title and module of the notes that `source` cites; an empty string where it names only one of the two."""
+    text = re.sub(r"\s+(# )?", " ", source)
+    groups = re.findall(r'(?:\(|""")Note: ([^()"]*?)\.?(?:\)|""")', text)
+    cited = [re.fullmatch(r"(.*?)(?:, in `(\w+)`)?", title) for group in groups for title in group.split(", Note: ")]
+    by_module = re.findall(r"(?:see|is) the note in `(\w+)`", text)
+    return [(found[1], found[2] or "") for found in cited if found] + [("", module) for module in by_module]
+
+
+def missing_notes(sources: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return path, title and module of each citation, in files by path, that leads to no note."""
+    notes = {(title, Path(path).stem) for path, source in sources.items() for title in notes_in(source)}
+    known = notes | {(title, "") for title, _ in notes} | {("", module) for _, module in notes}
+    return [(path, *cited) for path, source in sources.items() for cited in notes_cited(source) if cited not in known]
+
+
+def test_notes_that_are_cited_exist_and_have_titles_of_their_own() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in files()}
+    assert missing_notes(sources) == []
+    titles = Counter(title for source in sources.values() for title in notes_in(source))
+    assert {title for title, number in titles.items() if number > 1} == set()
+
+
+def test_a_citation_of_a_missing_note_is_found() -> None:
+    noted = '"""A module.\n\nNote: order\n    By index.\n"""'
+    citing = "# First (Note: order, in `noted`), then (Note:\n# order, Note: orders); see the note in `other`."
+    assert notes_in(noted) == ["order"]
+    assert notes_cited(citing) == [("order", "noted"), ("order", ""), ("orders", ""), ("", "other")]
+    assert notes_cited('"""Note: order."""') == [("order", "")]
+    missing = [("citing.py", "orders", ""), ("citing.py", "", "other")]
+    assert missing_notes({"core/noted.py": noted, "citing.py": citing}) == missing
+    assert missing_notes({"core/moved.py": noted, "citing.py": citing})[0] == ("citing.py", "order", "noted")

@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 else:
     _Callback = object
 
+_NAME = "BucketDDPMonitor"
+
 
 class RecordedFit:
-    """Has every n-th round recorded, and reads it when the device has come to its end.
+    """Records every n-th round of one fit, and reads it once the device has reached its end.
 
-    A round is one batch, or those that are accumulated, with the optimizer's step at its end, or the steps of several.
+    A round is a batch, or several that accumulate, up to the step of one or several optimizers.
 
     Args:
-        strategy: whose steps these are.
-        every_n_rounds: how often.
-        folder: where they are written; None: nowhere.
+        strategy: the strategy to record.
+        every_n_rounds: the distance between recorded rounds.
+        folder: where to write the record; None: nowhere.
     """
 
     def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
-        # Those that are written, if any are: what is read from the file gives the same summary.
+        # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
-        # Of the last step that was read, and whether the last round has brought one.
+        # The overlap of the last step that was read, and whether the last round brought one.
         self.overlap = 0.0
         self.has_news = False
         self._strategy = strategy
@@ -55,18 +57,18 @@ class RecordedFit:
         self._is_written = False
         self._plans: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
-        self._file = None if folder is None else RecordFile(folder, rank=self.run.rank)
-        if self._file is not None:
-            self._file.write(self.run)
+        self._has_file = folder is not None
+        self._file = RecordFile(folder, rank=self.run.rank)
+        self._file.write(self.run)
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured for `bucket_cap_mb="auto"`, on rank 0."""
+        """Return the profile that `bucket_cap_mb="auto"` measured, on rank 0."""
         return None if self._strategy.reducer is None else self._strategy.reducer.profile
 
     @property
     def plan(self) -> RecordedPlan | None:
-        """The plan of the last step."""
+        """Return the plan of the last step."""
         return self._plans.get(self.steps[-1].plan) if self.steps else None
 
     @property
@@ -74,28 +76,28 @@ class RecordedFit:
         return self._strategy.recorder is not None
 
     def begin_if_due(self) -> None:
-        """A batch is about to begin."""
+        """Start recording, before a batch, if the next round is due."""
         if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
-            self._is_written = self._file is not None and self._thinning.takes_next()
+            self._is_written = self._has_file and self._thinning.takes_next()
             self._num_batches = 0
             self._strategy.begin_recording(self._recorder, self._keep)
 
     def begin_fetch(self) -> None:
-        """The trainer asks for a batch."""
-        # A `training_step` that fetches batches by itself is not interrupted. One that was asked for and did not come,
-        # because an epoch was over, is forgotten.
+        """Begin the phase `data`: the trainer asks for a batch."""
+        # A `training_step` that fetches batches itself is not interrupted. A fetch that returned nothing, because the
+        # epoch was over, is dropped.
         if self.is_recording and self._recorder.phase in (None, "data"):
             self._recorder.forget_phase()
             self._recorder.turn_to("data")
 
     def begin_batch(self) -> None:
-        """A batch is there."""
+        """End the phase `data`: the batch has arrived."""
         self._num_batches += 1
         if self.is_recording and self._recorder.phase == "data":
             self._recorder.turn_to(None)
 
     def end_round(self) -> None:
-        """An optimizer has stepped, or several."""
+        """Count a round, after the step of one or several optimizers, and read it if it was recorded."""
         self._num_rounds += 1
         self.has_news = False
         if self.is_recording:
@@ -105,55 +107,53 @@ class RecordedFit:
             self.read()
 
     def read(self, *, all_of_them: bool = False) -> None:
-        """Read steps that the device has come to the end of, or wait for all of them."""
+        """Read the steps whose end the device has reached, or wait for all of them."""
         while self._unread and (all_of_them or self._recorder.is_past(self._unread[0][0])):
             marked, is_written = self._unread.popleft()
             step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
             if step is not None:
                 self.overlap, self.has_news = step.overlap, True
                 self._not_taken.append(step)
-                if self._file is None or is_written:
+                if is_written or not self._has_file:
                     self.steps.append(step)
-                if is_written and self._file is not None:
                     self._file.write(step)
         if all_of_them:
             self._write_profile()
 
     def take(self) -> list[Step]:
-        """The steps that were read since this was asked."""
+        """Return the steps that were read since the last call."""
         steps, self._not_taken = self._not_taken, []
         return steps
 
     def close(self) -> None:
-        """Record no more. What cannot be read without waiting is lost."""
+        """Stop recording. Steps that cannot be read without waiting are dropped."""
         self._strategy.end_recording()
-        with suppress(RuntimeError):  # a device that has failed
+        with suppress(RuntimeError):  # the device may have failed
             self.read()
         self._recorder.close()
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _keep(self, marked: MarkedStep) -> None:
+        """Keep a step until the device reaches its end, and write its plan if that is new."""
         reducer = self._strategy.reducer
         assert reducer is not None
         self._unread.append((marked, self._is_written))
         if reducer.bucket_set is not None and marked.plan not in self._plans:
             plan = self._plans[marked.plan] = plan_of(marked.plan, reducer.bucket_set.plan, reducer.specs)
-            if self._file is not None:
-                self._file.write(plan)
+            self._file.write(plan)
         self._write_profile()
 
     def _write_profile(self) -> None:
+        """Write the profile of `bucket_cap_mb="auto"` if there is a new one."""
         reducer, profile = self._strategy.reducer, self.profile
         if reducer is not None and profile is not None and profile is not self._known_profile:
             self._known_profile = profile
-            if self._file is not None:
-                self._file.write(profile)
-                self._file.write(Tuning(reducer.tuning))
+            self._file.write(profile)
+            self._file.write(Tuning(reducer.tuning))
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The most memory that was in use so far: what torch took of a GPU, or the process of a host."""
+    """Return the peak memory so far: of torch on a GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -162,9 +162,6 @@ def _peak_memory(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-_NAME = "BucketDDPMonitor"
 
 
 class StepMonitoring(_Callback):
@@ -209,7 +206,7 @@ class StepMonitoring(_Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, TrainerStepHooks)
-        # Asked on all ranks: it is a broadcast.
+        # On all ranks: `log_dir` is a broadcast.
         parent = self._dirpath or trainer.log_dir or trainer.default_root_dir
         folder = None if trainer.fast_dev_run else Path(parent, FOLDER)  # type: ignore[attr-defined]
         self._summary = None
@@ -224,8 +221,7 @@ class StepMonitoring(_Callback):
                 self._fit.begin_fetch()
             before_fetch(loop)
 
-        # The last thing that is called before the trainer waits for a batch. Validation, checkpoints and callbacks
-        # are behind it.
+        # The last call before the trainer waits for a batch: validation, checkpoints and callbacks are over by then.
         loop._on_before_fetch = see_fetch  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -241,7 +237,7 @@ class StepMonitoring(_Callback):
         self._global_step = trainer.global_step
         self._fit.end_round()
         if self._shows_overlap and self._fit.has_news:
-            # The bar goes on showing it until there is another.
+            # The bar shows it until there is a new one.
             pl_module.log("overlap_pct", 100 * self._fit.overlap, prog_bar=True, logger=False)
         if trainer._logger_connector.should_update_logs:
             self._log(trainer, self._fit)
@@ -253,7 +249,7 @@ class StepMonitoring(_Callback):
         self._fit.read(all_of_them=True)
         self._log(trainer, self._fit)
         if self._has_summary:
-            # Of all ranks, whether they have recorded anything or not: it is a collective.
+            # A collective: all ranks take part, whether they recorded anything or not.
             numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
             gathered = trainer.strategy.gather_json(numbers.to_json())
             if trainer.is_global_zero:
@@ -261,7 +257,7 @@ class StepMonitoring(_Callback):
         self._close(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Progress bars are gone by now.
+        # By now the progress bar is gone.
         summary, self._summary = self._summary, None
         if summary is not None:
             print_summary(summary)
@@ -277,7 +273,7 @@ class StepMonitoring(_Callback):
         if steps:
             values = metrics_of(steps, num_ranks=trainer.world_size)
             named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-            # Not by `pl_module.log`: at a later log point where nothing was recorded it would log the same values.
+            # Not `pl_module.log`: it would repeat the values at a later log point where nothing was recorded.
             trainer._logger_connector.log_metrics(named)
 
     def _close(self, trainer: Trainer) -> None:
@@ -288,6 +284,7 @@ class StepMonitoring(_Callback):
 
 
 def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
+    """Return the summary of a fit; None, and say so, if no step was recorded."""
     if not fit.steps:
         rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
         return None

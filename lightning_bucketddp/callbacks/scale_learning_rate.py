@@ -22,30 +22,34 @@ if TYPE_CHECKING:
 else:
     _Callback = object
 
+_NAME = "ScaleLearningRate"
+_EPOCHS_OF_THE_PAPER = 5
+_MONITOR_HOOKS = ("on_train_epoch_start", "on_train_batch_start")
+
 
 @dataclass(slots=True)
 class _AppliedRate:
-    """A parameter group whose learning rate is multiplied at the moment."""
+    """A parameter group whose learning rate is multiplied for now."""
 
     group: dict[str, Any]
     scheduled: float | Tensor
     effective: float | Tensor
 
     def is_untouched(self) -> bool:
-        # A tensor is changed in place; looking at it would make the host wait for the device.
+        # By identity: comparing the values of tensors would make the host wait for the device.
         return self.group["lr"] is self.effective
 
 
 class EffectiveRates:
-    """Multiplies the learning rates of `optimizer` while it steps, and puts them back after.
+    """Multiplies the learning rates of `optimizer` during its steps, and restores them afterwards.
 
     Schedulers compute the next learning rate from the last one, from the first one, or from numbers of their own. It
-    does not matter which, because none of them, and no checkpoint, ever sees a multiplied one.
+    does not matter which, because no scheduler and no checkpoint ever sees a multiplied one.
 
     Args:
-        optimizer: whose learning rates these are.
-        multiplier: by what, for the step with this number.
-        num_steps: how many steps it has made.
+        optimizer: the optimizer.
+        multiplier: returns the multiplier for a step, by its number.
+        num_steps: the number of steps that the optimizer has made.
     """
 
     def __init__(self, optimizer: Optimizer, multiplier: Callable[[int], float], *, num_steps: int) -> None:
@@ -62,7 +66,7 @@ class EffectiveRates:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Show the learning rates of the next step."""
+        """Set the learning rates of the next step within the context."""
         self._apply()
         try:
             yield
@@ -70,18 +74,18 @@ class EffectiveRates:
             self._restore()
 
     def follow(self) -> None:
-        """Within a step, multiply what somebody has set since it began: `training_step` is part of it."""
+        """Within a step, multiply learning rates that were set since it began, for example in `training_step`."""
         if self._applied:
             self._apply()
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Restore the learning rates and remove the hooks."""
         self._restore()
         while self._handles:
             self._handles.pop().remove()
 
     def begin_batch(self) -> None:
-        """No step is being made, even if the last one has raised."""
+        """Reset the depth of nested steps, which a step that raised leaves behind."""
         self._depth = 0
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,12 +101,12 @@ class EffectiveRates:
             self.num_steps += 1
 
     def _apply(self) -> None:
-        self._restore()  # a step that raised has not
+        self._restore()  # in case the last step raised
         multiplier = self._multiplier(self.num_steps)
         for group in self._optimizer.param_groups:
             scheduled = group["lr"]
             if isinstance(scheduled, Tensor):
-                # In place: a captured or compiled step knows the tensor, not the group.
+                # In place: a captured or compiled step refers to the tensor, not to the group.
                 applied = _AppliedRate(group, scheduled.clone(), scheduled)
                 with torch.no_grad():
                     scheduled.mul_(multiplier)
@@ -123,15 +127,10 @@ class EffectiveRates:
                 rate.group["lr"] = rate.scheduled
 
     def _as_scheduled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """A checkpoint may be asked for within a step, by a signal."""
+        """Save scheduled learning rates even if a signal asks for a checkpoint within a step."""
         for rate, saved in zip(self._applied, state_dict["param_groups"], strict=False):
             if rate.is_untouched():
                 saved["lr"] = rate.scheduled
-
-
-_NAME = "ScaleLearningRate"
-_EPOCHS_OF_THE_PAPER = 5
-_MONITOR_HOOKS = ("on_train_epoch_start", "on_train_batch_start")
 
 
 class LearningRateScaling(_Callback):
@@ -185,8 +184,8 @@ class LearningRateScaling(_Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._num_warmup_steps = self._find_num_warmup_steps(trainer)
-        self._look_at_data(trainer)
-        # The optimizers are new, and so is the count, unless a checkpoint was loaded for this fit.
+        self._find_batch_size(trainer)
+        # Optimizers are new in each fit; their steps count from 0 unless a checkpoint was loaded.
         steps = [*self._steps_before, *[0] * len(trainer.optimizers)]
         self._steps_before = []
         multiplier = partial(self._multiplier, trainer)
@@ -197,7 +196,7 @@ class LearningRateScaling(_Callback):
         self._attach_monitors(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look_at_data(trainer)  # it may have been reloaded
+        self._find_batch_size(trainer)  # the data may have been reloaded
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for rates in self._rates:
@@ -224,7 +223,7 @@ class LearningRateScaling(_Callback):
         steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         return round(self._warmup_epochs * steps_per_epoch)
 
-    def _look_at_data(self, trainer: Trainer) -> None:
+    def _find_batch_size(self, trainer: Trainer) -> None:
         self._adopt(GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME))
 
     def _adopt(self, batch: GlobalBatch) -> None:
@@ -245,7 +244,7 @@ class LearningRateScaling(_Callback):
 
     def _multiplier(self, trainer: Trainer, num_steps: int) -> float:
         assert self._batch is not None
-        # `GradientAccumulationScheduler` changes it during training.
+        # `GradientAccumulationScheduler` changes the number during training.
         if self._batch.num_micro_batches != trainer.accumulate_grad_batches:
             self._adopt(replace(self._batch, num_micro_batches=trainer.accumulate_grad_batches))
         if self._factor <= 1 or num_steps >= self._num_warmup_steps:
@@ -253,7 +252,7 @@ class LearningRateScaling(_Callback):
         return 1 + (self._factor - 1) * num_steps / self._num_warmup_steps
 
     def _attach_monitors(self, trainer: Trainer) -> None:
-        """Let each `LearningRateMonitor`, which looks before a step, see what the step is made with."""
+        """Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
                 self._monitors.append(callback)

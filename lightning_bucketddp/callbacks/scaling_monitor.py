@@ -12,23 +12,22 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch import LightningModule, Trainer
 else:
     _Callback = object
 
+_NAME = "ScalingMonitor"
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The batches of all ranks that one optimizer step adds up.
+    """The samples of one optimizer step, over all ranks and accumulated batches.
 
     Attributes:
-        num_ranks: ranks that train.
-        over_ranks: samples in one batch of each of them, together.
-        num_micro_batches: batches that each accumulates.
+        num_ranks: the number of ranks.
+        over_ranks: the samples of one batch on every rank, added up.
+        num_micro_batches: the batches that each rank accumulates.
     """
 
     num_ranks: int
@@ -37,15 +36,17 @@ class GlobalBatch:
 
     @classmethod
     def of(cls, trainer: Trainer, *, batch_size_per_rank: int | None, asked_by: str) -> GlobalBatch:
-        """As the training data says, or `batch_size_per_rank`. All ranks must call this, after the data is set up."""
-        on_this_rank = batch_size_per_rank or _batch_size_of(trainer.train_dataloader)
+        """Return it for `batch_size_per_rank`, or for the batch size of the training data. A collective."""
+        # Of a `DataLoader`, not of a batch sampler: a user's own may call anything its batch size.
+        of_loader = getattr(trainer.train_dataloader, "batch_size", None)
+        on_this_rank = batch_size_per_rank or (of_loader if isinstance(of_loader, int) else None)
         if on_this_rank is None:
             raise ValueError(
                 f"`{asked_by}` cannot tell the batch size of the training data, a"
                 f" `{type(trainer.train_dataloader).__name__}`. Pass `batch_size_per_rank`, the samples in one batch of"
                 " one rank."
             )
-        # Summed, because all ranks must come to the same number even if their batches differ.
+        # A sum, so that all ranks get the same number even if their batches differ.
         summed = trainer.strategy.reduce(
             torch.tensor(on_this_rank, device=trainer.strategy.root_device), reduce_op="sum"
         )
@@ -61,18 +62,9 @@ class GlobalBatch:
         return f"global batch {ranks} x {self.num_micro_batches} = {self.size}"
 
 
-def _batch_size_of(loader: Any) -> int | None:
-    # Of a `DataLoader` that has made its batch sampler itself. One of the user may call anything its batch size.
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-_NAME = "ScalingMonitor"
-
-
 @dataclass(slots=True)
 class _Window:
-    """Steps in a row with nothing but training between them, and the samples of all ranks in them."""
+    """Consecutive steps with nothing but training between them, and the samples of all ranks in them."""
 
     began_at: float
     num_samples: float = 0
@@ -107,12 +99,12 @@ class ScalingMeasurement(_Callback):
         self._seconds = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look_at_data(trainer)
+        self._find_batch_size(trainer)
         self._global_step = trainer.global_step
         self._num_samples, self._seconds = 0.0, 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look_at_data(trainer)  # it may have been reloaded
+        self._find_batch_size(trainer)  # the data may have been reloaded
         self._window = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,11 +136,11 @@ class ScalingMeasurement(_Callback):
             hint = "" if efficiency is None else f" Scaling efficiency {efficiency:.3f}."
         rank_zero_info(f"{_NAME}: {trainer.world_size} rank(s): {rate:.6g} samples per second.{hint}")
 
-    def _look_at_data(self, trainer: Trainer) -> None:
+    def _find_batch_size(self, trainer: Trainer) -> None:
         self._batch = GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME)
 
     def _count(self, trainer: Trainer, batch_idx: int) -> None:
-        """Add the samples of a batch on all ranks to the window, or give it up if they cannot be told."""
+        """Add the samples of a batch on all ranks to the window, or drop the window if they are unknown."""
         assert self._batch is not None
         if self._window is None:
             return
@@ -169,7 +161,7 @@ class ScalingMeasurement(_Callback):
         if (efficiency := self._efficiency(rate, trainer)) is not None:
             values["scaling_efficiency"] = efficiency
         named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-        # Not by `pl_module.log`: at a later log point where nothing was measured it would log the same values again.
+        # Not `pl_module.log`: it would repeat the values at a later log point where nothing was measured.
         trainer._logger_connector.log_metrics(named)
         self._num_samples += window.num_samples
         self._seconds += now - window.began_at
@@ -182,17 +174,17 @@ class ScalingMeasurement(_Callback):
 
 
 def _samples_in_epoch(loader: Any) -> float | None:
-    """How many samples this rank sees in an epoch, of which the last batch may be short; None if it does not say."""
+    """Return the samples of this rank in an epoch: infinite if no batch is short, None if unknown."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     if getattr(batch_sampler, "drop_last", False):
         return math.inf
     sampler = getattr(batch_sampler, "sampler", None)
-    # `DataLoader` gives an iterable dataset a sampler without an end.
+    # The sampler of an iterable dataset has no length.
     return len(sampler) if isinstance(sampler, Sized) else None
 
 
 def _now(device: torch.device) -> float:
-    """The time when the device has done all that it was given."""
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

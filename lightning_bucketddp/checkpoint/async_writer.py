@@ -2,8 +2,8 @@
 
 Note: in the background
     A snapshot is taken while training waits; one thread writes it. One write is in flight at a time, so there is one
-    snapshot: the next save waits for it. When a write fails, whoever comes next hears of it: a save, a training step,
-    the end of training. Python waits for the thread before it ends.
+    snapshot: the next save waits for it. When a write fails, what comes next raises: a save, a training step, the end
+    of training. Python waits for the thread before it ends.
 
     What shall be removed goes after the write that is in flight, and only if that succeeds. Otherwise a run that is
     killed between the two would have neither the old checkpoint nor the new one.
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 
+log = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
 @dataclass(slots=True)
 class CheckpointStats:
     """Seconds on rank zero; the other ranks wait for it.
@@ -48,7 +53,7 @@ class CheckpointStats:
 
     @property
     def held_up_s(self) -> float:
-        """How long training stood still for them."""
+        """Return how long training stood still for them."""
         return self.snapshot_s + self.waiting_s + self.writing_s
 
     @contextmanager
@@ -61,12 +66,98 @@ class CheckpointStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def describe(self) -> str:
-        """All of it in one line."""
+        """Return all of it in one line."""
         return (
             f"{pluralize(self.num_saves, 'checkpoint')}, held up training for"
             f" {self.held_up_s:.3f} s (snapshot {self.snapshot_s:.3f} s, waiting {self.waiting_s:.3f} s, writing"
             f" {self.writing_s:.3f} s), wrote for {self.background_s:.3f} s in the background"
         )
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one strategy (Note: in the background)."""
+
+    def __init__(self) -> None:
+        self.stats = CheckpointStats()
+        self._snapshots = Snapshots()
+        self._thread: ThreadPoolExecutor | None = None
+        self._in_flight: Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a write in the background has failed and nobody has heard of it."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+
+    def save(
+        self, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None], *, path: Path, in_background: bool
+    ) -> None:
+        """Have `write` write `checkpoint` to `path`, then raise the failure of the save before, if there was one.
+
+        In this order, because this may be the last chance to save.
+        """
+        self.stats.num_saves += 1
+        with self.stats.timing("waiting_s"):
+            failure = self._finish()
+        if in_background:
+            with self.stats.timing("snapshot_s"), CheckpointWriteError.raised_for(path):
+                snapshot = self._snapshots.take(checkpoint)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketddp checkpoints")
+            self._in_flight = self._thread.submit(self._write, snapshot, write, path)
+        else:
+            with self.stats.timing("writing_s"):
+                write(checkpoint)
+        if failure is not None:
+            raise failure
+
+    def remove(self, remove: Callable[[], None], *, path: Path) -> None:
+        """Have `remove` remove the checkpoint at `path`, once what is in flight is written."""
+        if self._thread is None or self._in_flight is None:
+            remove()
+        else:
+            self._thread.submit(self._remove, self._in_flight, remove, path)
+
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong in the background so far, without waiting for what is in flight."""
+        if self.has_failed and (failure := self._finish()) is not None:
+            raise failure
+
+    def drain(self) -> None:
+        """Wait for what is in flight, free thread and memory, and raise what has gone wrong."""
+        with self.stats.timing("waiting_s"):
+            failure = self._finish()
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+        self._snapshots.free()
+        if failure is not None:
+            raise failure
+
+    def _finish(self) -> BaseException | None:
+        """Wait for the write in flight; return what went wrong in it."""
+        failure = None if self._in_flight is None else self._in_flight.exception()
+        self._in_flight = None
+        return failure
+
+    # In the thread.
+
+    def _write(self, snapshot: Any, write: Callable[[dict[str, Any]], None], path: Path) -> None:
+        try:
+            with self.stats.timing("background_s"), CheckpointWriteError.raised_for(path):
+                write(snapshot)
+        except CheckpointWriteError as failure:
+            # Should the program end now, nobody would hear of it otherwise.
+            log.error("bucketddp: %s", failure)
+            raise
+
+    def _remove(self, write: Future[None], remove: Callable[[], None], path: Path) -> None:
+        if write.exception() is not None:
+            log.warning("bucketddp: checkpoint `%s` is kept, because the one that replaces it was not written.", path)
+            return
+        try:
+            remove()
+        except Exception:
+            log.exception("bucketddp: could not remove checkpoint `%s`.", path)
 
 
 def drain(checkpoint_io: CheckpointIO) -> None:
@@ -94,103 +185,3 @@ def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
         if getattr(checkpoint_io, "_error", None) is not None:
             checkpoint_io._error = None  # type: ignore[attr-defined]
         raise
-
-
-log = logging.getLogger(__name__)
-
-Path = str | os.PathLike[str]
-
-
-class CheckpointWriter:
-    """Writes the checkpoints of one strategy (Note: in the background)."""
-
-    def __init__(self) -> None:
-        self.stats = CheckpointStats()
-        self._snapshots = Snapshots()
-        self._thread: ThreadPoolExecutor | None = None
-        self._in_flight: Future[None] | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a write in the background has failed and nobody has heard of it."""
-        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
-
-    def save(
-        self, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None], *, path: Path, in_background: bool
-    ) -> None:
-        """Have `write` write `checkpoint` to `path`. A failure of the save before is raised after that.
-
-        Not instead of it: this may be the last chance to save.
-        """
-        self.stats.num_saves += 1
-        with self.stats.timing("waiting_s"):
-            failure = self._finish()
-        if in_background:
-            with self.stats.timing("snapshot_s"):
-                snapshot = self._snapshot(checkpoint, path)
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketddp checkpoints")
-            self._in_flight = self._thread.submit(self._write, snapshot, write, path)
-        else:
-            with self.stats.timing("writing_s"):
-                write(checkpoint)
-        if failure is not None:
-            raise failure
-
-    def remove(self, remove: Callable[[], None], *, path: Path) -> None:
-        """Have `remove` remove the checkpoint at `path`, once what is in flight is written."""
-        if self._thread is None or self._in_flight is None:
-            remove()
-        else:
-            self._thread.submit(self._remove, self._in_flight, remove, path)
-
-    def raise_failure(self) -> None:
-        """Raise what has gone wrong in the background so far, without waiting for what is in flight."""
-        if self.has_failed and (failure := self._finish()) is not None:
-            raise failure
-
-    def drain(self) -> None:
-        """Wait for what is in flight, let go of thread and memory, and raise what has gone wrong."""
-        with self.stats.timing("waiting_s"):
-            failure = self._finish()
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
-        self._snapshots.free()
-        if failure is not None:
-            raise failure
-
-    def _finish(self) -> BaseException | None:
-        """Wait for the write in flight; what went wrong in it."""
-        failure = None if self._in_flight is None else self._in_flight.exception()
-        self._in_flight = None
-        return failure
-
-    def _snapshot(self, checkpoint: dict[str, Any], path: Path) -> Any:
-        try:
-            return self._snapshots.take(checkpoint)
-        except Exception as error:
-            raise CheckpointWriteError.because(error, path=path) from error
-
-    # In the thread.
-
-    def _write(self, snapshot: Any, write: Callable[[dict[str, Any]], None], path: Path) -> None:
-        try:
-            with self.stats.timing("background_s"):
-                write(snapshot)
-        except Exception as error:
-            failure = CheckpointWriteError.because(error, path=path)
-            # Should the program end now, nobody would hear of it otherwise.
-            log.error("bucketddp: %s", failure)
-            if failure is error:
-                raise
-            raise failure from error
-
-    def _remove(self, write: Future[None], remove: Callable[[], None], path: Path) -> None:
-        if write.exception() is not None:
-            log.warning("bucketddp: checkpoint `%s` is kept, because the one that replaces it was not written.", path)
-            return
-        try:
-            remove()
-        except Exception:
-            log.exception("bucketddp: could not remove checkpoint `%s`.", path)

@@ -1,10 +1,10 @@
 """A file that appears under its name complete, or not at all.
 
 Note: whose file it is
-    Several runs may write into one directory, from several hosts, so a temporary file goes only when its writer is
-    surely gone. Its name tells who that is: the process by its number and start time, and which numbering of processes
-    that refers to (one boot of one kernel, one container). A process of our own numbering that is not there any more
-    has ended. About others nothing can be known from here, whatever the file system: their files go when nobody has
+    Several runs may write into one directory, from several hosts, so a temporary file is removed only when its writer
+    is surely gone. Its name tells who that is: the process by its number and start time, and where that number means
+    something (one boot of one kernel, one container). A process of our own numbering that is not there any more has
+    ended. About others nothing can be known from here, whatever the file system: their files go when nobody has
     written to them for an hour. Should such a writer live all the same, its save fails with an error that names the
     path; what it has saved before is not touched.
 
@@ -15,7 +15,6 @@ Note: whose file it is
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import os
 import re
@@ -24,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from lightning_bucketddp.processes import is_running, pid_scope, process_start_time
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -36,12 +37,12 @@ _NAME = re.compile(r"\.bucketddp-([0-9a-f]{16})-(\d{1,9})-(\d+)-[0-9a-f]{8}\.tmp
 
 
 def temporary_name() -> str:
-    """A new file name that tells its writer. It is hidden, and short whatever the name of the checkpoint."""
-    return f".bucketddp-{_numbering()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}.tmp"
+    """Return a new file name that tells its writer. It is hidden, and short whatever the name of the checkpoint."""
+    return f".bucketddp-{pid_scope()}-{os.getpid()}-{process_start_time(os.getpid())}-{secrets.token_hex(4)}.tmp"
 
 
 def find_temporary_files(directory: str) -> list[Path]:
-    """The temporary files in `directory`, whether their writers are gone or not."""
+    """Return the temporary files in `directory`, whether their writers are gone or not."""
     with suppress(OSError):
         return [path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name)]
     return []
@@ -52,45 +53,13 @@ def remove_abandoned_files(directory: str, *, now: float) -> None:
 
     What cannot be removed stays: a save does not fail because of that.
     """
-    numbering = _numbering()
-    with suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if (name := _NAME.fullmatch(entry.name)) is None:
-                continue
-            with suppress(OSError):
-                is_gone = name[1] == numbering and _has_ended(int(name[2]), start_time=int(name[3]))
-                if is_gone or now - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S:
-                    os.unlink(entry.path)
-
-
-def _numbering() -> str:
-    """Identifies the processes whose numbers mean the same as ours."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        identity = f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()
-    except OSError:
-        identity = secrets.token_bytes()  # unknown: nobody else's
-    return hashlib.blake2b(identity, digest_size=8).hexdigest()
-
-
-def _has_ended(pid: int, *, start_time: int) -> bool:
-    try:
-        os.kill(pid, 0)  # asks; /proc alone may hide the processes of other users
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return _start_time(pid) != start_time
-
-
-def _start_time(pid: int) -> int:
-    """When this process was started, in ticks since the boot; 0 if it has ended and waits for its parent to notice."""
-    try:
-        # Fields are counted from behind the name, which is in parentheses and may hold anything.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if state == "Z" else int(fields[18])
+    own_scope = pid_scope()
+    for path in find_temporary_files(directory):
+        scope, pid, start_time = _NAME.findall(path.name)[0]
+        with suppress(OSError):
+            is_gone = scope == own_scope and not is_running(int(pid), start_time=int(start_time))
+            if is_gone or now - path.lstat().st_mtime > _ABANDONED_AFTER_S:
+                path.unlink()
 
 
 class _TemporaryFile(io.FileIO):
@@ -108,7 +77,7 @@ class _TemporaryFile(io.FileIO):
 
 @contextmanager
 def atomic_file(path: str) -> Iterator[BinaryIO]:
-    """A new file to write into, which takes the place of `path` on disk when the block ends without an error.
+    """Open a new file to write into, which takes the place of `path` on disk when the block ends without an error.
 
     If `path` is a symbolic link, the link is replaced: what it points to may be a checkpoint that someone keeps.
     """

@@ -29,17 +29,15 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         if storage_options is not None:
-            super().save_checkpoint(checkpoint, str(path), storage_options)  # refuses them
+            super().save_checkpoint(checkpoint, str(path), storage_options)  # which refuses them
             return
-        try:
+        with CheckpointWriteError.raised_for(path):
             filesystem, target = url_to_fs(str(path))
             if isinstance(filesystem, LocalFileSystem):
                 with atomic_file(target) as file:
                     torch.save(checkpoint, file)
             else:
                 _upload(checkpoint, filesystem, target)
-        except Exception as error:
-            raise CheckpointWriteError.because(error, path=path) from error
 
     def load_checkpoint(
         self,

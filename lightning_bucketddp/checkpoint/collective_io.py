@@ -16,6 +16,9 @@ from lightning_bucketddp.checkpoint.errors import CheckpointReadError, Checkpoin
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.wording import list_some_ranks
 
+_Checkpoint = TypeVar("_Checkpoint")
+_CHUNK_BYTES = 2**20
+
 
 def write_on_rank_zero(
     write: Callable[[], None], collectives: Collectives | None, *, path: str | os.PathLike[str] | None = None
@@ -23,12 +26,8 @@ def write_on_rank_zero(
     """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
 
     Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
-    after a failure of some rank, rank zero writes alone and the others do nothing.
-
-    Args:
-        write: writes the checkpoint.
-        collectives: None when there are no other ranks to tell.
-        path: what is written, for the error; None if not known.
+    after a failure of some rank, rank zero writes alone and the others do nothing. `collectives` is None when there are
+    no other ranks, and `path`, which goes into the error, if it is not known.
     """
     if collectives is None or not collectives.is_open:
         if collectives is None or collectives.rank == 0:
@@ -45,10 +44,6 @@ def write_on_rank_zero(
         raise CheckpointWriteError(f"{on_rank_zero['message']} (on rank 0)", errno=on_rank_zero["errno"])
 
 
-_Checkpoint = TypeVar("_Checkpoint")
-_CHUNK_BYTES = 2**20
-
-
 def read_on_every_rank(
     read: Callable[[], _Checkpoint], collectives: Collectives, *, path: str | os.PathLike[str]
 ) -> _Checkpoint:
@@ -56,17 +51,13 @@ def read_on_every_rank(
 
     A rank that cannot read would leave the others waiting for it, and one that reads another file would train on from
     another optimizer state: hosts may have disks of their own.
-
-    Args:
-        read: reads the checkpoint.
-        collectives: the ranks that read.
-        path: what is read, as this rank calls it.
     """
     try:
         checkpoint = read()
         content = _fingerprint(str(path))
     except Exception as error:
-        text = str(error) if isinstance(error, CheckpointReadError) else _about(path, error)
+        is_ours = isinstance(error, CheckpointReadError)
+        text = str(error) if is_ours else f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
         collectives.gather_json({"path": str(path), "error": text})
         raise
     _raise_difference(collectives.gather_json({"path": str(path), "content": content}))
@@ -79,7 +70,7 @@ def read_nowhere(collectives: Collectives) -> None:
 
 
 def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
-    """Raise what is wrong with the `outcomes` of all ranks, by rank."""
+    """Raise if the `outcomes`, by rank, are errors on some ranks or different files."""
     if failed := [rank for rank, outcome in enumerate(outcomes) if "error" in outcome]:
         raise CheckpointReadError(f"{outcomes[failed[0]]['error']} (on {list_some_ranks(failed)})")
     without = [rank for rank, outcome in enumerate(outcomes) if outcome["path"] is None]
@@ -98,12 +89,11 @@ def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
         )
 
 
-def _about(path: str | os.PathLike[str], error: Exception) -> str:
-    return f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
-
-
 def _fingerprint(path: str) -> str | None:
-    """Differs for files that differ, without reading what has checksums; None for what is not a local file."""
+    """Return a fingerprint that differs for files that differ; None for what is not a local file.
+
+    Archives are not read: they hold checksums.
+    """
     filesystem, target = url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem) or not os.path.isfile(target):
         return None

@@ -1,9 +1,11 @@
-"""What goes wrong with a checkpoint, in words that name the file."""
+"""Errors of writing and reading checkpoints, which name the file."""
 
 from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CheckpointWriteError(OSError):
@@ -15,7 +17,7 @@ class CheckpointWriteError(OSError):
 
     @classmethod
     def because(cls, cause: Exception, *, path: str | os.PathLike[str] | None) -> CheckpointWriteError:
-        """The error for `path` (None: not known); a `cause` that is one already is returned as it is."""
+        """Return the error for `path` (None: not known); a `cause` that is one already is returned as it is."""
         if isinstance(cause, cls):
             return cause
         checkpoint = "a checkpoint" if path is None else f"checkpoint `{path}`"
@@ -27,6 +29,17 @@ class CheckpointWriteError(OSError):
             errno=cause.errno,
         )
 
+    @classmethod
+    @contextmanager
+    def raised_for(cls, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Raise exceptions in the block as errors about writing `path`."""
+        try:
+            yield
+        except cls:
+            raise
+        except Exception as error:
+            raise cls.because(error, path=path) from error
+
 
 class CheckpointReadError(RuntimeError):
     """A checkpoint is there but cannot be used: it is damaged, unsafe, or not the same on all ranks."""
@@ -37,7 +50,7 @@ class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
 
     @classmethod
     def holding(cls, refused: str, *, path: str | os.PathLike[str]) -> UnsafeCheckpointError:
-        """The error for a file at `path` with something in it that is not data."""
+        """Return the error for a file at `path` with something in it that is not data."""
         return cls(
             f"Checkpoint `{path}` is not loaded, because it holds what `weights_only=True` does not take: {refused}."
             " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"

@@ -34,31 +34,31 @@ from lightning_bucketddp.wording import list_names
 DIRECTORY = "nonfinite"
 _STATISTICS = ("running_mean", "running_var")
 
-# The worst that is found in a weight, by name: nothing, something infinite, a nan.
+# The worst value that is found in a weight, by name: a finite one, an infinity, a nan.
 FINITE, INFINITE, NAN = range(3)
 Severities = dict[str, int]
 Path = str | os.PathLike[str]
 
 
 def severities_of(module: nn.Module) -> Severities:
-    """Look at all weights of `module` (Note: what counts as a weight)."""
+    """Return the worst value of each weight of `module` (Note: what counts as a weight)."""
     return _severities(_weights_of(module))
 
 
 def spoiled_weights(state_dict: Mapping[str, Any], module: nn.Module, *, at_start: Severities) -> list[str]:
-    """The names of weights of `module` that are worse in `state_dict` than they were `at_start`."""
+    """Return the names of weights of `module` that are worse in `state_dict` than they were `at_start`."""
     weights = _weights_of(module).keys()
     now = _severities({name: value for name, value in state_dict.items() if name in weights})
     return [name for name in state_dict if now.get(name, FINITE) > at_start.get(name, FINITE)]
 
 
 class FiniteCheckpoints:
-    """On rank zero: which checkpoints are finite, and where others go (Note: never in the place of a finite one)."""
+    """Which checkpoints are finite, and where others go; on rank zero (Note: never in the place of a finite one)."""
 
     def __init__(self) -> None:
         # In the order in which they were saved; True: with all that training needs to go on.
         self._finite: dict[str, bool] = {}
-        # What was written beside the path that was asked for.
+        # By the path that was asked for: where it was written instead.
         self._beside: dict[str, str] = {}
         self._links: set[str] = set()
         self._is_spoiled = False
@@ -74,10 +74,9 @@ class FiniteCheckpoints:
     def place(
         self, path: Path, spoiled: list[str], *, refuses: bool, can_resume: bool = True, step: int | None = None
     ) -> Path:
-        """Where to write a checkpoint that was meant for `path`, and has these `spoiled` weights.
+        """Return where to write a checkpoint that was meant for `path`, and has these `spoiled` weights.
 
         Args:
-            path: what was asked for.
             spoiled: names of weights that have become infinite or nan.
             refuses: raise instead of choosing another place.
             can_resume: there is all in it that training needs to go on.
@@ -108,7 +107,7 @@ class FiniteCheckpoints:
         return beside
 
     def link(self, path: Path) -> None:
-        """Make the local `path` of a checkpoint that was written beside it lead to the newest finite one, if any."""
+        """Link the local `path` of a checkpoint that was written beside it to the newest finite one, if any."""
         if not os.path.lexists(path):
             newest = self._newest()
             target = self._beside[str(path)] if newest is None else newest
@@ -129,7 +128,7 @@ class FiniteCheckpoints:
             raise
 
     def path_to_remove(self, path: Path) -> str | None:
-        """What to remove for the checkpoint that was to be saved to `path`; None: nothing."""
+        """Return what to remove for the checkpoint that was to be saved to `path`; None: nothing."""
         if (beside := self._beside.pop(str(path), None)) is not None:
             if str(path) in self._links:
                 self._links.remove(str(path))
@@ -146,11 +145,8 @@ class FiniteCheckpoints:
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
-    statistics = {
-        name: buffer
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-        if name.rpartition(".")[2] in _STATISTICS
-    }
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    statistics = {name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in _STATISTICS}
     return {**dict(module.named_parameters(remove_duplicate=False)), **statistics}
 
 
@@ -161,13 +157,11 @@ def _severities(weights: Mapping[str, Any]) -> Severities:
         if (numbers := _real_numbers(weight)) is not None:
             low, high = numbers.aminmax()  # several times faster than `isfinite`
             by_kind.setdefault((low.device, low.dtype), {})[name] = (low, high)
-    return {
-        name: _severity(*extremes)
-        for of_kind in by_kind.values()
-        for name, extremes in zip(
-            of_kind, torch.stack([torch.stack(pair) for pair in of_kind.values()]).tolist(), strict=True
-        )
-    }
+    found: Severities = {}
+    for of_kind in by_kind.values():
+        extremes = torch.stack([torch.stack(pair) for pair in of_kind.values()]).tolist()
+        found |= {name: _severity(*pair) for name, pair in zip(of_kind, extremes, strict=True)}
+    return found
 
 
 def _severity(low: float, high: float) -> int:

@@ -41,7 +41,6 @@ class HookState:
     """The state that a user gave to a communication hook.
 
     Args:
-        state: the user's object.
         layout: identifies what the hook's buckets are made of (see `bucket_layout`).
         collectives: None when there are no other ranks.
     """
@@ -51,12 +50,12 @@ class HookState:
     collectives: Collectives | None
 
     def gather(self) -> dict[str, Any] | None:
-        """What goes into the checkpoint, on rank zero; None on the other ranks. All ranks must call this."""
+        """Return what goes into the checkpoint, on rank zero; None on the other ranks. All ranks must call this."""
         by_rank = gather_to_rank_zero(plain_entries(self._entries()), self.collectives)
         return None if by_rank is None else {"layout": self.layout, "by_rank": by_rank}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put this rank's part of a checkpoint back into the user's object."""
+        """Put what this rank has saved back into the user's object."""
         by_rank = saved["by_rank"]
         rank, world_size = (0, 1) if self.collectives is None else (self.collectives.rank, self.collectives.world_size)
         device = torch.device("cpu") if self.collectives is None else self.collectives.device
@@ -74,13 +73,13 @@ class HookState:
         self._replace(from_plain(_common(by_rank) if reason else by_rank[rank], device))
 
     def _entries(self) -> dict[Any, Any]:
-        if _speaks_state_dict(self.state):
+        if _has_state_dict(self.state):
             return dict(self.state.state_dict())  # type: ignore[attr-defined]
         return self.state if isinstance(self.state, dict) else _attributes(self.state)
 
     def _replace(self, entries: dict[Any, Any]) -> None:
         present = self._entries()
-        if _speaks_state_dict(self.state):
+        if _has_state_dict(self.state):
             self.state.load_state_dict({**present, **entries})  # type: ignore[attr-defined]
             return
         # What is not plain now (a process group) was given by the program for this run.
@@ -94,7 +93,7 @@ class HookState:
 
 
 def bucket_layout(parameters: Mapping[str, Tensor], config: ReducerConfig) -> str:
-    """Equal for two runs whose buckets have the same members, as far as can be known before the first backward."""
+    """Return a hash that is equal for runs whose buckets have the same members, as far as known before a backward."""
     described = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in parameters.items()]
     return hashlib.sha256(json.dumps([described, config.caps.by_position, config.caps.last]).encode()).hexdigest()
 
@@ -109,7 +108,7 @@ def _common(by_rank: list[dict[Any, Any]]) -> dict[Any, Any]:
     }
 
 
-def _speaks_state_dict(state: object) -> bool:
+def _has_state_dict(state: object) -> bool:
     return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
 
 

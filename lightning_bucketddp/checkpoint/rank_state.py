@@ -1,10 +1,11 @@
-"""What every rank has of its own, as plain data, brought together on rank zero for the checkpoint."""
+"""State that each rank has of its own: as plain data, and gathered to rank zero for the checkpoint."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,7 @@ class NotPlainError(TypeError):
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as plain data; raises `NotPlainError` for what has no such form.
-
-    An entry of a dict that has none is left out.
-    """
+    """Return `value` as plain data, without entries of dicts that have no such form; else raise `NotPlainError`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -47,7 +45,7 @@ def to_plain(value: Any) -> Any:
 
 
 def plain_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """The entries that have a plain form."""
+    """Return the entries that have a plain form, in that form."""
     plain = {}
     for key, value in entries.items():
         if type(key) in (bool, int, float, str):
@@ -57,12 +55,12 @@ def plain_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` has a plain form."""
+    """Return whether `value` has a plain form."""
     return bool(plain_entries({"value": value}))
 
 
 def from_plain(plain: Any, device: torch.device) -> Any:
-    """What `to_plain` was given; tensors that were on an accelerator are put on `device`."""
+    """Return what `to_plain` was given; tensors that were on an accelerator are put on `device`."""
     if type(plain) in (list, tuple):
         return type(plain)([from_plain(item, device) for item in plain])
     if type(plain) is not dict:
@@ -82,7 +80,7 @@ def from_plain(plain: Any, device: torch.device) -> Any:
 
 
 def holds_tensors(plain: Any) -> bool:
-    """Whether there is a tensor or an array anywhere in plain data."""
+    """Return whether there is a tensor or an array anywhere in plain data."""
     if type(plain) is dict:
         return any(holds_tensors(value) for value in plain.values())
     if type(plain) in (list, tuple):
@@ -97,12 +95,8 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0).byte()
 
 
-# Stands for a tensor that travels on its own, in a dict with its shape and dtype.
-_SLOT = "bucketddp_tensor"
-
-
 def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:
-    """`tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
+    """Return `tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
 
     Tensors travel one by one, to rank zero only, and are on the CPU there: together they may be larger than the memory
     of a device. They are copies, so that a checkpoint can be written while training goes on.
@@ -111,61 +105,38 @@ def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any]
         tree: dicts, lists and tuples of dense tensors, numbers, strings and None.
         collectives: None when there are no other ranks.
     """
-    tensors: list[Tensor] = []
-    outline = _map(tree, _is_tensor, lambda tensor: _taken_out(tensor, tensors))
     if collectives is None:
-        return [_with_tensors(outline, (_copy_on_cpu(tensor) for tensor in tensors))]
-    outlines = collectives.gather_rows(_to_bytes(outline, collectives.device))
+        return [_map_tensors(tree, _copy_to_cpu)]
+    device = collectives.device
+    # Tensors on "meta" have a shape and a dtype, and no content: they tell rank zero what to receive.
+    outlines = collectives.gather_rows(_to_bytes(_map_tensors(tree, lambda tensor: tensor.to("meta")), device))
     if collectives.rank != 0:
-        for tensor in tensors:
-            collectives.send(tensor.detach().to(collectives.device), destination=0)
+        _map_tensors(tree, lambda tensor: collectives.send(tensor.to(device), destination=0))
         return None
-    gathered = [_with_tensors(outline, (_copy_on_cpu(tensor) for tensor in tensors))]
-    for source in range(1, collectives.world_size):
-        outline = _from_bytes(outlines[source])
-        gathered.append(_with_tensors(outline, _received(outline, source, collectives)))
-    return gathered
 
-
-def _received(outline: Any, source: int, collectives: Collectives) -> Iterator[Tensor]:
-    slots: list[dict[str, Any]] = []
-    _map(outline, _is_slot, slots.append)
-    for slot in slots:
-        tensor = torch.empty(slot["shape"], dtype=slot["dtype"], device=collectives.device)
+    def receive(outline: Tensor, *, source: int) -> Tensor:
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         collectives.receive(tensor, source=source)
-        yield tensor.cpu()
+        return tensor.cpu()
+
+    others = enumerate(outlines[1:], start=1)
+    received = [_map_tensors(_from_bytes(raw), partial(receive, source=source)) for source, raw in others]
+    return [_map_tensors(tree, _copy_to_cpu), *received]
 
 
-def _with_tensors(outline: Any, tensors: Iterator[Tensor]) -> Any:
-    return _map(outline, _is_slot, lambda _: next(tensors))
-
-
-def _taken_out(tensor: Tensor, tensors: list[Tensor]) -> dict[str, Any]:
-    tensors.append(tensor)
-    return {_SLOT: True, "shape": tensor.shape, "dtype": tensor.dtype}
-
-
-def _map(tree: Any, matches: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
-    """`tree` with what `matches` replaced, always in the same order."""
-    if matches(tree):
-        return replace(tree)
+def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `tree` with `function` called on each tensor, always in the same order."""
+    if isinstance(tree, Tensor):
+        return function(tree.detach())
     if type(tree) is dict:
-        return {key: _map(value, matches, replace) for key, value in tree.items()}
+        return {key: _map_tensors(value, function) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)([_map(value, matches, replace) for value in tree])
+        return type(tree)([_map_tensors(value, function) for value in tree])
     return tree
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_slot(value: Any) -> bool:
-    return type(value) is dict and _SLOT in value
-
-
-def _copy_on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _to_bytes(outline: Any, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint file: only what is whole, and without running anything that is in it."""
+"""Reading a checkpoint file: only if it is whole, and without running anything that is in it."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ _TYPES = [
     *[bool, int, float, complex, str, list, tuple, dict, set, frozenset, range, slice],
     *[np.dtype, np.ndarray, *{type(np.dtype(code)) for code in np.typecodes["All"]}],
 ]
-# What numpy pickles scalars and arrays by. Functions of its own, so they are asked for and not imported.
+# By which numpy pickles scalars and arrays. They are private, so they are asked for and not imported.
 _NUMPY_FUNCTIONS: list[Any] = [np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
-# Whose enumerations are as harmless as those of the standard library.
+# Packages whose enumerations are as safe as those of the standard library.
 _TRUSTED_ROOTS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch"}
 
 
 def safe_globals_allowed() -> AbstractContextManager[None]:
-    """A context in which `torch.load(weights_only=True)` takes harmless types too."""
+    """Have `torch.load(weights_only=True)` take plain data types of Python, numpy and others in the block."""
     allowed = [*_TYPES, *_PATHS, *_under_other_names(), *_enumerations(), *_configurations()]
     # Torch removes at the end what it is given, and the user may have allowed some for good.
     by_user = torch.serialization.get_safe_globals()
-    context: AbstractContextManager[None] = torch.serialization.safe_globals(
-        [item for item in allowed if item not in by_user]
-    )
+    context: AbstractContextManager[None]
+    context = torch.serialization.safe_globals([item for item in allowed if item not in by_user])
     return context
 
 
 def _enumerations() -> Iterator[type[enum.Enum]]:
-    """Those that are imported: importing a module because a file names it could run anything."""
+    """Yield the enumerations that are imported: importing a module because a file names it could run anything."""
     found = [enum.Enum]
     while found:
         found += (kind := found.pop()).__subclasses__()
@@ -65,7 +64,7 @@ def _enumerations() -> Iterator[type[enum.Enum]]:
 
 
 def _configurations() -> list[Any]:
-    """What OmegaConf, and so Hydra, makes a configuration of; Lightning saves one that is used as hyperparameters."""
+    """Return the types of an OmegaConf (and Hydra) configuration; Lightning saves those used as hyperparameters."""
     if (omegaconf := sys.modules.get("omegaconf")) is None:
         return []
     nodes = ["AnyNode", "BooleanNode", "BytesNode", "EnumNode", "FloatNode", "IntegerNode", "PathNode", "StringNode"]
@@ -77,7 +76,7 @@ def _configurations() -> list[Any]:
 
 
 def _under_other_names() -> Iterator[Callable[..., Any]]:
-    """What numpy before and after 2.0, and Python 3.13 and others, call differently."""
+    """Yield safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
     for function in _NUMPY_FUNCTIONS:
         for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             yield _renamed(function, module, function.__name__)
@@ -90,13 +89,13 @@ def _renamed(function: Callable[..., Any], module: str, name: str) -> Callable[.
     def renamed(*args: Any) -> Any:
         return function(*args)
 
-    # By which torch finds it.
+    # These are the names that torch looks up.
     renamed.__module__, renamed.__name__, renamed.__qualname__ = module, name, name
     return renamed
 
 
 def read_checkpoint(path: str, *, map_location: Any, weights_only: bool | None) -> Any:
-    """What the file at `path` holds. One that is damaged is refused before anything of it is loaded.
+    """Return what the file at `path` holds. One that is damaged is refused before anything of it is loaded.
 
     Args:
         path: a local path or what fsspec takes.
@@ -121,7 +120,7 @@ def read_checkpoint(path: str, *, map_location: Any, weights_only: bool | None) 
 
 @contextmanager
 def _opened(target: str, filesystem: AbstractFileSystem) -> Iterator[BinaryIO]:
-    """The file itself, or a copy of a remote one: it is read twice, and must not change in between."""
+    """Open the file, or a copy of a remote one: it is read twice, and must not change in between."""
     if isinstance(filesystem, LocalFileSystem):
         with open(target, "rb") as file:
             yield file
@@ -144,7 +143,7 @@ def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -
 
 
 def _refused(error: Exception, file: BinaryIO) -> str | None:
-    """What torch does not take: all that the file names, if torch can tell; None if the file is not even a pickle."""
+    """Return what torch does not take, with all names if it can list them; None if the file is not even a pickle."""
     # Torch raises a page of advice in the place of the error that says it.
     reason = str(error.__context__ or error).partition(". Please")[0]
     if not is_archive(file):
@@ -157,7 +156,7 @@ def _refused(error: Exception, file: BinaryIO) -> str | None:
 
 
 def _is_about_the_file(error: Exception, file: BinaryIO) -> bool:
-    """Whether an error of torch's shows damage that `damage_in` cannot see, as in files without checksums."""
+    """Return whether an error of torch's shows damage that `damage_in` cannot see, as in files without checksums."""
     if is_archive(file):
         return "PytorchStreamReader" in str(error)
     return not isinstance(error, RuntimeError) or "corrupt" in str(error)

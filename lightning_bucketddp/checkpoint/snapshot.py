@@ -1,4 +1,4 @@
-"""A checkpoint as it is now, which later training steps cannot change.
+"""Snapshots: copies of a checkpoint that later training steps cannot change.
 
 Note: what is copied
     The checkpoint goes through pickle, as `torch.save` would put it, except that each storage stays behind and is
@@ -27,25 +27,25 @@ class Snapshots:
         self._buffers: list[Tensor] = []
 
     def take(self, checkpoint: Any) -> Any:
-        """A copy of `checkpoint` with all tensors in host memory (Note: what is copied)."""
-        outline = io.BytesIO()
-        pickler = _Pickler(outline, protocol=_PROTOCOL)
+        """Return a copy of `checkpoint` with all tensors in host memory (Note: what is copied)."""
+        without_storages = io.BytesIO()
+        pickler = _Pickler(without_storages, protocol=_PROTOCOL)
         pickler.dump(checkpoint)
         # Not as inference tensors, which a save after a validation would make: those cannot be overwritten later.
         with torch.inference_mode(False), torch.no_grad():
             copies = self._copy(pickler.storages)
-            outline.seek(0)
-            return _Unpickler(outline, [(copies[key], dtype) for key, dtype in pickler.references]).load()
+            without_storages.seek(0)
+            return _Unpickler(without_storages, copies).load()
 
     def free(self) -> None:
-        """Give the memory back. Snapshots that were taken are invalid from now on."""
+        """Free the memory. Snapshots that were taken are invalid from now on."""
         self._buffers = []
 
     def _copy(self, storages: dict[int, UntypedStorage]) -> dict[int, UntypedStorage]:
         free: dict[tuple[int, bool], list[Tensor]] = {}
         for buffer in self._buffers:
             free.setdefault((buffer.nbytes, buffer.is_pinned()), []).append(buffer)
-        # What this checkpoint has no use for is let go first.
+        # Buffers that this checkpoint has no use for are freed first.
         self._buffers = []
         sizes = {key: (storage.nbytes(), storage.device.type == "cuda") for key, storage in storages.items()}
         chosen = {key: free[size].pop() for key, size in sizes.items() if free.get(size)}
@@ -63,14 +63,13 @@ class Snapshots:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves storages out, and remembers them: each once, and every reference to it with its dtype, if it has one."""
+    """Leaves storages out, and collects them; in the place of each goes its key, with its dtype if it has one."""
 
     def __init__(self, file: io.BytesIO, *, protocol: int) -> None:
         super().__init__(file, protocol=protocol)
         self.storages: dict[int, UntypedStorage] = {}
-        self.references: list[tuple[int, torch.dtype | None]] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> tuple[int, torch.dtype | None] | None:
         dtype = None
         if isinstance(obj, TypedStorage):
             obj, dtype = obj._untyped_storage, obj.dtype
@@ -79,19 +78,18 @@ class _Pickler(pickle.Pickler):
         storage: UntypedStorage = obj
         key: int = storage._cdata  # by which `torch.save` knows a storage
         self.storages[key] = storage
-        self.references.append((key, dtype))
-        return len(self.references) - 1
+        return key, dtype
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts other storages in the places of those that were left out."""
+    """Puts other storages, by key, in the places of those that were left out."""
 
-    def __init__(self, file: io.BytesIO, references: list[tuple[UntypedStorage, torch.dtype | None]]) -> None:
+    def __init__(self, file: io.BytesIO, storages: dict[int, UntypedStorage]) -> None:
         super().__init__(file)
-        self._references = references
+        self._storages = storages
 
-    def persistent_load(self, pid: int) -> TypedStorage | UntypedStorage:
-        storage, dtype = self._references[pid]
+    def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> TypedStorage | UntypedStorage:
+        storage, dtype = self._storages[pid[0]], pid[1]
         if dtype is None:
             return storage
         typed: TypedStorage = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

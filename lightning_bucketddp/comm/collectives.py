@@ -2,8 +2,8 @@
 
 Note: lent tensors
     A thread of gloo's lets go of an operation a moment after it has ended. Should it be the last that holds a tensor of
-    Python's, it needs the interpreter for that; but the end of a group waits for its threads, and does not let go of
-    the interpreter: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
+    Python's, it needs the interpreter's lock to free it; but destroying a group waits for the group's threads, and
+    keeps that lock: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
     gloo has let go of them.
 """
 
@@ -46,11 +46,11 @@ class PendingGather:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return bool(self.work.is_completed())
 
     def wait(self) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
+        """Return the tensors of all ranks, by rank."""
         self.work.wait()
         return self.gathered
 
@@ -67,7 +67,7 @@ class Collectives:
     def __init__(
         self, device: torch.device, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
     ) -> None:
-        # Of a further group between hosts: what its operations may still hold (Note: lent tensors).
+        # In a further group between hosts: tensors that its operations may still hold (Note: lent tensors).
         self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
         self.device = device
         self._timeout = timeout
@@ -77,27 +77,25 @@ class Collectives:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self._group_averages = self._probe_average()
-        self._side_group: Collectives | None = None
-        self._host_group: Collectives | None = None
+        self._further: dict[str, Collectives] = {}
 
     @property
     def is_open(self) -> bool:
-        """Whether the process group is still there: nobody has destroyed it, or destroyed it and made another."""
+        """Return whether the process group is still there, and has not been destroyed or replaced."""
         return dist.is_initialized() and dist.group.WORLD is self._world
 
     def close_host_groups(self) -> None:
-        """Give back what the further groups between hosts hold: each has threads and a connection to every rank.
+        """Destroy the further groups between hosts, each of which has threads and a connection to every rank.
 
-        Nothing may be under way in them: the end of a group waits for it, and all threads of the program do.
+        Nothing may be under way in them: destroying a group waits for it, and all threads of the program wait then.
         """
-        for name in ("_side_group", "_host_group"):
-            further: Collectives | None = getattr(self, name)
-            if further is not None and self.is_open and further.has_all_back():
-                setattr(self, name, None)
+        for name, further in list(self._further.items()):
+            if self.is_open and further.has_all_tensors_back():
+                del self._further[name]
                 dist.destroy_process_group(further.group)
 
-    def has_all_back(self) -> bool:
-        """Whether nothing is lent any more; waits a little for it. Not for groups that are not to be closed."""
+    def has_all_tensors_back(self) -> bool:
+        """Wait a little until no tensor is lent; return whether that is so. False in groups that are never closed."""
         if self._lent is None:
             return False
         deadline = time.monotonic() + _LETS_GO_WITHIN_S
@@ -106,7 +104,7 @@ class Collectives:
         return is_back
 
     def _lend(self, tensor: Tensor) -> Tensor:
-        """`tensor` for an operation of this group (Note: lent tensors)."""
+        """Return `tensor` for an operation of this group (Note: lent tensors)."""
         if self._lent is None:
             return tensor
         while self._lent and _is_only_ours(self._lent[0]):
@@ -115,22 +113,20 @@ class Collectives:
         return self._lent[-1]
 
     def side_group(self) -> Collectives:
-        """The same ranks over connections of their own, so that the two groups' collectives need no common order."""
-        if self._side_group is None:
-            self._side_group = self._new_group(self.device, backend=None)
-        return self._side_group
+        """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
+        return self._further_group("side", self.device, backend=None)
 
     def host_group(self) -> Collectives:
-        """The same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
-        if self._host_group is None:
-            self._host_group = self._new_group(torch.device("cpu"), backend="gloo")
-        return self._host_group
+        """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
+        return self._further_group("host", torch.device("cpu"), backend="gloo")
 
-    def _new_group(self, device: torch.device, *, backend: str | None) -> Collectives:
-        ranks = dist.get_process_group_ranks(self.group)
-        with gloo_between_hosts():
-            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
-        return Collectives(device, group=group, timeout=self._timeout)
+    def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
+        if name not in self._further:
+            ranks = dist.get_process_group_ranks(self.group)
+            with gloo_between_hosts():
+                group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+            self._further[name] = Collectives(device, group=group, timeout=self._timeout)
+        return self._further[name]
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""
@@ -145,20 +141,20 @@ class Collectives:
         dist.all_reduce(self._lend(tensor), op=dist.ReduceOp.SUM, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """This tensor of every rank, by rank; shape and dtype must be equal everywhere."""
+        """Return this tensor of every rank, by rank; shape and dtype must be equal everywhere."""
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather([self._lend(part) for part in gathered], self._lend(tensor), group=self.group)
+        dist.all_gather([self._lend(received) for received in gathered], self._lend(tensor), group=self.group)
         return gathered
 
     def start_gather(self, tensor: Tensor) -> PendingGather:
         """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        lent = [self._lend(part) for part in gathered]
+        lent = [self._lend(received) for received in gathered]
         return PendingGather(dist.all_gather(lent, self._lend(tensor), group=self.group, async_op=True), gathered)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """This tensor of every rank, by rank; the number of rows may differ between ranks."""
+        """Return this tensor of every rank, by rank; the number of rows may differ between ranks."""
         num_rows = torch.tensor([tensor.shape[0]], device=self.device)
         rows_by_rank = [int(n) for n in torch.cat(self.gather(num_rows)).tolist()]
         padded = tensor.new_zeros((max(rows_by_rank), *tensor.shape[1:]))
@@ -166,19 +162,19 @@ class Collectives:
         return [rows[:n] for rows, n in zip(self.gather(padded), rows_by_rank, strict=True)]
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
-        """Give a dense `tensor` to rank `destination`, which must `receive` it."""
-        self._exchange(dist.isend, tensor.contiguous(), peer=destination)
+        """Send a dense `tensor` to rank `destination`, which must `receive` it."""
+        self._exchange(dist.isend, tensor.contiguous(), other=destination)
 
     def receive(self, tensor: Tensor, *, source: int) -> None:
         """Overwrite a contiguous `tensor` with the one that rank `source` sends."""
-        self._exchange(dist.irecv, tensor, peer=source)
+        self._exchange(dist.irecv, tensor, other=source)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """This JSON value of every rank, by rank."""
+        """Return this JSON value of every rank, by rank."""
         return [_from_bytes(raw) for raw in self.gather_rows(_to_bytes(value, self.device))]
 
     def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
-        """The JSON value that `source` has; the others' values are ignored."""
+        """Return the JSON value that `source` has; the others' values are ignored."""
         raw = _to_bytes(value if self.rank == source else None, self.device)
         size = torch.tensor([raw.numel()], device=self.device)
         self._broadcast(size, source)
@@ -204,13 +200,13 @@ class Collectives:
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(self._lend(tensor), src=dist.get_global_rank(self.group, source), group=self.group)
 
-    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, peer: int) -> None:
+    def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
             return
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
         raw = tensor.view(-1).view(torch.uint8)
-        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, peer), self.group)]
+        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, other), self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -219,7 +215,7 @@ class Collectives:
         return work
 
     def _probe_average(self) -> bool:
-        """Whether the backend averages by itself: NCCL does, others may not.
+        """Return whether the backend averages by itself: NCCL does, others may not.
 
         gloo can since torch 2.10 or so, but in a thread and a pass of its own, when the tensor has left the caches.
         """
@@ -234,12 +230,12 @@ class Collectives:
 
 
 def files_of_collectives() -> tuple[str, ...]:
-    """The files in which a thread is that waits for other ranks."""
+    """Return the source files in which a thread is that waits for other ranks."""
     return (__file__, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:
-    """`tensor` of every rank, stacked by rank; gradients flow back to the rank that gave the tensor if wanted."""
+    """Return `tensor` of every rank, stacked by rank; with `sync_grads`, gradients flow back to each rank's tensor."""
     if not (dist.is_available() and dist.is_initialized()):
         return tensor
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):

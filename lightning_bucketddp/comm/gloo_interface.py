@@ -1,4 +1,4 @@
-"""Which network gloo uses between hosts."""
+"""The network interface that gloo uses between hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANY_PORT = 9
 
 @contextmanager
 def gloo_between_hosts() -> Iterator[None]:
-    """Process groups that are made inside reach the other hosts, unless the user has said how."""
+    """Have gloo, in groups made in the block, take the interface that leads to `MASTER_ADDR`, if none is set."""
     main_address = os.environ.get("MASTER_ADDR")
     interface = interface_towards(main_address) if main_address and _VARIABLE not in os.environ else None
     if interface is None:
@@ -29,7 +29,7 @@ def gloo_between_hosts() -> Iterator[None]:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface through which packets leave for `address`; None if that is this host alone, or cannot be told."""
+    """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((address, _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_bucketddp.processes import boot_id
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -26,31 +28,28 @@ if TYPE_CHECKING:
 SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
 # By their PCI vendor: the networks of AWS and of Google's cloud, for which NCCL has numbers of its own.
 _VENDORS_KNOWN_TO_NCCL = {"0x1d0f", "0x1ae0"}
-_VERDICT = "bucketddp/sockets"
+_KEY = "bucketddp/sockets"
+# Of the file system that tells about networks and NCCL's settings.
 _ROOT = Path("/")
 
 
 def open_more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> int:
-    """Set NCCL's variables (Note: socket settings) on all ranks of `store` or on none; on how many hosts, or 0.
-
-    Args:
-        root: of the file system that tells about networks and NCCL's settings.
-    """
+    """Set NCCL's variables on all ranks of `store` or on none; return on how many hosts (Note: socket settings)."""
     settings = nccl_settings(os.environ, root=root)
-    store.set(f"{_VERDICT}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
+    store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
     if rank == 0:
-        answers = [json.loads(answer) for answer in store.multi_get([f"{_VERDICT}/{r}" for r in range(world_size)])]
+        answers = [json.loads(answer) for answer in store.multi_get([f"{_KEY}/{r}" for r in range(world_size)])]
         hosts = {host for host, _ in answers}
         is_wanted = len(hosts) > 1 and all(is_untuned for _, is_untuned in answers)
-        store.set(_VERDICT, json.dumps(len(hosts) if is_wanted else 0))
-    num_hosts = int(json.loads(store.get(_VERDICT)))
+        store.set(_KEY, json.dumps(len(hosts) if is_wanted else 0))
+    num_hosts = int(json.loads(store.get(_KEY)))
     if num_hosts > 0:
         os.environ.update(SETTINGS)
     return num_hosts
 
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
-    """Whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
+    """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
     if any(name in settings for name in SETTINGS):
         return False
     if settings.get("NCCL_NET_PLUGIN", "").lower() not in ("", "none"):
@@ -65,7 +64,7 @@ def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> boo
 
 
 def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict[str, str]:
-    """What NCCL will find set: in `environment`, in the user's file, in the machine's file, in that order."""
+    """Return what NCCL will find set: in `environment`, else in the user's file, else in the machine's file."""
     named = environment.get("NCCL_CONF_FILE")
     home = _home()
     of_user = Path(named).absolute() if named else home and home / ".nccl.conf"
@@ -77,13 +76,10 @@ def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict
 
 
 def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
-    """Ranks with the same are on one host, as NCCL sees it."""
+    """Return a name that is equal for ranks on one host, as NCCL sees it."""
     if given := settings.get("NCCL_HOSTID"):
         return given
-    boot = ""
-    with suppress(OSError):
-        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id(root=root)}"
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -95,7 +91,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _home() -> Path | None:
-    """Where NCCL looks, whatever `HOME` says."""
+    """Return the home directory that NCCL looks in, whatever `HOME` says."""
     import pwd  # not on every platform
 
     with suppress(KeyError):  # a user without a name, as in some containers

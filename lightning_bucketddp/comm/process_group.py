@@ -18,6 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_bucketddp.processes import agent_holds_store
+
+_DESCRIPTORS = "/proc/self/fd"
+
 
 @dataclass(frozen=True)
 class StoreAccess:
@@ -26,8 +30,8 @@ class StoreAccess:
     Attributes:
         store: the connection.
         port: where the store listens; None if it is not on a network.
-        name: of the process group: another one in the same store has another.
-        is_held_by_rank_zero: or else by the program that has started the ranks.
+        name: of the process group; groups that share a store have different names.
+        is_held_by_rank_zero: otherwise torchrun's agent holds it.
     """
 
     store: Any
@@ -37,7 +41,7 @@ class StoreAccess:
 
 
 def access_store() -> StoreAccess:
-    """Connect to the store that the process group was made with."""
+    """Connect once more to the store that the process group was made with."""
     store: Any = dist.distributed_c10d._get_default_store()
     underlying = store
     while hasattr(underlying, "underlying_store"):
@@ -51,19 +55,19 @@ def access_store() -> StoreAccess:
         connection,
         port=getattr(underlying, "port", None),
         name=dist.group.WORLD.group_name if dist.group.WORLD is not None else "",
-        is_held_by_rank_zero=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_held_by_rank_zero=not agent_holds_store(),
     )
 
 
 def abort_device_groups() -> None:
-    """End the collectives on a device, in every group of this process. Those between hosts end otherwise."""
+    """Abort the collectives on a device, in every group of this process. Those of gloo end when connections are cut."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group):
             group.abort()
 
 
 def leave_process_group() -> None:
-    """From now on this process is on its own."""
+    """Take this process out of its process group, without waiting for ranks that are gone."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
         # Destroying the group would wait for NCCL's watchdog, and that for ranks that are gone.
         dist.distributed_c10d._update_default_pg(None)
@@ -71,11 +75,11 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-_DESCRIPTORS = "/proc/self/fd"
-
-
 def cut_connections(*, except_port: int | None) -> int:
-    """Shut down what this process's own ports, but for `except_port`, have accepted; how many (Note: cutting)."""
+    """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines).
+
+    Returns how many they were.
+    """
     sockets = list(_tcp_sockets())
     try:
         ports = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
@@ -91,7 +95,7 @@ def cut_connections(*, except_port: int | None) -> int:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Each socket under a descriptor of its own, to be closed by the caller."""
+    """Yield each TCP socket of this process under a new descriptor, which the caller closes."""
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):

@@ -1,9 +1,9 @@
-"""Short messages that all ranks exchange in one order: where each of them is, and how much its gradients count.
+"""Short messages that all ranks exchange in one order: what step each is at, and how much its gradients count.
 
 Note: one exchange for all
     Every exchange is the same small collective between the hosts, whatever its kind. So a rank that has run out of
-    data meets the others in the next one even while they take a step, and each of them learns who is where, instead of
-    waiting in different collectives for each other.
+    data takes part in the next one even while the others take a step, and each of them learns where the others are,
+    instead of waiting in different collectives for each other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepMessage:
         wants_requeue: it has been told to save and to have the job queued again.
         is_alert: something has gone wrong there that all ranks have to hear of before their next step.
         trainable: identifies its set of trainable parameters.
-        digest: what it makes of its weights and optimizer state, in the step in which they are compared; else 0.
+        digest: of its weights and optimizer state, in the step in which they are compared; else 0.
     """
 
     kind: MessageKind
@@ -63,17 +63,19 @@ class StepMessage:
     trainable: int = 0
     digest: int = 0
 
-
-# Messages travel as numbers. What their fields are, in order:
-_FIELD_TYPES: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int)
+    @classmethod
+    def from_floats(cls, values: Sequence[float]) -> StepMessage:
+        """Return the message that has travelled as a tensor of `values`, one for each field."""
+        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int)
+        return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
 
 
 class StepExchange:
     """Exchanges messages with the other ranks, in one order (Note: one exchange for all).
 
     What a signal handler sets here goes out with the next message, so that all ranks learn of it in the same step.
-    `digest` goes out with the next message of a step. When messages with different ones have come in, `digests_differ`
-    is set; who reads that resets it.
+    `digest` goes out with the next message of a step. When messages with different digests have come in,
+    `digests_differ` is set; whoever reads that resets it.
 
     Args:
         collectives: how to reach the other ranks; messages take connections of their own between the hosts.
@@ -87,7 +89,7 @@ class StepExchange:
         self.wants_requeue = False
         self.all_stop_by = 0
         self.all_requeue = False
-        # Some rank has alerted all of them. Whoever acts on it takes it back.
+        # Some rank has alerted all of them; whoever acts on it resets it.
         self.is_alerted = False
         self._has_alert = has_alert
         self.digest = 0
@@ -104,7 +106,7 @@ class StepExchange:
         num_skipped: int = 0,
         trainable: int = 0,
     ) -> None:
-        """Start an exchange; `receive` ends it."""
+        """Send a message to all ranks; `receive` returns theirs."""
         digest = 0
         if kind == MessageKind.STEP:
             digest, self.digest = self.digest, 0
@@ -114,10 +116,10 @@ class StepExchange:
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(message), dtype=torch.float64)))
 
     def receive(self) -> list[StepMessage]:
-        """The messages of all ranks, by rank, in the newest exchange. Raises if the ranks met for different reasons."""
+        """Return the newest message of each rank, by rank. Raises if the ranks are at different places of the loop."""
         messages: list[StepMessage] = []
         while self._in_flight:
-            messages = [_message(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
+            messages = [StepMessage.from_floats(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
             if len({(message.kind, message.epoch) for message in messages}) > 1:
                 raise OutOfStepError(_explain(messages))
             self.all_stop_by = self.all_stop_by or max(message.stop_signal for message in messages)
@@ -127,28 +129,24 @@ class StepExchange:
         return messages
 
     def close(self) -> bool:
-        """Exchange no more messages; whether nothing is under way, and the connections may be closed."""
+        """Exchange no more messages; return whether none is under way, so that the connections may be closed."""
         is_quiet = all(exchange.has_arrived for exchange in self._in_flight)
         self._in_flight.clear()
         self._hosts = None
         return is_quiet
 
 
-def _message(values: Sequence[float]) -> StepMessage:
-    return StepMessage(*[convert(value) for convert, value in zip(_FIELD_TYPES, values, strict=True)])
-
-
 def _explain(messages: Sequence[StepMessage]) -> str:
     last = min(message.epoch for message in messages)
-    # Who is in a later epoch has finished this one, too.
-    stopped = [rank for rank, n in enumerate(messages) if n.kind == MessageKind.OUT_OF_DATA or n.epoch > last]
+    # A rank in a later epoch has finished this one, too.
+    stopped = [rank for rank, m in enumerate(messages) if m.kind == MessageKind.OUT_OF_DATA or m.epoch > last]
     training = [rank for rank in range(len(messages)) if rank not in stopped]
     remedy = (
         "Give every rank the same number of batches, or pass `uneven_data=True` to the strategy: a rank that has run"
         " out then takes part with weight zero until all have."
     )
     if not stopped or not training:
-        where = ", ".join(f"rank {r}: {n.kind.name} in epoch {n.epoch}" for r, n in enumerate(messages))
+        where = ", ".join(f"rank {r}: {m.kind.name} in epoch {m.epoch}" for r, m in enumerate(messages))
         return f"The ranks have lost step with each other ({where}). {remedy}"
     goes_on = f"{list_ranks(training)} {'goes' if len(training) == 1 else 'go'} on"
     return (

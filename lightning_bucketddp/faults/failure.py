@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-# A record travels through the store and is read by every rank: enough to find the line, not the whole story.
+# A failure travels through the store and is read by every rank: enough to find the line, not the whole story.
 _NUM_FRAMES = 8
 _NUM_FRAMES_OF_USER = 3
 _NUM_CHARACTERS = 2000
@@ -38,8 +38,8 @@ class Failure:
     """The first failure of a run, as every rank learns it.
 
     Attributes:
-        rank: who failed.
-        kind: how.
+        rank: which rank failed.
+        kind: how it failed.
         what: the exception, the way it died, or what it is stuck in; in words.
         where: what it was doing.
         process: its host and process.
@@ -57,7 +57,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
-        """This process has raised `error`."""
+        """Return the failure of this process, which has raised `error`."""
         return cls(
             rank=rank,
             kind=Kind.RAISED,
@@ -67,16 +67,13 @@ class Failure:
             stack=format_stack(traceback.extract_tb(error.__traceback__)),
         )
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str | bytes) -> Failure:
-        fields = json.loads(text)
+    def from_dict(cls, fields: dict[str, Any]) -> Failure:
+        """Return the failure that `dataclasses.asdict` was given, also after a way through JSON."""
         return cls(**{**fields, "kind": Kind(fields["kind"])})
 
     def describe(self) -> str:
-        """Who, how and where, in plain words; then the stack, if there is one."""
+        """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
         who = f"Rank {self.rank}" + (f" ({self.process})" if self.process else "")
         where = f" in {self.where}" if self.where else ""
         sentence = {
@@ -88,7 +85,7 @@ class Failure:
         return sentence + (f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else "")
 
     def error_for(self, rank: int) -> RankFailedError:
-        """What `rank` raises, which has not failed by an exception of its own."""
+        """Return the error for `rank` to raise, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         return RankFailedError(f"Rank {rank} ends, because {why}. {self.describe()}")
 
@@ -107,17 +104,18 @@ def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _is_library(file: str) -> bool:
-    """Whether `file` belongs to Python, to a package that is installed, or to this one."""
+    """Return whether `file` belongs to Python, to a package that is installed, or to this one."""
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed or file.startswith(("<frozen", *_LIBRARIES))
 
 
 def this_process() -> str:
+    """Return the number of this process and the name of its host, in words."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def signal_name(number: int) -> str:
-    """As in "signal 9 (SIGKILL)"."""
+    """Return a signal in words, as in "signal 9 (SIGKILL)"."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
@@ -125,7 +123,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(status: int | None) -> str:
-    """What the status of a process that has ended means; negative: a signal, as in `subprocess`; None: not known."""
+    """Return how a process ended by its exit status: negative for a signal, as in `subprocess`; None: not known."""
     if status is None:
         return "it ended without a word (only its parent process knows the exit status)"
     if status >= 0:

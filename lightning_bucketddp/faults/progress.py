@@ -1,4 +1,4 @@
-"""Where this rank is in the run: written by the training thread, read by the watch.
+"""Where this rank is in the run: written by the training thread, read by the watchdog.
 
 Note: no garbage collection
     To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
@@ -22,33 +22,33 @@ from types import FrameType
 
 from lightning_bucketddp.faults.failure import format_stack
 
-# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
-_BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
+# Phases that are named in several files, in the words of the messages.
+FORWARD = "forward"
+BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 SAVING = "saving a checkpoint"
 BETWEEN_STEPS = "callbacks"
 _SET_UP = "set-up"
-# Nothing tells that data is being loaded, but for the stack.
+# In these, only the stack tells whether data is being loaded.
 _MAY_LOAD_DATA = (_SET_UP, BETWEEN_STEPS)
+_DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
 # Half a step of an optimizer, or half a file, is worse than a late end.
 _NOT_TO_BE_INTERRUPTED = (OPTIMIZER, SAVING)
 # Within this after an optimizer's step the trainer has counted it.
 _COUNTED_WITHIN_S = 0.3
-_DATA_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$")
-# A phase that has lasted no longer is nothing to look into.
+# What gloo and NCCL say when another rank is gone, for waits that are not in `waiting_in`.
+_BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
+# In a phase that has lasted no longer, nobody looks at the stack.
 _BRIEF_S = 0.5
-# Held by who has turned garbage collection off: nobody else may turn it on.
+# Held by the thread that has turned garbage collection off: no other may turn it on.
 _COLLECTION_IS_OFF = threading.Lock()
 
 
 class Progress:
     """The phase of this rank, and whether it has been told to end.
 
-    Writing costs the training thread two attributes. A phase begins by asking whether the run is over, so that a rank
-    ends between phases rather than inside one.
-
-    Args:
-        waiting_in: files; a thread that is inside one of them waits for other ranks.
+    Entering a phase costs the training thread next to nothing. It raises if the run is over, so that a rank ends
+    between phases rather than inside one. A thread that is inside a file of `waiting_in` waits for other ranks.
     """
 
     def __init__(self, *, waiting_in: tuple[str, ...]) -> None:
@@ -63,26 +63,27 @@ class Progress:
         self._thread: int | None = None
 
     def follow_this_thread(self) -> None:
-        """From now on it is the calling thread that trains."""
+        """Follow the calling thread from now on: it is the one that trains."""
         self._thread = threading.get_ident()
 
     def enter(self, phase: str) -> None:
-        """Another phase begins. Raises if the run is over."""
-        self.phase = phase
-        self.since = time.monotonic()
-        self.num_phases += 1
+        """Begin another phase. Raises if the run is over."""
+        self._begin(phase)
         if self.end_with is not None:
             raise self.end_with()
 
     def complete_step(self) -> None:
-        """The optimizer's step is done, but not counted yet: no moment to end."""
-        self.phase = BETWEEN_STEPS
+        """Begin what follows the optimizer's step. Never raises: the trainer has not counted the step yet."""
+        self._begin(BETWEEN_STEPS)
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
         self.since = time.monotonic()
         self.num_phases += 1
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase inside another one, which goes on afterwards."""
+        """Be in `phase` inside the block; afterwards the phase around it goes on."""
         outer = self.phase
         self.enter(phase)
         yield
@@ -90,18 +91,19 @@ class Progress:
 
     @property
     def may_be_interrupted(self) -> bool:
+        """Return whether an exception may end the training thread now, without a step or a file half done."""
         is_counted = self.phase != BETWEEN_STEPS or self.seconds > _COUNTED_WITHIN_S
         return is_counted and self.phase not in _NOT_TO_BE_INTERRUPTED
 
     @property
     def seconds(self) -> float:
-        """How long this phase has lasted."""
+        """Return how long this phase has lasted."""
         return time.monotonic() - self.since
 
     def describe(self) -> str:
-        """The phase and the batch, in words."""
+        """Return the phase and the batch, in words."""
         phase, detail = self.phase, ""
-        if phase == "backward" and self.describe_backward is not None:
+        if phase == BACKWARD and self.describe_backward is not None:
             detail = self.describe_backward()
         elif phase in _MAY_LOAD_DATA and self._is_inside(lambda file: bool(_DATA_LOADING.search(file))):
             phase = "data loading"
@@ -112,11 +114,11 @@ class Progress:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the training thread waits for other ranks, and not only for a moment."""
+        """Return whether the training thread waits for other ranks, and not only for a moment."""
         return self._is_inside(lambda file: file in self._waiting_in)
 
     def was_waiting(self, error: BaseException) -> bool:
-        """Whether `error`, or what it was raised from, came out of a wait for other ranks."""
+        """Return whether `error`, or what it was raised from, came out of a wait for other ranks."""
         seen: BaseException | None = error
         while seen is not None:
             frames = traceback.extract_tb(seen.__traceback__)
@@ -128,17 +130,17 @@ class Progress:
         return False
 
     def stack(self) -> str:
-        """Where the training thread is in the program."""
+        """Return the stack of the training thread."""
         frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)]
         return format_stack(traceback.StackSummary.extract(iter(frames[::-1])))
 
-    def _is_inside(self, is_meant: Callable[[str], bool]) -> bool:
-        """Whether the training thread has been in a file that is meant, for more than a moment."""
-        return self.seconds > _BRIEF_S and any(is_meant(frame.f_code.co_filename) for frame in _frames_of(self._thread))
+    def _is_inside(self, matches: Callable[[str], bool]) -> bool:
+        """Return whether the training thread has been in a file that `matches`, for more than a moment."""
+        return self.seconds > _BRIEF_S and any(matches(frame.f_code.co_filename) for frame in _frames_of(self._thread))
 
 
 def _frames_of(thread: int | None) -> list[FrameType]:
-    """The frames of a thread, innermost first (Note: no garbage collection)."""
+    """Return the frames of a thread, innermost first (Note: no garbage collection)."""
     with _COLLECTION_IS_OFF:
         was_on = gc.isenabled()
         try:

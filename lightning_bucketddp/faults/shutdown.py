@@ -2,8 +2,8 @@
 
 Note: ways to end
     A rank that has to end does so, in this order: at its next collective, which fails; at the beginning of its next
-    phase; by an exception that a signal raises wherever its program is; at once, without a word to anyone. The last
-    two spare a rank that is writing a checkpoint or in the middle of an optimizer's step.
+    phase; by an exception that a signal raises wherever its program is; by leaving the process at once. The last two
+    spare a rank that is writing a checkpoint or in the middle of an optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,66 +24,49 @@ _EXIT_AFTER_S = 2.5
 class Shutdown:
     """Ends the thread that trains, with more and more force (Note: ways to end).
 
-    Args:
-        progress: of that thread.
-        cut: ends every collective of this process, now and from now on.
-        interrupt: makes the thread raise wherever it is.
-        rank: of this process.
-        timeout_s: how long the callbacks may take that see the last of a run.
+    `cut` and `interrupt` are those of `WatchdogActions`. Once the thread has raised, callbacks may take `timeout_s`.
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        *,
-        cut: Callable[[], None],
-        interrupt: Callable[[], None],
-        rank: int,
-        timeout_s: float,
+        self, progress: Progress, *, cut: Callable[[], None], interrupt: Callable[[], None], rank: int, timeout_s: float
     ) -> None:
         self._progress = progress
         self._cut = cut
         self._interrupt = interrupt
         self._rank = rank
         self._timeout_s = timeout_s
-        # When it happened; None: it has not.
-        self._aborted_at: float | None = None
+        self.has_aborted = False  # this rank no longer waits for others
+        # When the thread has raised, and since when it could have; None: neither.
         self._ending_at: float | None = None
-        # Since when the thread could have ended.
         self._pressed_at: float | None = None
 
     @property
     def is_ending(self) -> bool:
-        """Whether the thread has raised, and callbacks see the last of it."""
+        """Return whether the thread has raised, and only callbacks run still."""
         return self._ending_at is not None
 
     @property
     def ending_for_s(self) -> float:
-        """How long ago the thread has raised; 0 if it has not."""
+        """Return how long ago the thread has raised; 0 if it has not."""
         return 0.0 if self._ending_at is None else time.monotonic() - self._ending_at
 
-    @property
-    def has_aborted(self) -> bool:
-        """Whether this rank no longer waits for others."""
-        return self._aborted_at is not None
-
     def begin_ending(self) -> None:
-        """The thread has raised."""
+        """Remember that the thread has raised."""
         self._ending_at = time.monotonic()
 
     def abort(self, failure: Failure) -> None:
-        """End what waits for other ranks, and have the thread end with it."""
-        if self._aborted_at is None:
+        """End every collective, and have the thread end."""
+        if not self.has_aborted:
             if self._ending_at is None:
                 self._progress.end_with = lambda: failure.error_for(self._rank)
             self._cut()
-            self._aborted_at = time.monotonic()
+            self.has_aborted = True
 
     def press(self, failure: Failure) -> None:
-        """See to it that the thread ends."""
+        """Make the thread end, with the next means if it has had its time."""
         now = time.monotonic()
-        if self._aborted_at is None:
-            return  # all have raised: what the program does then is its own affair
+        if not self.has_aborted:
+            return  # all have raised together: what the program does then is its own affair
         if self._ending_at is not None:
             if now - self._ending_at > self._timeout_s:
                 self._exit(failure, why="its callbacks take too long")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.faults.failure import Failure
@@ -12,20 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequest:
-    """A rank has received a signal that is meant for all."""
-
-    rank: int
-    signal: int
-
-
 class SideChannel:
-    """Keys in the store that belong to one run.
+    """Keys in the store that begin with `name`, which is that of one run: the store outlives it.
 
-    Args:
-        store: a connection of its own: a thread that waits for an answer keeps others waiting.
-        name: of the run; the store outlives it.
+    Over a connection of its own: a thread that waits for an answer of the store keeps others waiting.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:
@@ -35,81 +25,83 @@ class SideChannel:
         self._name = name
 
     def introduce(self, identity: dict[str, Any]) -> None:
-        """Say which process this rank is."""
-        self._set(f"identity/{self.rank}", json.dumps(identity))
+        """Tell the others which process this rank is."""
+        self._set(f"identity/{self.rank}", identity)
 
     def identity_of(self, rank: int) -> dict[str, Any] | None:
-        """None if that rank has not said yet."""
-        described = self._get(f"identity/{rank}")
-        return None if described is None else dict(json.loads(described))
+        """Return which process `rank` is; None if it has not introduced itself yet."""
+        identity: dict[str, Any] | None = self._get(f"identity/{rank}")
+        return identity
 
     def report(self, failure: Failure) -> Failure:
-        """Tell everyone; the first failure of all, which is the one that counts."""
-        return Failure.from_json(self._set_first("failure", failure.to_json()))
+        """Tell the others of `failure`; return the first one that any rank has reported: that one counts."""
+        return Failure.from_dict(self._set_first("failure", asdict(failure)))
 
     def failure(self) -> Failure | None:
-        """The first failure, if there was one."""
-        text = self._get("failure")
-        return None if text is None else Failure.from_json(text)
+        """Return the first failure; None if there was none."""
+        reported = self._get("failure")
+        return None if reported is None else Failure.from_dict(reported)
 
     def acknowledge_failure(self) -> None:
-        """Say that this rank knows the first failure."""
-        self._set(f"knows/{self.rank}", "1")
+        """Tell the others that this rank knows of the first failure."""
+        self._set(f"knows/{self.rank}", 1)
 
     def knows_failure(self, rank: int) -> bool:
+        """Return whether `rank` knows of the first failure."""
         return self._get(f"knows/{rank}") is not None
 
     def count_raised(self) -> int:
-        """This rank has raised by itself; how many have by now."""
+        """Count this rank among those that have raised by themselves; return how many have by now."""
         return int(self._store.add(self._key("num_raised"), 1))
 
     def decide(self, decision: str) -> str:
-        """What becomes of the group; the first to say so decides."""
-        return self._set_first("decision", decision).decode()
+        """Write what becomes of the process group; return what the first rank to write has decided."""
+        return str(self._set_first("decision", decision))
 
     def decision(self) -> str | None:
-        text = self._get("decision")
-        return None if text is None else text.decode()
+        """Return what becomes of the process group; None if nobody has decided yet."""
+        decision: str | None = self._get("decision")
+        return decision
 
     def request_stop(self, number: int) -> None:
-        """This rank has received signal `number`: all shall stop."""
-        self._set_first("stop", json.dumps(asdict(StopRequest(self.rank, number))))
+        """Ask all ranks to stop, because this one has received signal `number`."""
+        self._set_first("stop", number)
 
-    def stop_request(self) -> StopRequest | None:
-        """The first of them, if there was one."""
-        text = self._get("stop")
-        return None if text is None else StopRequest(**json.loads(text))
+    def stop_signal(self) -> int:
+        """Return the signal by which the first rank to ask wants all to stop; 0 if none does."""
+        return self._get("stop") or 0
 
     def beat(self, state: dict[str, Any]) -> None:
-        """This rank lives, and is here."""
-        self._set(f"beat/{self.rank}", json.dumps(state))
+        """Send a heartbeat, with what this rank is doing."""
+        self._set(f"beat/{self.rank}", state)
 
     def last_beat_of(self, rank: int) -> dict[str, Any] | None:
-        text = self._get(f"beat/{rank}")
-        return None if text is None else dict(json.loads(text))
+        """Return the newest heartbeat of `rank`; None if it has sent none."""
+        state: dict[str, Any] | None = self._get(f"beat/{rank}")
+        return state
 
     def claim(self, what: str) -> bool:
-        """Whether this rank is the one to do `what`, which one of them shall do."""
-        return self._set_first(what, str(self.rank)) == str(self.rank).encode()
+        """Return whether this rank is the one to do `what`, which only one of them shall do."""
+        return bool(self._set_first(what, self.rank) == self.rank)
 
     def leave(self) -> None:
-        """This rank is through with the run."""
-        self._set(f"left/{self.rank}", "1")
+        """Tell the others that this rank is through with the run."""
+        self._set(f"left/{self.rank}", 1)
 
     def has_left(self, rank: int) -> bool:
+        """Return whether `rank` is through with the run."""
         return self._get(f"left/{rank}") is not None
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
 
-    def _set(self, key: str, value: str) -> None:
-        self._store.set(self._key(key), value)
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), json.dumps(value))
 
-    def _set_first(self, key: str, value: str) -> bytes:
-        """The value that is there: this one, unless another came first."""
-        present: bytes = self._store.compare_set(self._key(key), "", value)
-        return present
+    def _set_first(self, key: str, value: Any) -> Any:
+        """Write `value` unless there is one; return the one that is there."""
+        return json.loads(self._store.compare_set(self._key(key), "", json.dumps(value)))
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> Any:
         # Asking for a key that is not there would wait for it.
-        return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else None
+        return json.loads(self._store.get(self._key(key))) if self._store.check([self._key(key)]) else None

@@ -27,12 +27,12 @@ class SignalWakeup:
         self._numbers: deque[int] = deque()
 
     def install(self) -> None:
-        """Begin to listen. Does nothing outside of the main thread, to which signals do not come."""
+        """Begin to listen. Does nothing outside of the main thread: signals come only to that one."""
         if _is_main_thread():
             _DESCRIPTOR.add(self._numbers)
 
     def uninstall(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         _DESCRIPTOR.remove(self._numbers)
 
     def received(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Noticing that ranks wait for one that does not come, and saying which one it is and what it does."""
+"""Heartbeats, and stragglers: noticing that ranks wait for one that does not come, and saying what that one does."""
 
 from __future__ import annotations
 
@@ -15,57 +15,24 @@ from lightning_bucketddp.faults.side_channel import SideChannel
 log = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 1.0
-# Longer than a beat, so that a rank that lives has given another one.
+# Longer than the time between two heartbeats, so that a rank that lives has sent another one.
 _SILENCE_S = 2.5
-# Before the time-out, so that it is longer ago then. That a rank waits is noticed a moment after it has begun to.
+# So long before the time-out the ranks are listened to for the first time, so that their silence shows by then. That a
+# rank waits is noticed a moment after it has begun to.
 _LISTEN_BEFORE_S = _SILENCE_S + 1.5
 _NUM_NAMED = 4
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that the others wait for."""
-
-    rank: int
-    what: str
-    where: str = ""
-    process: str = ""
-    stack: str = ""
-
-    def describe(self) -> str:
-        return self._failure().describe()
-
-    def as_failure(self, timeout_s: float) -> Failure:
-        return self._failure(f"; the others have waited for the time-out of {timeout_s:g} s")
-
-    def _failure(self, more: str = "") -> Failure:
-        return Failure(
-            rank=self.rank,
-            kind=Kind.STALLED,
-            what=self.what + more,
-            where=self.where,
-            process=self.process,
-            stack=self.stack,
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class _Beats:
-    """The last beats of the other ranks, and when they were asked for."""
+class _Heartbeats:
+    """The newest heartbeats of the other ranks, and when they were asked for."""
 
     at: float
     by_rank: dict[int, dict[str, Any]]
 
 
 class StragglerDetector:
-    """Tells the others where this rank is, and reports, once, whom it has waited for too long.
-
-    Args:
-        channel: to the other ranks.
-        progress: of this one.
-        warn_after_s: how long a rank may wait for others without a word.
-        timeout_s: how long a collective may take.
-    """
+    """Sends this rank's heartbeats, and reports, once per wait, the stragglers for which it has waited too long."""
 
     def __init__(self, channel: SideChannel, progress: Progress, *, warn_after_s: float, timeout_s: float) -> None:
         self._channel = channel
@@ -77,11 +44,11 @@ class StragglerDetector:
         self._waits_in_phase = -1
         self._waits_since = 0.0
         self._has_warned = False
-        # What the others had last said shortly before the time-out; None: it is far.
-        self._heard: _Beats | None = None
+        # What was heard of the others shortly before the time-out; None while that is far.
+        self._heard: _Heartbeats | None = None
 
     def beat(self) -> None:
-        """Say where this rank is, if it is time to."""
+        """Send a heartbeat, if it is time to."""
         now = time.monotonic()
         if now - self._last_beat_at < BEAT_EVERY_S:
             return
@@ -101,7 +68,7 @@ class StragglerDetector:
         )
 
     def waits_too_long(self) -> bool:
-        """Whether it is time for a warning: this rank has waited in one phase all the while."""
+        """Return whether it is time for a warning: this rank has waited in one phase all the while."""
         now = time.monotonic()
         here = self._progress
         if not here.is_waiting or here.num_phases != self._waits_in_phase:
@@ -121,30 +88,29 @@ class StragglerDetector:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
         self._heard = self._listen()
 
-    def _listen(self) -> _Beats:
-        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
-        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
-        return _Beats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
-
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
-        """Say whom this rank waits for, unless another one that waits has said so already."""
+        """Log which ranks this one waits for, unless another rank that waits has done so already."""
         self._has_warned = True
         where = self._progress.describe()
         if can_ask and not self._channel.claim(f"warned of {where}"):
             return
-        behind = self.find_behind(frozen, can_ask=can_ask)
-        told = "\n".join(rank.describe() for rank in behind[:_NUM_NAMED]) or "No rank is known to be behind."
-        more = f"\n{len(behind) - _NUM_NAMED} more ranks are behind." if len(behind) > _NUM_NAMED else ""
+        stragglers = self.find_stragglers(frozen, can_ask=can_ask)
+        told = "\n".join(rank.describe() for rank in stragglers[:_NUM_NAMED]) or "No rank is known to be behind."
+        num_more = len(stragglers) - _NUM_NAMED
+        more = f"\n{num_more} more ranks are behind." if num_more > 0 else ""
         log.warning(
             "bucketddp: rank %d has waited %.0f s for other ranks in %s.\n%s%s",
             *(self._channel.rank, time.monotonic() - self._waits_since, where, told, more),
         )
 
-    def find_behind(self, frozen: Sequence[int], *, can_ask: bool) -> list[Straggler]:
-        """The ranks that do not wait: who cannot answer, or else who does something else."""
+    def find_stragglers(self, frozen: Sequence[int], *, can_ask: bool) -> list[Failure]:
+        """Return the ranks that do not wait: those that cannot answer, and then those that do something else.
+
+        `frozen` are the ranks on this host whose processes are stopped; with `can_ask` the store answers.
+        """
         stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
         if not can_ask:
-            return [Straggler(rank, stopped) for rank in frozen]
+            return [Failure(rank=rank, kind=Kind.STALLED, what=stopped) for rank in frozen]
         before = self._heard or self._listen()
         time.sleep(max(before.at + _SILENCE_S - time.monotonic(), 0))
         beats = self._listen().by_rank
@@ -158,10 +124,17 @@ class StragglerDetector:
         # Or else all of them wait, each in a collective that not all of them call.
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
 
+    def _listen(self) -> _Heartbeats:
+        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
+        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
+        return _Heartbeats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
 
-def _behind(rank: int, beat: dict[str, Any], what: str) -> Straggler:
-    return Straggler(rank, what, where=beat["where"], process=beat["process"], stack=beat["stack"])
+
+def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:
+    place = {key: beat[key] for key in ("where", "process", "stack")}
+    return Failure(rank=rank, kind=Kind.STALLED, what=what, **place)
 
 
-def _silent(rank: int, beat: dict[str, Any], what: str) -> Straggler:
-    return Straggler(rank, f"{what}; it was last heard of in {beat['where']}", process=beat["process"])
+def _silent(rank: int, beat: dict[str, Any], what: str) -> Failure:
+    what = f"{what}; it was last heard of in {beat['where']}"
+    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"])

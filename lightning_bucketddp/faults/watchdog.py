@@ -1,11 +1,11 @@
-"""A thread that notices when a run is over for any rank, and ends it on this one.
+"""The watchdog: a thread that notices when a run is over for any rank, and ends it on this one.
 
 Note: together or abort
     When a rank raises, the others may be about to raise as well (a wrong option, an error that all were told of), or
     may go on and wait for it for ever. If all raise within a moment, they have raised together: the process group is
     as it was, and callbacks may use it. Otherwise they abort: each rank cuts its connections, which ends every
-    collective, and no rank waits for another any more. The first rank to write its decision to the store
-    decides for all.
+    collective, and no rank waits for another any more. The first rank to write its decision to the store decides
+    for all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity
@@ -27,12 +28,14 @@ from lightning_bucketddp.faults.stragglers import StragglerDetector
 
 log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
 _TOGETHER = "together"
 _ABORT = "abort"
 
 _TICK_S = 0.2
-# A rank that dies at once should be known by then.
-_MEETING_TICK_S = 0.02
+# Until all ranks have introduced themselves: one that dies at once should be known by then.
+_FIRST_TICK_S = 0.02
 # Ranks that raise together do so within this.
 _TOGETHER_WITHIN_S = 0.7
 # What broke a connection is found out within this.
@@ -42,20 +45,20 @@ _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
 SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
-# All ranks that are well have learned of a failure by then, also on a busy machine.
+# By then all ranks that are well have learned of a failure, also on a busy machine.
 _LEARNED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True)
 class WatchdogActions:
-    """What a watch needs from outside.
+    """How the watchdog learns of signals and processes, and how it ends what waits.
 
     Attributes:
         cut: ends every collective of this process, now and from now on.
         interrupt: makes the training thread raise wherever it is.
-        signals_received: the signals that shall stop the run and have come since the last call, whether or not Python
-            has run their handlers (Note: signals in a collective).
-        exit_status_of: how the process of a rank ended, if this process has started it.
+        signals_received: returns the signals that shall stop the run and have come since the last call, whether or not
+            Python has run their handlers (Note: signals in a collective).
+        exit_status_of: returns how the process of a rank ended, if this process has started it.
         store_rank: the rank whose process holds the store; None if no rank's does.
         launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
     """
@@ -72,10 +75,9 @@ class Watchdog:
     """Watches a run from its set-up to its end.
 
     Args:
-        channel: to the watches of the other ranks.
+        channel: to the watchdogs of the other ranks.
         progress: of the thread that trains.
-        means: to look and to act.
-        stall_warning_s: how long a rank may wait for others without a word.
+        stall_warning_s: how long a rank may wait for others before a warning.
         timeout_s: how long a collective may take, and a rank to end.
     """
 
@@ -83,7 +85,7 @@ class Watchdog:
         self,
         channel: SideChannel,
         progress: Progress,
-        means: WatchdogActions,
+        actions: WatchdogActions,
         *,
         stall_warning_s: float,
         timeout_s: float,
@@ -91,39 +93,39 @@ class Watchdog:
         self.stop_signal = 0
         self._channel = channel
         self._progress = progress
-        self._means = means
+        self._actions = actions
         self._timeout_s = timeout_s
         self._stragglers = StragglerDetector(channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s)
-        self._local_ranks = LocalRanks(channel, exit_status_of=means.exit_status_of)
+        self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
         self._shutdown = Shutdown(
-            progress, cut=means.cut, interrupt=means.interrupt, rank=channel.rank, timeout_s=timeout_s
+            progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
         self._failure: Failure | None = None
         self._decision: str | None = None
-        self._to_tell: Failure | None = None
-        self._stop_is_told = False
+        self._to_report: Failure | None = None
+        self._all_know_of_stop = False
         self._store_is_lost = False
-        # When things happened; None: they have not.
+        # When these things happened; None: they have not.
         self._failed_at: float | None = None
         self._stop_at: float | None = None
         self._signalled_at: float | None = None
-        # A signal has come again: nobody shall be waited for any more.
+        # A signal has come twice: the run, or its callbacks, shall wait for nobody any more.
         self._shall_not_wait = False
         self._callbacks_shall_not_wait = False
         self._announcement = threading.Lock()
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="bucketddp-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bucketddp-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; the calling thread is the one that trains."""
+        """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
         self._channel.introduce(identity())
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over for this rank, well or not."""
+        """Stop the watchdog: the run is over for this rank, well or not."""
         self._is_over = True
         self._wake.set()
         # Garbage collection ends a run that nobody has ended, in whatever thread it happens to run.
@@ -132,8 +134,8 @@ class Watchdog:
             self._thread.join(timeout=_SETTLED_WITHIN_S)
 
     def receive_signal(self, number: int) -> None:
-        """Stop all ranks, because this process has received a signal. Does nothing that a handler may not."""
-        if self._announcement.acquire(blocking=False):  # by the handler or by the watch, whoever knows first
+        """Stop all ranks, because this process has received a signal. Safe to call from its handler."""
+        if self._announcement.acquire(blocking=False):  # by the handler or by the watchdog, whichever comes first
             name = signal.Signals(number).name
             log.warning("bucketddp: rank %d received %s; all ranks stop.", self._channel.rank, name)
         self.request_stop(number)
@@ -144,7 +146,7 @@ class Watchdog:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this rank has raised, and callbacks see the last of it."""
+        """Return whether this rank has raised, and only callbacks run still."""
         return self._shutdown.is_ending
 
     @property
@@ -153,11 +155,9 @@ class Watchdog:
         return self._shutdown.has_aborted
 
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
-        """This rank ends by `error`. Returns when it is settled whether the ranks abort; the first failure of all.
+        """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
 
-        Args:
-            error: what the training thread raises.
-            stopped_by: the signal that stopped this rank, if one did.
+        Waits until it is settled whether the ranks abort, and returns the first failure.
         """
         own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe())
         if stopped_by:
@@ -170,7 +170,7 @@ class Watchdog:
             self._wake.set()
             self._settled.wait(_CAUSE_WITHIN_S)
         if not self._settled.is_set():
-            self._to_tell = own
+            self._to_report = own
             self._wake.set()
             self._settled.wait(_SETTLED_WITHIN_S)
         if self._failure is None:
@@ -188,9 +188,9 @@ class Watchdog:
                 self._act()
             except Exception:
                 log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
-            self._wake.wait(_TICK_S if self._local_ranks.are_met else _MEETING_TICK_S)
+            self._wake.wait(_TICK_S if self._local_ranks.are_known else _FIRST_TICK_S)
             self._wake.clear()
-        if self._failure is not None and self._means.store_rank == self._channel.rank:
+        if self._failure is not None and self._actions.store_rank == self._channel.rank:
             self._asking(self._let_others_learn)
         self._asking(self._channel.leave)
         self._local_ranks.close()
@@ -203,41 +203,41 @@ class Watchdog:
             unaware = {
                 rank for rank in unaware.difference(self._local_ranks.gone()) if not self._channel.knows_failure(rank)
             }
-            time.sleep(_MEETING_TICK_S)
+            time.sleep(_FIRST_TICK_S)
 
     @property
     def _can_ask(self) -> bool:
-        """Whether the store answers. It never does while its process is frozen, and who asks it waits."""
-        return not self._store_is_lost and self._means.store_rank not in self._local_ranks.frozen()
+        """Return whether the store answers. It never does while its process is frozen, and whoever asks it waits."""
+        return not self._store_is_lost and self._actions.store_rank not in self._local_ranks.frozen()
 
-    def _asking(self, exchange: Callable[[], None]) -> None:
-        """Talk to the store, if it is there."""
-        if not self._can_ask:
-            return
-        try:
-            exchange()
-        except RuntimeError as error:  # torch's network errors are no `OSError`s
-            self._store_is_lost = True
-            log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
+    def _asking(self, exchange: Callable[[], _Answer]) -> _Answer | None:
+        """Return what `exchange` gets from the store; None if the store does not answer."""
+        if self._can_ask:
+            try:
+                return exchange()
+            except RuntimeError as error:  # torch's network errors are no `OSError`s
+                self._store_is_lost = True
+                log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
+        return None
 
     def _look(self) -> None:
-        for number in self._means.signals_received():
+        for number in self._actions.signals_received():
             self._notice_signal(number)
-        if self._means.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
+        if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
         self._asking(self._exchange)
-        if self._to_tell is not None:
-            failure, self._to_tell = self._to_tell, None
+        if self._to_report is not None:
+            failure, self._to_report = self._to_report, None
             self._tell(failure)
-        if self._failure is None and (death := self._local_ranks.death(has_left=self._has_left)) is not None:
+        if self._failure is None and (death := self._local_ranks.find_death(has_left=self._has_left)) is not None:
             self._tell(death)
 
     def _notice_signal(self, number: int) -> None:
         if self.is_ending:
-            # Not the one by which it ends, which is seen here a moment later.
+            # Not by the signal that ends this rank, which is seen here a moment later.
             self._callbacks_shall_not_wait |= self._shutdown.ending_for_s > SAME_CTRL_C_WITHIN_S
-        elif self._failure is None:  # or else it is ours (`interrupt`)
+        elif self._failure is None:  # otherwise the signal is ours (`interrupt`)
             now = time.monotonic()
             self._signalled_at = self._signalled_at or now
             self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
@@ -245,22 +245,21 @@ class Watchdog:
 
     def _exchange(self) -> None:
         self._stragglers.beat()
-        self._local_ranks.meet()
+        self._local_ranks.discover()
         if self._failure is None and (failure_of_another := self._channel.failure()) is not None:
             self._learn(failure_of_another)
             self._channel.acknowledge_failure()
         if self._failure is not None and self._decision is None:
             self._decision = self._channel.decision()
-        if not self._stop_is_told:
-            request = self._channel.stop_request()
-            if request is not None:
-                self.stop_signal = request.signal
+        if not self._all_know_of_stop:
+            if requested := self._channel.stop_signal():
+                self.stop_signal = requested
             elif self.stop_signal:
                 self._channel.request_stop(self.stop_signal)
-            self._stop_is_told = bool(self.stop_signal)
+            self._all_know_of_stop = bool(self.stop_signal)
 
     def _has_left(self, rank: int, status: int | None) -> bool:
-        """Whether a rank that has ended was through. Without the store, one that ended well is taken at its word."""
+        """Return whether a rank that has ended was through; without the store, its exit status has to tell."""
         return self._channel.has_left(rank) if self._can_ask else status == 0
 
     def _tell(self, failure: Failure) -> None:
@@ -281,9 +280,12 @@ class Watchdog:
         self._channel.acknowledge_failure()
 
     def _blame(self, failure: Failure) -> Failure:
-        """The time-out has struck this rank, but the cause is another."""
-        behind = self._stragglers.find_behind(self._local_ranks.frozen(), can_ask=self._can_ask)
-        return behind[0].as_failure(self._timeout_s) if behind else failure
+        """Return the failure of the straggler for which this rank has waited until the time-out, if there is one."""
+        stragglers = self._stragglers.find_stragglers(self._local_ranks.frozen(), can_ask=self._can_ask)
+        if not stragglers:
+            return failure
+        waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
+        return replace(stragglers[0], what=f"{stragglers[0].what}; {waited}")
 
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:
@@ -303,8 +305,7 @@ class Watchdog:
         if self._decision is None and (
             self._failure.kind in (Kind.DIED, Kind.STALLED) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
-            self._decision = _ABORT
-            self._asking(self._decide_to_abort)
+            self._decide_to_abort()
         if self._callbacks_shall_not_wait and self._progress.is_waiting:
             self._decision = _ABORT  # callbacks wait for a rank that does not come
         if self._decision == _ABORT:
@@ -314,7 +315,7 @@ class Watchdog:
         self._shutdown.press(self._failure)
 
     def _decide_to_abort(self) -> None:
-        self._decision = self._channel.decide(_ABORT)
+        self._decision = self._asking(lambda: self._channel.decide(_ABORT)) or _ABORT
 
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
@@ -331,8 +332,7 @@ class Watchdog:
             )
             self._asking(lambda: self._report(stop))
             self._learn(stop)
-            self._decision = _ABORT
-            self._asking(self._decide_to_abort)
+            self._decide_to_abort()
 
     def _abort(self) -> None:
         assert self._failure is not None

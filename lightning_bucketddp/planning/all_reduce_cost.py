@@ -1,4 +1,4 @@
-"""What an all-reduce costs: measured here, or worked out for other networks and more ranks. Pure.
+"""The cost of an all-reduce: measured here, or computed for other networks and more ranks. Pure.
 
 Note: cost of an all-reduce
     Latency + bytes x time per byte, the usual alpha-beta model (Thakur, Rabenseifner, Gropp 2005). On n ranks each link
@@ -27,14 +27,14 @@ class AllReduceCost:
         return self.latency_s + num_bytes * self.s_per_byte
 
     def slower(self, factor: float) -> AllReduceCost:
-        """The same for a network that takes `factor` times as long."""
+        """Return the cost on a network that takes `factor` times as long."""
         return AllReduceCost(self.latency_s * factor, self.s_per_byte * factor)
 
     @classmethod
     def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:
-        """The line that is nearest to the medians of the repetitions at each size, in relative terms.
+        """Fit a line to the medians of the repetitions at each size, by relative errors.
 
-        In absolute terms the largest size alone would decide, and the latency be what is left over.
+        By absolute errors the largest size alone would decide, and the latency be what remains.
         """
         medians = {num_bytes: statistics.median(seconds) for num_bytes, seconds in seconds_by_bytes.items()}
         weights = {num_bytes: 1 / max(seconds, 1e-9) ** 2 for num_bytes, seconds in medians.items()}
@@ -53,7 +53,7 @@ class Network:
     """Links between ranks.
 
     Attributes:
-        name: what it is called.
+        name: for people.
         bytes_per_s: what one rank's link carries in each direction.
         hop_s: how long the shortest message takes to the next rank.
     """
@@ -63,14 +63,14 @@ class Network:
     hop_s: float
 
     def all_reduce(self, num_ranks: int) -> AllReduceCost:
-        """What an all-reduce between `num_ranks` costs on it."""
+        """Return what an all-reduce between `num_ranks` costs."""
         if num_ranks == 1:
             return AllReduceCost(0.0, 0.0)
         return AllReduceCost(_num_hops(num_ranks) * self.hop_s, share_of_a_link(num_ranks) / self.bytes_per_s)
 
     @classmethod
     def measured(cls, cost: AllReduceCost, *, num_ranks: int) -> Network:
-        """The network on which `num_ranks` ranks have measured `cost`."""
+        """Return the network on which `num_ranks` ranks have measured `cost`."""
         per_byte = max(cost.s_per_byte, 1e-18)
         return cls("measured", share_of_a_link(num_ranks) / per_byte, cost.latency_s / _num_hops(num_ranks))
 
@@ -80,5 +80,5 @@ def _num_hops(num_ranks: int) -> int:
 
 
 def share_of_a_link(num_ranks: int) -> float:
-    """How often each link carries the bytes that are reduced (Note: cost of an all-reduce)."""
+    """Return how often each link carries the bytes that are reduced (Note: cost of an all-reduce)."""
     return 2 * (num_ranks - 1) / num_ranks

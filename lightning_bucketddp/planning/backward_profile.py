@@ -1,4 +1,4 @@
-"""What was seen of a backward: which gradient came when, and what it costs to reduce them. Pure; JSON in and out."""
+"""The profile of a backward: which gradient came when, and what it costs to reduce them. Pure; JSON in and out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Profile:
         specs: the parameters, in order of arrival, and after them those whose gradients never came.
         ready_s: when the gradient of each that arrived was there.
         backward_s: when backward had ended, without reductions.
-        cost: what an all-reduce costs beside such a backward; None: that was not measured, or nothing could be told.
+        cost: what an all-reduce costs beside such a backward; None: it was not measured, or not well enough.
         num_ranks: how many ranks there were.
         forward_s: how long the forward before it took; 0: not known.
         optimizer_s: how long the optimizer's step after it took; 0: not known.

@@ -1,4 +1,4 @@
-"""The plan whose last reduction ends earliest, and what a step would take with it. Pure.
+"""The optimal plan, whose last reduction ends earliest, and how long a step would take with it. Pure.
 
 Predictions are made with the planner's model (Note: cost of an all-reduce, Note: timeline): no contention, no
 stragglers, a link of its own for each rank. It compares plans and networks; it promises no step times.
@@ -7,8 +7,8 @@ Note: optimum
     Let f(j) be the earliest time at which the first j gradients are reduced. The last bucket of these begins somewhere,
     after the first i: f(j) = min over i of max(f(i), ready(j)) + cost(i..j). Two facts make this quick. f does not
     decrease with j, so among the i with f(i) <= ready(j) the largest is best. Nor does f(i) minus the time that the
-    first i gradients take on the wire, since one gradient more takes at least its own time there; so among the other i
-    the smallest is best. Both facts hold with a ceiling on the size of buckets, too.
+    first i gradients take on the network, since one more gradient takes at least its own time there; so among the other
+    i the smallest is best. Both facts hold with a ceiling on the size of buckets, too.
 
     Many plans end equally early. The one with the fewest buckets is found backwards: each bucket, from the last to the
     first, begins as early as it can without missing the time at which the next one must begin.
@@ -16,7 +16,7 @@ Note: optimum
     Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
     plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
 
-    For one kind of parameters this is exact (Note: timeline has the model). Where there are several, each stretch of
+    For one kind of parameters this is exact in that model (Note: timeline). Where there are several, each stretch of
     gradients makes one bucket of every kind in it, the stretches are chosen as above, and all buckets of a stretch
     count as ready when the last of them is: near the optimum, not proven to be it. The same holds where the last
     gradient travels alone: another bucket then goes last for the sake of the flags, which is not looked ahead for.
@@ -40,12 +40,20 @@ from lightning_bucketddp.planning.simulation import Timeline, simulate
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
 # their full speed with much less.
 CEILING_BYTES = 128 * MIB
+# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us.
+NETWORKS = {
+    "eth-1g": Network("1 Gbit", 125e6, 30e-6),
+    "eth-10g": Network("10 Gbit", 1.25e9, 30e-6),
+    "eth-100g": Network("100 Gbit", 12.5e9, 5e-6),
+    "ib-400g": Network("400 Gbit", 50e9, 5e-6),
+    "nvlink": Network("NVLink", 400e9, 2e-6),
+}
 
 
 def optimal_plan(
     profile: Profile, *, cost: AllReduceCost | None = None, ceiling_bytes: int = CEILING_BYTES
 ) -> list[BucketSpec]:
-    """The buckets for the parameters of `profile`, by position in it (Note: optimum).
+    """Return the buckets for the parameters of `profile`, by position in it (Note: optimum).
 
     Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it.
 
@@ -88,7 +96,7 @@ def optimal_plan(
 
 
 def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
-    """One bucket of each kind."""
+    """Return one bucket of each kind."""
     by_kind: dict[str, list[int]] = {}
     for i in members:
         by_kind.setdefault(specs[i].kind, []).append(i)
@@ -113,7 +121,7 @@ class _Search:
     _last_of_kinds: list[tuple[int, ...]] = field(default_factory=lambda: [()])
 
     def stretches(self, *, until_s: float) -> list[tuple[int, int]]:
-        """The stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
+        """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
         self._find_ends()
         found: list[tuple[int, int]] = []
         j, deadline_s = len(self.sizes), max(self._end_s[-1], until_s)
@@ -144,7 +152,7 @@ class _Search:
             self._earliest_begin.append(earliest)
 
     def _first_begin(self, j: int, deadline_s: float) -> int:
-        """Where the last stretch of the first j gradients can begin at the earliest so as to end at `deadline_s`."""
+        """Return the earliest begin of the last stretch of the first j gradients with which it ends by `deadline_s`."""
         deadline_s += 1e-9 * deadline_s  # sums in another order differ in their last digits
         ready_s = self.ready_s[j - 1]
         known = self._begin[j]
@@ -162,16 +170,6 @@ class _Search:
         return num_kinds * self.cost.latency_s + (self._bytes[j] - self._bytes[i]) * self.cost.s_per_byte
 
 
-# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us.
-NETWORKS = {
-    "eth-1g": Network("1 Gbit", 125e6, 30e-6),
-    "eth-10g": Network("10 Gbit", 1.25e9, 30e-6),
-    "eth-100g": Network("100 Gbit", 12.5e9, 5e-6),
-    "ib-400g": Network("400 Gbit", 50e9, 5e-6),
-    "nvlink": Network("NVLink", 400e9, 2e-6),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A plan, by position in the profile, and the step that it makes."""
@@ -181,8 +179,8 @@ class Prediction:
 
 
 def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Prediction:
-    """What a reducer with this `config` would make of the backward in `profile`, if an all-reduce costs `cost`."""
-    cost = _of_wire(profile, config, cost)
+    """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`."""
+    cost = _cost_in_reduce_dtype(profile, config, cost)
     plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     predicted = Prediction(plan, simulate(profile, plan, cost))
     if config.bucket_cap_mb == AUTO and has_choice(plan):
@@ -194,8 +192,8 @@ def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Pre
     return predicted
 
 
-def _of_wire(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:
-    """The cost of a byte of gradients, if they travel as something else."""
+def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:
+    """Return the cost per byte of gradients, which `reduce_dtype` may have travel as another dtype."""
     if config.reduce_dtype is None:
         return cost
     itemsize = REDUCE_DTYPES[config.reduce_dtype].itemsize

@@ -1,4 +1,4 @@
-"""Which parameter goes into which bucket. Pure: no tensors, no communication."""
+"""Planning buckets: which parameter goes into which bucket. Pure: no tensors, no communication."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_bucketddp.config import BucketCaps
 
-# So little can leave at the end of a backward without being noticed.
+# A bucket of this size can be reduced at the end of a backward without being noticed.
 _MAY_BE_LAST_BYTES = 2**20
 
 
@@ -56,7 +56,7 @@ def plan_buckets(
     Args:
         specs: every parameter that `arrived` and `missing` index.
         arrived: parameters whose gradients were seen, in order of arrival.
-        missing: parameters that got no gradient. They are kept apart from those that did and come last: they may never
+        missing: parameters that got no gradient. They get buckets of their own and come last: their gradients may never
             arrive, and a bucket waits for all its members.
         caps: the sizes wanted.
     """
@@ -75,7 +75,7 @@ def complete_plan(
     missing: Sequence[int],
     caps: BucketCaps,
 ) -> list[BucketSpec]:
-    """The plan that begins with `buckets` for all that arrived and is dense; see `plan_buckets`."""
+    """Return the plan that begins with these `buckets` of dense gradients that arrived; see `plan_buckets`."""
     dense_missing = [i for i in missing if not specs[i].sparse]
     dense = [*buckets, *_by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)]
     sparse = [BucketSpec((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
@@ -84,7 +84,7 @@ def complete_plan(
 
 
 def has_choice(plan: Sequence[BucketSpec]) -> bool:
-    """Whether other sizes of buckets would make another plan."""
+    """Return whether other sizes of buckets would make another plan."""
     return sum(_has_buffer(bucket) for bucket in plan) > 1
 
 

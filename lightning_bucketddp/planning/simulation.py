@@ -1,7 +1,7 @@
-"""When the reductions of a plan run: a simulation of one step. Pure.
+"""Simulating one step with a plan: when its reductions run. Pure.
 
 Note: timeline
-    LaunchQueue run one after the other, in launch order: one begins when its bucket is complete and the one before has
+    Reductions run one after the other, in launch order: one begins when its bucket is complete and the one before has
     ended. What has not arrived is complete when backward ends. A sparse gradient is exchanged after backward and costs
     the latency only, because nobody knows its size in advance. The flags in the last bucket, and the few bytes between
     gradients, are not counted.
@@ -40,17 +40,17 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last reduction and backward have ended."""
+        """Return when the last reduction and backward have ended."""
         return max(self.backward_s, self.buckets[-1].end_s) if self.buckets else self.backward_s
 
     @property
     def exposed_s(self) -> float:
-        """How long the step waits for reductions after backward."""
+        """Return how long the step waits for reductions after backward."""
         return self.end_s - self.backward_s
 
     @property
     def compute_s(self) -> float:
-        """How long the step would take without communication."""
+        """Return how long the step would take without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
@@ -59,22 +59,22 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """How long reductions run."""
+        """Return how long reductions run."""
         return sum(bucket.end_s - bucket.start_s for bucket in self.buckets)
 
     @property
     def overlap(self) -> float:
-        """The share of communication that is hidden behind backward; 1 if there is none."""
+        """Return the share of communication that is hidden behind backward; 1 if there is no communication."""
         return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
 
     @property
     def scaling_efficiency(self) -> float:
-        """The share of a step that is not spent waiting for others."""
+        """Return the share of a step that is not spent waiting for others."""
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
 def simulate(profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost) -> Timeline:
-    """What `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`."""
+    """Return the step that `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`."""
     buckets: list[SimulatedBucket] = []
     ready = end = 0.0
     for bucket in plan:
@@ -88,7 +88,7 @@ def simulate(profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost) 
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) -> AllReduceCost:
-    """The cost in `profile`, where it must be known, times the largest factor, within bounds, to end at `end_s`."""
+    """Return the cost in `profile`, scaled by the largest factor, within bounds, with which `plan` ends by `end_s`."""
     assert profile.cost is not None
     low, high = 1 / _LARGEST_SCALE, _LARGEST_SCALE
     for _ in range(20):

@@ -28,16 +28,10 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What all ranks of a run wrote.
-
-    Attributes:
-        folder: the folder of the files.
-        ranks: the records by rank, in order; never empty.
-        problems: one sentence for each file that is missing or was left out.
-    """
+    """What all ranks of a run wrote, and a sentence for each file that is missing or was left out."""
 
     folder: Path
-    ranks: Mapping[int, RankRecord]
+    ranks: Mapping[int, RankRecord]  # in order; never empty
     problems: Sequence[str] = ()
 
     @property
@@ -121,15 +115,10 @@ def _read_rank(path: Path) -> RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class AlignedStep:
-    """One step on one clock: that of the lowest rank that recorded it (Note: one clock, in `schema`).
-
-    Attributes:
-        number: the number of optimizer steps before this one.
-        ranks: the step of each rank that recorded it.
-    """
+    """One step on the clock of the lowest rank that recorded it (Note: one clock, in `schema`)."""
 
     number: int
-    ranks: Mapping[int, Step]
+    ranks: Mapping[int, Step]  # those that recorded it
 
     @property
     def start_s(self) -> float:

@@ -22,17 +22,9 @@ FOLDER = "bucketddp"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The first line: what stays the same during a run.
+    """The first line: the rank that writes the file, and what stays the same during its run.
 
-    Attributes:
-        rank: the rank that writes the file.
-        world_size: how many ranks there are.
-        host: the machine's name.
-        device: the name of the device that trains.
-        backend: the backend of the process group.
-        num_parameters: how many parameters the module has.
-        gradient_bytes: the size of all gradients.
-        options: the strategy's options that affect communication, by name.
+    `device` and `backend` are names; `options` has those of the strategy that affect communication.
     """
 
     rank: int

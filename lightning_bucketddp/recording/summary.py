@@ -17,7 +17,7 @@ Note: advice and measurement
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.schema import RecordedPlan
-from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep, plan_in
+from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
 
 _IN_WORDS = {
     "data": "waiting for data",
@@ -123,12 +123,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
-@dataclass(frozen=True, slots=True)
-class _Suggestion:
-    text: str
-    gain_s: float
-
-
 def suggestions(
     typical: TypicalStep, plan: RecordedPlan | None, measured: Profile | None, *, options: Mapping[str, Any]
 ) -> list[str]:
@@ -140,96 +134,67 @@ def suggestions(
         measured: the backward that `bucket_cap_mb="auto"` measured, if it did.
         options: the recorded options of the run.
     """
-    found = [*_suggest_workers(typical, options), *_suggest_straggler(typical)]
+    found = list(_suggest_for_ranks(typical, options))
     if plan is not None:
-        wait = _Wait(typical.network_wait_s, typical.straggler)
-        profile = typical.profile(plan, measured)
-        if profile is not None:
-            found += _suggest_options(wait, typical.fitted(profile, plan), plan, options)
-        found += _suggest_accumulation(wait, options)
-    worthwhile = [suggestion for suggestion in found if suggestion.gain_s > _WORTHWHILE * typical.step_s]
-    best = sorted(worthwhile, key=lambda suggestion: -suggestion.gain_s)[:_NUM_SUGGESTIONS]
-    return [f"{suggestion.text} ({suggestion.gain_s / typical.step_s:.0%} of the step)." for suggestion in best]
+        found += _suggest_for_network(typical, plan, measured, options)
+    worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > _WORTHWHILE * typical.step_s]
+    best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])[:_NUM_SUGGESTIONS]
+    return [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """How long steps wait for the network, on the straggler if there is one."""
-
-    seconds: float
-    straggler: Straggler | None
-
-    def __str__(self) -> str:
-        if self.straggler is None:
-            return f"the {_ms(self.seconds)} exposed"
-        return f"the {_ms(self.seconds)} that rank {self.straggler.rank.rank}, the slowest, waits"
-
-
-def _suggest_workers(typical: TypicalStep, options: Mapping[str, Any]) -> list[_Suggestion]:
+def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield changes for waiting for data and for a straggler, each with the seconds that it gains."""
     data_s = typical.phases["data"]
-    if data_s <= _MUCH_DATA * typical.step_s:
-        return []
-    num_workers = options.get("num_workers")
-    now = "" if num_workers is None else f", which is {num_workers} now"
-    return [_Suggestion(f"a larger `num_workers` of the `DataLoader`{now}, would save up to {_ms(data_s)}", data_s)]
-
-
-def _suggest_straggler(typical: TypicalStep) -> list[_Suggestion]:
-    straggler = typical.straggler
-    if straggler is None:
-        return []
-    rank, by_s = straggler.rank, straggler.by_s
-    phase, more_s = _largest_excess(rank, typical.ranks)
-    return [
-        _Suggestion(
-            f"rank {rank.rank} on {rank.host} makes the others wait {_ms(by_s)}, most of it in {phase} ({_ms(more_s)}):"
-            " see what else runs there, and whether its batches are larger",
-            by_s,
+    if data_s > _MUCH_DATA * typical.step_s:
+        num_workers = options.get("num_workers")
+        now = "" if num_workers is None else f", which is {num_workers} now"
+        yield f"a larger `num_workers` of the `DataLoader`{now}, would save up to {_ms(data_s)}", data_s
+    if typical.straggler is not None:
+        rank, by_s = typical.straggler.rank, typical.straggler.by_s
+        others = [other for other in typical.ranks if other is not rank]
+        usual = TypicalStep(others, num_ranks=len(others)).phases
+        excess = {phase: seconds - usual[phase] for phase, seconds in rank.phases.items() if phase != "exposed"}
+        phase = max(excess, key=lambda name: excess[name])
+        text = (
+            f"rank {rank.rank} on {rank.host} makes the others wait {_ms(by_s)}, most of it in {phase}"
+            f" ({_ms(excess[phase])}): see what else runs there, and whether its batches are larger"
         )
-    ]
+        yield text, by_s
 
 
-def _largest_excess(slowest: RankNumbers, ranks: Sequence[RankNumbers]) -> tuple[str, float]:
-    others = TypicalStep([rank for rank in ranks if rank is not slowest], num_ranks=len(ranks) - 1).phases
-    excess = {phase: seconds - others[phase] for phase, seconds in slowest.phases.items() if phase != "exposed"}
-    phase = max(excess, key=lambda name: excess[name])
-    return phase, excess[phase]
+def _suggest_for_network(
+    typical: TypicalStep, plan: RecordedPlan, measured: Profile | None, options: Mapping[str, Any]
+) -> Iterator[tuple[str, float]]:
+    """Yield options that shorten the wait for the network, each with the seconds that it gains."""
+    wait_s, straggler = typical.network_wait_s, typical.straggler
+    whose = "exposed" if straggler is None else f"that rank {straggler.rank.rank}, the slowest, waits"
+    profile = typical.profile(plan, measured)
+    if profile is not None:
+        for option, gain_s in _simulate_options(typical.fitted(profile, plan), plan, options, wait_s=wait_s):
+            yield f"{option} would hide {1e3 * gain_s:.2f} of the {_ms(wait_s)} {whose}", gain_s
+    accumulated = f"`accumulate_grad_batches={2 * options.get('accumulate_grad_batches', 1)}`"
+    yield f"{accumulated}, with twice the global batch, would halve the {_ms(wait_s)} {whose}", wait_s / 2
 
 
-def _suggest_accumulation(wait: _Wait, options: Mapping[str, Any]) -> list[_Suggestion]:
-    num_batches = options.get("accumulate_grad_batches", 1)
-    text = f"`accumulate_grad_batches={2 * num_batches}`, with twice the global batch, would halve {wait}"
-    return [_Suggestion(text, wait.seconds / 2)]
-
-
-def _suggest_options(
-    wait: _Wait, profile: Profile, plan: RecordedPlan, options: Mapping[str, Any]
-) -> list[_Suggestion]:
+def _simulate_options(
+    profile: Profile, plan: RecordedPlan, options: Mapping[str, Any], *, wait_s: float
+) -> Iterator[tuple[str, float]]:
     positions, cost = plan_in(profile, plan), profile.cost
     if positions is None or cost is None:
-        return []
+        return
     # A wait that the simulation does not explain cannot be gained by changing the plan.
-    waits_s = min(simulate(profile, positions, cost).exposed_s, wait.seconds)
-
-    def suggest(text: str, exposed_s: float) -> _Suggestion:
-        gain_s = waits_s - exposed_s
-        return _Suggestion(f"{text} would hide {1e3 * gain_s:.2f} of {wait}", gain_s)
-
-    found = []
-    if _takes_dtype(options):
+    wait_s = min(simulate(profile, positions, cost).exposed_s, wait_s)
+    has_own_wire = options.get("reduce_dtype") is not None or options.get("ddp_comm_hook") is not None
+    if not has_own_wire and options.get("gradient_dtype") == "torch.float32":
         halved = AllReduceCost(cost.latency_s, cost.s_per_byte / 2)
-        found.append(suggest('`reduce_dtype="bf16"`', simulate(profile, positions, halved).exposed_s))
+        yield '`reduce_dtype="bf16"`', wait_s - simulate(profile, positions, halved).exposed_s
     predicted = {option: predict(profile, config, cost) for option, config in _other_sizes(options).items()}
     if predicted:
         option, best = min(predicted.items(), key=lambda item: item[1].timeline.exposed_s)
-        num_buckets = f"{len(best.plan)} instead of {len(plan.buckets)} buckets"
-        found.append(suggest(f"`{option}` ({num_buckets})", best.timeline.exposed_s))
-    return found
-
-
-def _takes_dtype(options: Mapping[str, Any]) -> bool:
-    is_free = options.get("reduce_dtype") is None and options.get("ddp_comm_hook") is None
-    return is_free and options.get("gradient_dtype") == "torch.float32"
+        yield (
+            f"`{option}` ({len(best.plan)} instead of {len(plan.buckets)} buckets)",
+            wait_s - best.timeline.exposed_s,
+        )
 
 
 def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:

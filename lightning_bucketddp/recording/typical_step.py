@@ -39,14 +39,9 @@ NO_COST = f"the sizes of its buckets differ by less than a factor of {_DIFFERENT
 
 @dataclass(frozen=True, slots=True)
 class BackwardNumbers:
-    """The backward that steps of one rank with one plan show: medians, in seconds.
+    """The backward that steps of one rank with one plan show: medians, those of buckets in order.
 
-    Attributes:
-        ready_s: when each bucket was complete, counted from the start of backward.
-        reduction_s: how long each reduction took.
-        forward_s: how long forward took.
-        backward_s: how long backward took.
-        optimizer_s: how long the optimizer's step took.
+    `ready_s` is when a bucket was complete, counted from the start of backward; the others are durations.
     """
 
     ready_s: Sequence[float]
@@ -151,14 +146,9 @@ class RankNumbers:
     """The typical step of one rank (Note: typical step). Times are seconds.
 
     Attributes:
-        rank: the rank.
-        host: the name of its machine.
         num_steps: how many recorded steps count.
         phases: the time of each phase.
         own_error_s: the standard error of `own_s`.
-        communication_s: how long reductions ran.
-        bytes_on_wire: the bytes that the rank passed to reductions.
-        memory_bytes: the peak memory.
         waits: by bucket of the last plan, the share of the exposed time in which its reduction ran.
         backward: that of steps with the last plan; None if nothing was reduced.
     """
@@ -179,9 +169,7 @@ class RankNumbers:
         """Return the typical step of the rank that recorded `steps`."""
         steps = steps[-NUM_STEPS:]
         middle = _middle(steps)
-        of_last_plan = [
-            step for step in steps if step.plan == steps[-1].plan and len(step.buckets) == len(steps[-1].buckets)
-        ]
+        last = [s for s in steps if s.plan == steps[-1].plan and len(s.buckets) == len(steps[-1].buckets)]
         return cls(
             rank=run.rank,
             host=run.host,
@@ -191,8 +179,8 @@ class RankNumbers:
             communication_s=_mean([step.communication_s for step in middle]),
             bytes_on_wire=_mean([step.bytes_on_wire for step in middle]),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
-            waits=_waits(_middle(of_last_plan)),
-            backward=BackwardNumbers.of(of_last_plan),
+            waits=_waits(_middle(last)),
+            backward=BackwardNumbers.of(last),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -235,15 +223,10 @@ class LateBucket:
 
 @dataclass(frozen=True, slots=True)
 class TypicalStep:
-    """The typical step of a run (Note: typical step).
+    """The typical step of a run, made of those of the ranks that are known (Note: typical step)."""
 
-    Attributes:
-        ranks: the typical step of each known rank; at least one.
-        num_ranks: the number of ranks in the run.
-    """
-
-    ranks: Sequence[RankNumbers]
-    num_ranks: int
+    ranks: Sequence[RankNumbers]  # at least one
+    num_ranks: int  # of the run
 
     @property
     def phases(self) -> dict[str, float]:

@@ -111,14 +111,16 @@ class RecordFile:
     """The file of one rank in one fit. If it cannot be written, warn once and let training go on.
 
     Args:
-        folder: where all ranks write; files of an earlier fit are replaced.
+        folder: where all ranks write; files of an earlier fit are replaced. None: write nothing.
         rank: the rank that writes.
     """
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
+    def __init__(self, folder: Path | None, *, rank: int) -> None:
+        self._file: TextIO | None = None
+        if folder is None:
+            return
         self._path = path_of(folder, rank)
         self._rank = rank
-        self._file: TextIO | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
@@ -126,7 +128,7 @@ class RecordFile:
             self._give_up(error)
 
     def write(self, line: Line) -> None:
-        """Append `line`, unless writing has failed before."""
+        """Append `line`, if there is a file."""
         if self._file is None:
             return
         try:

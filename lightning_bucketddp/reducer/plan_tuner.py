@@ -7,7 +7,7 @@ Note: tuning
     backwards is observed again. Rank 0 compares what was measured, and the better plan stays. All ranks count alike and
     learn rank 0's decisions by broadcast, so they change plans at the same backward. After that nothing is left of it.
 
-    LaunchQueue are slower beside a backward than alone. So the cost that was measured is scaled until the simulation of
+    Reductions are slower beside a backward than alone. So the cost that was measured is scaled until the simulation of
     the first plan ends when its reductions have ended in truth.
 """
 

@@ -219,8 +219,8 @@ class Reducer:
         bucket_set = self._plan_cache.bucket_set(trainable)
         self._hooks.begin(bucket_set)
         tuner = self._plan_cache.tuner(trainable) if syncs else None
-        is_recorded = syncs and not is_being_captured(self._collectives.device)
-        observer = all_of(tuner, self.observer if is_recorded and self.observer is not NO_OBSERVER else None)
+        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
+        observer = all_of(tuner, self.observer if is_recorded else None)
         queue = self._new_queue(bucket_set, observer=observer) if syncs and bucket_set is not None else None
         self._backward = BackwardPass(
             trainable, syncs, observer, is_tuned=tuner is not None, bucket_set=bucket_set, queue=queue, factor=factor

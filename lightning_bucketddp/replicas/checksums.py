@@ -43,7 +43,7 @@ class PendingChecksums:
     copies: list[_Copy]
 
     def wait(self) -> list[int]:
-        """The checksums, in the order of the tensors. Blocks the host until the devices have come to them."""
+        """Return the checksums, in the order of the units. Blocks the host until the devices have computed them."""
         by_position: dict[int, int] = {}
         for copy in self.copies:
             if copy.arrived is not None:
@@ -53,7 +53,7 @@ class PendingChecksums:
 
 
 def units_of(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """`tensors` for few checksums: large ones alone, the small ones of a device together."""
+    """Return `tensors` in units, each of which gets one checksum: large ones alone, small ones of a device together."""
     alone: list[list[Tensor]] = []
     together: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -71,7 +71,7 @@ class Checksums:
         self._factors: dict[torch.device, Tensor] = {}
 
     def start(self, units: Sequence[Sequence[Tensor]]) -> PendingChecksums:
-        """Start on one number per unit of tensors on one device: equal for equal bits (Note: without waiting)."""
+        """Start on one number per unit of tensors on one device, equal for equal bits (Note: without waiting)."""
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         with torch.no_grad():
             for position, unit in enumerate(units):
@@ -97,7 +97,7 @@ class Checksums:
 
 
 def _folded(words: Tensor) -> Tensor:
-    """`words`, or the sums of those that are a multiple of `_NUM_FACTORS` apart."""
+    """Return `words`, or the sums of those that a multiple of `_NUM_FACTORS` separates."""
     num_rows, num_left = divmod(words.numel(), _NUM_FACTORS)
     if num_rows == 0:
         return words
@@ -107,7 +107,7 @@ def _folded(words: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` in the order in which they lie in memory; copied only where they do not lie together."""
+    """Return the bytes of `tensor` in the order in which they lie in memory; copied only where they have gaps."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     span = 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
@@ -121,8 +121,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _to_host(values: dict[int, Tensor]) -> _Copy:
     on_device = torch.stack(list(values.values()))
     on_host = on_device.to("cpu", non_blocking=True)
-    if on_device.device.type != "cuda":
-        return _Copy(list(values), on_host, None)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(on_device.device))
+    arrived = None
+    if on_device.device.type == "cuda":
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(on_device.device))
     return _Copy(list(values), on_host, arrived)

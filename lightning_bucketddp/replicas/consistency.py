@@ -1,4 +1,4 @@
-"""When replicas are compared, and what is done if they are not equal.
+"""When replicas are compared, what is compared, and what is done if they are not equal.
 
 Note: a check in three steps
     Between two steps, checksums are started on the device. Between the next two, when the device has long come to them,
@@ -9,10 +9,12 @@ Note: a check in three steps
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,9 +22,87 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.replicas.checksums import Checksums
+from lightning_bucketddp.replicas.checksums import Checksums, PendingChecksums, units_of
 from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
-from lightning_bucketddp.replicas.training_state import PendingDigest, TrainingState
+from lightning_bucketddp.wording import list_names
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Parameters, buffers and what optimizers keep.
+
+    Attributes:
+        tensors: by name.
+        numbers: what is not a tensor (learning rates, step counters), by name.
+        owners: where a number can be written: a dict and the key in it.
+    """
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any] = field(default_factory=dict)
+    owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+
+    def add_optimizer(self, name: str, optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> None:
+        """Add what `optimizer` keeps for these parameters, and the numbers of its parameter groups."""
+        names = {id(param): param_name for param_name, param in parameters.items()}
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in names:
+                    self.numbers[f"{name}: group of {names[id(param)]}"] = index
+            for key, value in group.items():
+                self._add(f"{name}: {key} of group {index}", value, owner=group, key=key, is_number=_is_setting(value))
+        for param, state in optimizer.state.items():
+            if id(param) in names and isinstance(state, dict):
+                for key, value in state.items():
+                    # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
+                    is_counter = isinstance(value, int)
+                    self._add(f"{name}: {key} of {names[id(param)]}", value, owner=state, key=key, is_number=is_counter)
+
+    def _add(self, name: str, value: Any, *, owner: dict[str, Any], key: str, is_number: bool) -> None:
+        if isinstance(value, Tensor) and _has_bits(value):
+            self.tensors[name] = value
+        elif is_number:
+            self.numbers[name] = value
+            self.owners[name] = (owner, key)
+
+    def start_digest(self, checksums: Checksums) -> PendingDigest:
+        """Start to compute one number for everything; the state may change afterwards."""
+        described = json.dumps([sorted(self.tensors), self.numbers], sort_keys=True)
+        in_order = [self.tensors[name] for name in sorted(self.tensors)]
+        return PendingDigest(described, checksums.start(units_of(in_order)))
+
+    def values(self, checksums: Checksums) -> dict[str, Any]:
+        """Return the numbers, which are more often a cause than an effect, and the checksum of each tensor."""
+        of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()]).wait()
+        return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
+
+    def set_number(self, name: str, value: Any) -> None:
+        """Write a number where it belongs."""
+        owner, key = self.owners[name]
+        owner[key] = tuple(value) if isinstance(owner[key], tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDigest:
+    """A digest whose checksums a device still works on."""
+
+    described: str
+    checksums: PendingChecksums
+
+    def wait(self) -> int:
+        """Return the digest: a number below 2**48, which a float holds exactly."""
+        text = json.dumps([self.described, self.checksums.wait()])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Return whether it is an ordinary tensor: neither sparse nor made of others (a DTensor holds a shard)."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether it is a number, or several (`betas`)."""
+    return isinstance(value, int | float) or (isinstance(value, list | tuple) and all(map(_is_setting, value)))
+
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +129,16 @@ class ReplicaCheckConfig:
                 f" checkpoints are written, got {number!r}."
             )
         if self.on_divergence not in get_args(OnDivergence):
-            choices = ", ".join(f"`{choice}`" for choice in get_args(OnDivergence))
-            raise ValueError(f"`on_divergence` must be one of {choices}, got {self.on_divergence!r}.")
+            raise ValueError(
+                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
+            )
 
 
 def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
-    """What is compared: `parameters` and what `optimizers` keep for them."""
+    """Return what is compared: `parameters` and what `optimizers` keep for them."""
     state = TrainingState({name: param.detach() for name, param in parameters.items()})
     for index, optimizer in enumerate(optimizers):
-        # Each rank has another part of a state that is sharded (`ZeroRedundancyOptimizer`). Lightning asks the same.
+        # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
         if not hasattr(optimizer, "consolidate_state_dict"):
             state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
     return state
@@ -80,8 +161,6 @@ class ReplicaChecks(NoReplicaChecks):
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
-        collectives: how to reach the other ranks.
-        config: what the user set.
         exchange: carries the digests.
         has_messages: every synchronised backward exchanges messages; otherwise they are sent when there is a digest.
     """

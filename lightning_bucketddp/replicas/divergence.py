@@ -1,4 +1,4 @@
-"""Replicas that were equal and are no longer: what differs, on which ranks, and who is right."""
+"""Replicas that were equal and are no longer: what differs, on which ranks, and which rank to follow."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ReplicaDivergedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not the same everywhere.
+    """A tensor or number that is not the same everywhere.
 
     Attributes:
-        name: what.
+        name: of the tensor or number.
         camps: ranks with equal values, the largest camp first; of equally large ones the one with the lowest rank.
         values: the value of each camp; None where it does not exist.
         is_number: the values are numbers, not checksums.
@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def outvoted(self) -> list[int]:
-        """The ranks that are not in the first camp."""
+        """Return the ranks that are not in the first camp."""
         return sorted(rank for camp in self.camps[1:] for rank in camp)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Divergence:
 
 
 def find_divergence(by_rank: Sequence[dict[str, Any]], *, numbers: set[str]) -> Divergence | None:
-    """What differs between the ranks' values, by name; None if nothing does.
+    """Return what differs between the ranks' values; None if nothing does.
 
     Most ranks are right; where no camp is larger than another, the one with the lowest rank is.
     """

@@ -1,4 +1,4 @@
-"""One module on every rank: the same parameters, with rank 0's values."""
+"""Replicas: the same module on every rank, with rank 0's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_bucketddp.wording import list_names, list_ranks
 # Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
 _RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
-# What exchanges gradients or weights by itself: classes that a module is wrapped in, and those that a call turns it, or
-# its parameters, into. By name, because importing them takes seconds, and only those of these packages.
+# Classes that exchange gradients or weights by themselves: those that wrap a module, and those into which a call turns
+# a module or its parameters. By name, because importing them takes seconds, and only if they are of these packages.
 _WRAPPERS = {
     "DataParallel",
     "DeepSpeedEngine",
@@ -47,15 +47,11 @@ class ReplicaMismatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _BufferSlot:
-    """Where a buffer hangs. Looked up at each use: modules replace their buffers, and drop them."""
+    """The owner of a buffer, and its key. Looked up at each use: modules replace their buffers, and drop them."""
 
     name: str
     owner: nn.Module
     key: str
-
-    def tensor(self) -> Tensor | None:
-        buffer: Tensor | None = getattr(self.owner, self.key, None)
-        return buffer
 
 
 class Replicas:
@@ -64,8 +60,6 @@ class Replicas:
     Names in `module._ddp_params_and_buffers_to_ignore` are left out, as torch DDP does. Tied parameters count once.
 
     Args:
-        module: the module, the same on every rank.
-        collectives: how to reach the other ranks.
         defer_norm_statistics: the running statistics of normalisation layers are left alone by `broadcast_buffers`.
             Training never reads them, so whoever knows when an evaluation begins need not keep them equal before.
     """
@@ -90,7 +84,7 @@ class Replicas:
                     slots.append(_BufferSlot(name, owner, key))
 
     def are_outdated(self, module: nn.Module) -> bool:
-        """Whether parameters were added to `module`, taken from it or replaced since this was made."""
+        """Return whether parameters were added to `module`, taken from it or replaced since this was made."""
         now = parameters_of(module)
         return list(now) != list(self.parameters) or any(now[name] is not self.parameters[name] for name in now)
 
@@ -105,7 +99,7 @@ class Replicas:
     def agree(self) -> None:
         """Raise on every rank, naming the first difference, unless all ranks hold the same parameters and buffers.
 
-        Also if something else makes a part of the module parallel, on whatever rank.
+        Also if something else makes a submodule parallel, on any rank.
         """
         mine = self._describe()
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
@@ -135,7 +129,7 @@ class Replicas:
         self.collectives.broadcast_tensors(list(self.shared_buffers().values()))
 
     def shared_buffers(self) -> dict[str, Tensor]:
-        """The buffers that `broadcast_buffers` keeps equal, by name."""
+        """Return the buffers that `broadcast_buffers` keeps equal, by name."""
         read_now = [slot for slot in self._norm_statistics if not slot.owner.training]
         return _tensors([*self._other_buffers, *read_now])
 
@@ -157,8 +151,8 @@ class Replicas:
 
 
 def _tensors(slots: list[_BufferSlot]) -> dict[str, Tensor]:
-    """The buffers that are still there, by name."""
-    return {slot.name: tensor for slot in slots if (tensor := slot.tensor()) is not None}
+    """Return the buffers that are still there, by name."""
+    return {slot.name: buffer for slot in slots if (buffer := getattr(slot.owner, slot.key, None)) is not None}
 
 
 def _ignored_names(module: nn.Module) -> set[str]:
@@ -166,13 +160,13 @@ def _ignored_names(module: nn.Module) -> set[str]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that ranks share, by name."""
+    """Return the parameters that ranks share, by name."""
     ignored = _ignored_names(module)
     return {name: param for name, param in module.named_parameters() if name not in ignored}
 
 
 def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
-    """The first submodule with some of `parameters` that something else makes parallel, and the class that says so."""
+    """Return the first submodule with some of `parameters` that something else makes parallel, and by which class."""
     # Not by name: a module and its wrapper may both be submodules.
     ours = {id(param) for param in parameters.values()}
     for name, submodule in module.named_modules():
@@ -185,7 +179,7 @@ def find_parallel_submodule(module: nn.Module, parameters: Mapping[str, nn.Param
 
 
 def explain_parallel(name: str, kind: str, *, where: str) -> str:
-    """Why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
+    """Return why a submodule that `find_parallel_submodule` has found cannot be trained, and what to do."""
     if kind in _WRAPPERS:
         found, remedy = f"is wrapped in `{kind}`", "Leave the wrapper out: put its `.module` in its place"
     else:
@@ -197,7 +191,7 @@ def explain_parallel(name: str, kind: str, *, where: str) -> str:
 
 
 def explain_difference(by_rank: list[Description]) -> str:
-    """The first difference between rank 0's description and another rank's, in words."""
+    """Return the first difference between rank 0's description and another rank's, in words."""
     remedy = (
         " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze"
         " the same parameters everywhere."
@@ -221,8 +215,9 @@ def explain_difference(by_rank: list[Description]) -> str:
 
 
 def sparse_names_of(module: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
-    """Those of `parameters` whose gradients are sparse."""
-    sparse_weights = {id(m.weight) for m in module.modules() if _has_sparse_gradient(m)}
+    """Return the names of those `parameters` whose gradients are sparse."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    sparse_weights = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
     return {name for name, param in parameters.items() if id(param) in sparse_weights}
 
 
@@ -243,7 +238,3 @@ def check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> 
             f"`{kind}` has parameters on several devices: {places}. Each process trains on one device: move the whole"
             " module there, or leave that to Lightning."
         )
-
-
-def _has_sparse_gradient(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

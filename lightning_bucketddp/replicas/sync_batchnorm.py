@@ -1,9 +1,9 @@
-"""BatchNorm over the batches of all ranks: converts a model's layers in place, and back."""
+"""Synchronized BatchNorm, over the batches of all ranks: converts a model's layers in place, and back."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import new_class
 from typing import Any, ClassVar
@@ -24,7 +24,12 @@ def convert_sync_batchnorm(module: nn.Module, collectives: Collectives) -> None:
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     if not layers or collectives.world_size == 1:
         return
-    _refuse_lazy(layers)
+    # Also those that have parameters already: a lazy layer's first forward sets its class and would undo ours.
+    if lazy := [f"`{name}` ({type(m).__name__})" for name, m in layers.items() if isinstance(m, LazyModuleMixin)]:
+        raise ValueError(
+            f"Cannot synchronize BatchNorm layers that are still lazy: {', '.join(lazy)}. Run one batch through the"
+            " model before training, for example in `setup`, or use classes that are not lazy."
+        )
     # A group of its own: gradient buckets leave in between, at moments that differ from rank to rank.
     own_collectives = collectives.side_group()
     originals = {layer: _original_class(layer) for layer in layers.values()}
@@ -43,14 +48,14 @@ def revert_sync_batchnorm(module: nn.Module) -> None:
 
 
 def set_idle(module: nn.Module, is_idle: bool) -> None:
-    """Whether this rank's batches count: an idle rank takes part in the collectives, with a batch of no values."""
+    """Set whether this rank is idle: it then takes part in the collectives, with a batch of no values."""
     for layer in module.modules():
         if isinstance(layer, _SyncedBatchNorm):
             type(layer)._sync_is_idle = is_idle
 
 
 class _SyncedBatchNorm(_BatchNorm):
-    """What conversion puts in front of a layer's class.
+    """The base that conversion puts before a layer's class.
 
     The process group belongs to the class, which each conversion makes anew, so no copy or pickle of a layer has it.
     """
@@ -84,7 +89,7 @@ class _SyncedBatchNorm(_BatchNorm):
         return construct, tuple(self._sync_original if arg is type(self) else arg for arg in args), *state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SyncedBatchNorm:
-        """A copy that trains as this layer does; `__reduce_ex__` would make it an ordinary one."""
+        """Return a copy that trains as this layer does; `__reduce_ex__` would make it an ordinary one."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
         return copied
@@ -101,20 +106,8 @@ def _synced_class(original: type[_BatchNorm], collectives: Collectives) -> type[
     return new_class(f"Synced{original.__name__}", bases, exec_body=lambda namespace: namespace.update(attributes))
 
 
-def _refuse_lazy(layers: Mapping[str, _BatchNorm]) -> None:
-    # Also those that have parameters already: a lazy layer's first forward sets its class and would undo ours.
-    lazy = [
-        f"`{name}` ({type(layer).__name__})" for name, layer in layers.items() if isinstance(layer, LazyModuleMixin)
-    ]
-    if lazy:
-        raise ValueError(
-            f"Cannot synchronize BatchNorm layers that are still lazy: {', '.join(lazy)}. Run one batch through the"
-            " model before training, for example in `setup`, or use classes that are not lazy."
-        )
-
-
 class _BatchNormOverRanks(TorchFunctionMode):
-    """Inside, `F.batch_norm` in training normalises over the batches of all ranks.
+    """Has `F.batch_norm`, in training, normalise over the batches of all ranks in the block.
 
     Replacing this one function keeps what surrounds it: the books on momentum and batches that torch's `forward`
     keeps, and the activation or other work that a subclass adds in a `forward` of its own.
@@ -160,7 +153,7 @@ class _BatchNormOverRanks(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Statistics:
-    """Of each channel, over the batches of all ranks."""
+    """Mean, variance and number of values of each channel, over the batches of all ranks."""
 
     mean: Tensor
     var: Tensor
@@ -181,7 +174,7 @@ def _statistics_over_ranks(x: Tensor, collectives: Collectives) -> _Statistics:
 
 
 def _local_statistics(x: Tensor) -> Tensor:
-    """The mean of each channel, the biased variance of each, and the number of values per channel, in one row."""
+    """Return the mean of each channel, its biased variance, and the number of values per channel, in one row."""
     num_channels = x.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.numel() == 0:

@@ -1,4 +1,4 @@
-"""How the ranks of a run make sure that all of them are there, before they make a process group.
+"""The rendezvous: the ranks of a run make sure that all of them are there, before they make a process group.
 
 Note: rendezvous
     Rank 0 opens a round in the store. Every other rank joins it, or objects: to another world size, to a rank that is
@@ -26,6 +26,15 @@ from lightning_bucketddp.wording import list_some, list_some_ranks
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+# How long rank 0 keeps the store open, so that the others can read why nothing starts.
+_OUTCOME_READ_WITHIN_S = 2.0
+# How long a thread that has no more reason to wait may take to say so.
+_GRACE_S = 2.0
+# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+_POLL_PER_RANK_S = 0.0005
+# The last rank to join gets its answer soon. It asks less and less often, up to the interval of the others.
+_FIRST_POLL_S = 0.005
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -40,37 +49,46 @@ class RankInfo:
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RankInfo:
+        return cls(**json.loads(text))
+
 
 class RendezvousRound:
-    """One start: the info of the rank 0 that wants it, and what the others say (Note: rendezvous)."""
+    """One round in the store: the rank 0 that has opened it, and who joins or objects (Note: rendezvous)."""
 
     def __init__(self, store: Store, host: RankInfo) -> None:
         self.host = host
         self._keys = part_of(store, host.identity)
-        # It may be over for who sees it only now.
+        # If not, it was over before this rank saw it.
         self.is_open = not self._keys.check(["outcome"])
         self._own_objection: str | None = None
 
     @classmethod
     def find(cls, store: Store) -> RendezvousRound | None:
-        """The newest one."""
-        return cls(store, _info_of(store.get("round"))) if store.check(["round"]) else None
+        """Return the newest round; None if there is none."""
+        return cls(store, RankInfo.from_json(store.get("round"))) if store.check(["round"]) else None
 
     def post(self, store: Store) -> None:
-        """Make it the newest one."""
+        """Make this the newest round, and join it."""
         self.join(self.host)
-        store.set("round", _json(self.host))
+        store.set("round", self.host.to_json())
 
     def join(self, info: RankInfo) -> None:
-        """Join, or object."""
+        """Join this round as the rank in `info`, or object to it."""
         if info.world_size != self.host.world_size:
             self.object(
                 f"Rank 0 ({self.host}) was started as one of {self.host.world_size}, but rank {info.rank} ({info}) as"
                 f" one of {info.world_size}. Start every node with the same `devices` and `num_nodes`, and give"
                 " different runs different ports (`MASTER_PORT`)."
             )
-        elif (there := _info_of(self._keys.compare_set(_join_key(info.rank), "", _json(info)))) != info:
-            self.object(explain_taken(there, info))
+        else:
+            there = RankInfo.from_json(self._keys.compare_set(_join_key(info.rank), "", info.to_json()))
+            if there != info:
+                self.object(explain_taken(there, info))
 
     def object(self, why: str) -> None:
         """Have rank 0 refuse the start; the first objection counts."""
@@ -78,14 +96,15 @@ class RendezvousRound:
         self._keys.compare_set("objection", "", json.dumps(why))
 
     def objection(self) -> str | None:
+        """Return the first objection; None if there is none."""
         return str(json.loads(self._keys.get("objection"))) if self._keys.check(["objection"]) else None
 
     def decide(self, why_not: str | None) -> None:
-        """Start, or not and why."""
+        """Write the outcome: None to start, otherwise why not."""
         self._keys.set("outcome", json.dumps(why_not))
 
     def is_accepted(self, info: RankInfo) -> bool:
-        """Whether there is a outcome that all start; raises if it is that they do not, or do so without this rank."""
+        """Return whether all start: False until there is an outcome. Raises if they do not, or not with this rank."""
         if not self._keys.check(["outcome"]):
             return False
         why_not = json.loads(self._keys.get("outcome")) or self._own_objection
@@ -95,27 +114,27 @@ class RendezvousRound:
         return True
 
     def leave(self, info: RankInfo) -> None:
-        """Tell rank 0 that it need not stay for this rank."""
+        """Tell rank 0 that this rank knows the outcome."""
         self._keys.set(_left_key(info.rank), "")
 
     def all_have_joined(self) -> bool:
         return bool(self._keys.check([_join_key(rank) for rank in range(self.host.world_size)]))
 
     def all_have_left(self) -> bool:
-        there = set(range(1, self.host.world_size)) - set(self.missing())
-        return bool(self._keys.check([_left_key(rank) for rank in there]))
+        present = set(range(1, self.host.world_size)) - set(self.missing())
+        return bool(self._keys.check([_left_key(rank) for rank in present]))
 
     def missing(self) -> list[int]:
         return [rank for rank in range(self.host.world_size) if not self._keys.check([_join_key(rank)])]
 
     def present(self) -> list[RankInfo]:
-        """The infos of those who have answered."""
-        missing = self.missing()
-        return [_info_of(self._keys.get(_join_key(r))) for r in range(self.host.world_size) if r not in missing]
+        """Return the ranks that have joined."""
+        present = sorted(set(range(self.host.world_size)) - set(self.missing()))
+        return [RankInfo.from_json(self._keys.get(_join_key(rank))) for rank in present]
 
 
 def explain_taken(there: RankInfo, info: RankInfo) -> str:
-    """What to do about two processes of one rank."""
+    """Return what to do about two processes that are the same rank."""
     return (
         f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
         " and different runs different ports (`MASTER_PORT`)."
@@ -130,73 +149,49 @@ def _left_key(rank: int) -> str:
     return f"left/{rank}"
 
 
-def _json(info: RankInfo) -> str:
-    return json.dumps(asdict(info))
-
-
-def _info_of(raw: bytes) -> RankInfo:
-    return RankInfo(**json.loads(raw))
-
-
-# How long rank 0 stays, so that the others can read why nothing starts.
-_FAREWELL_S = 2.0
-# How long a thread that has no more reason to wait may take to say so.
-_GRACE_S = 2.0
-# Thousands of ranks ask less often, so that together they ask no more than the store can join.
-_POLL_PER_RANK_S = 0.0005
-# The last rank to come gets its join soon. It asks less and less often, up to the interval of the others.
-_FIRST_POLL_S = 0.005
-
-
 class Rendezvous:
-    """Where the ranks of a run meet (Note: rendezvous).
+    """Brings the ranks of a run together (Note: rendezvous); `option` is what sets `timeout_s` for the user."""
 
-    Args:
-        point: where the store is.
-        timeout_s: how long the ranks wait for each other.
-        option: what a user has to change for a longer time.
-    """
-
-    def __init__(self, point: StoreAddress, *, timeout_s: float, option: str = "start_timeout_s") -> None:
-        self._point = point
+    def __init__(self, address: StoreAddress, *, timeout_s: float, option: str = "start_timeout_s") -> None:
+        self._address = address
         self._option = option
-        self._info = RankInfo(rank=point.rank, world_size=point.world_size)
+        self._info = RankInfo(rank=address.rank, world_size=address.world_size)
         self._deadline = Deadline(timeout_s)
-        self._poll_s = max(POLL_S, _POLL_PER_RANK_S * point.world_size)
+        self._poll_s = max(POLL_S, _POLL_PER_RANK_S * address.world_size)
 
     def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> Store:
-        """When all ranks are there, a store for them alone; `StartError` on all that are there, if some are missing.
+        """Wait until all ranks are there; return a store for them alone. Raises `StartError` on all if some stay away.
 
         Args:
-            listener: a socket that listens at the port, where the store is to be; it is used up. None: one is opened.
-            find_failure: asked again and again for a reason why waiting is in vain.
+            listener: a socket that listens at the port of the store; it is used up. None: one is opened.
+            find_failure: asked again and again for a reason why it is useless to wait on.
         """
-        meeting: futures.Future[Store] = futures.Future()
-        # In a thread, because torch waits for ever for the join of a program that listens and is not a store. If it
+        joined: futures.Future[Store] = futures.Future()
+        # In a thread, because torch waits for ever for the answer of a program that listens and is not a store. If it
         # does, the thread ends with the process.
-        threading.Thread(target=self._run, args=(meeting, listener), daemon=True, name="bucketddp-start").start()
-        last_moment_s = self._deadline.timeout_s + _FAREWELL_S + _GRACE_S
-        while not futures.wait([meeting], timeout=POLL_S).done:
+        threading.Thread(target=self._run, args=(joined, listener), daemon=True, name="bucketddp-start").start()
+        last_moment_s = self._deadline.timeout_s + _OUTCOME_READ_WITHIN_S + _GRACE_S
+        while not futures.wait([joined], timeout=POLL_S).done:
             if self._deadline.failure is None and (failure := find_failure()) is not None:
                 self._deadline.failure = failure
-                last_moment_s = min(last_moment_s, self._deadline.waited_s + _FAREWELL_S + _GRACE_S)
+                last_moment_s = min(last_moment_s, self._deadline.waited_s + _OUTCOME_READ_WITHIN_S + _GRACE_S)
             if self._deadline.waited_s > last_moment_s:
-                silence = "something listens there and does not join, maybe another program"
-                why = self._point.explain_unreachable(silence, self._deadline.timeout_s)
+                silence = "something listens there and does not answer, maybe another program"
+                why = self._address.explain_unreachable(silence, self._deadline.timeout_s)
                 raise StartError(self._deadline.failure or why)
-        return meeting.result()
+        return joined.result()
 
-    def _run(self, meeting: futures.Future[Store], listener: socket.socket | None) -> None:
+    def _run(self, joined: futures.Future[Store], listener: socket.socket | None) -> None:
         try:
-            server = self._point.open_server(listener, deadline=self._deadline) if self._point.is_host else None
-            whole_store = self._point.connect(deadline=self._deadline)
-            del server  # which is the store's now
+            server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
+            whole_store = self._address.connect(deadline=self._deadline)
+            del server  # our own connection keeps it open now
             store = part_of(whole_store, "bucketddp/start")
             rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
-            # Not the whole: process groups do not know that an earlier one has used the same names.
-            meeting.set_result(part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}"))
+            # Not the whole store: process groups do not know that an earlier one has used the same names.
+            joined.set_result(part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}"))
         except BaseException as error:
-            meeting.set_exception(error)
+            joined.set_exception(error)
 
     def _open_round(self, store: Store) -> RendezvousRound:
         rdzv = RendezvousRound(store, self._info)
@@ -204,9 +199,11 @@ class Rendezvous:
         while not rdzv.all_have_joined():
             if (why_not := self._find_objection(store, rdzv)) is not None:
                 rdzv.decide(why_not)
-                self._take_leave(rdzv)
+                until = time.monotonic() + _OUTCOME_READ_WITHIN_S
+                while not rdzv.all_have_left() and time.monotonic() < until:
+                    time.sleep(self._poll_s)
                 raise StartError(why_not)
-            self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._point}")
+            self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
             time.sleep(self._poll_s)
         rdzv.decide(None)
         return rdzv
@@ -218,11 +215,6 @@ class Rendezvous:
             return explain_taken(self._info, newest.host)
         return rdzv.objection() or self._reason_to_give_up(rdzv)
 
-    def _take_leave(self, rdzv: RendezvousRound) -> None:
-        until = time.monotonic() + _FAREWELL_S
-        while not rdzv.all_have_left() and time.monotonic() < until:
-            time.sleep(self._poll_s)
-
     def _join(self, store: Store) -> RendezvousRound:
         try:
             return self._wait_for_outcome(store)
@@ -230,8 +222,8 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             raise StartError(
-                f"Rank {self._info.rank} lost the connection to {self._point} before all ranks had joined: the process"
-                " of rank 0 has ended. Its output says why."
+                f"Rank {self._info.rank} lost the connection to {self._address} before all ranks had joined: the"
+                " process of rank 0 has ended. Its output says why."
             ) from error
 
     def _wait_for_outcome(self, store: Store) -> RendezvousRound:
@@ -256,15 +248,14 @@ class Rendezvous:
     def _reason_to_give_up(self, rdzv: RendezvousRound | None) -> str | None:
         if self._deadline.failure is not None or not self._deadline.is_over:
             return self._deadline.failure
-        where = f"at {self._point} within {self._deadline.timeout_s:g} s"
+        where = f"at {self._address} within {self._deadline.timeout_s:g} s"
         if rdzv is not None and not rdzv.is_open:
             what = f"Rank {self._info.rank} found {where} only a start without it, of rank 0 ({rdzv.host})."
         else:
             missing = [0] if rdzv is None else rdzv.missing()
             what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
-        there = [] if rdzv is None else rdzv.present()
-        if there:
-            what += f" {len(there)} did, from host {list_some(sorted({info.host for info in there}))}."
+        if present := [] if rdzv is None else rdzv.present():
+            what += f" {len(present)} did, from host {list_some(sorted({info.host for info in present}))}."
         return (
             f"{what} Look at the output of what is missing; check that every node was started, with the same `devices`"
             " and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes longer, pass a"

@@ -1,4 +1,4 @@
-"""The store in which ranks meet before they have a process group: at rank 0's address, or with torchrun's agent."""
+"""The store of the rendezvous, before there is a process group: at rank 0's address, or with torchrun's agent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from lightning_bucketddp.processes import agent_holds_store
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +29,11 @@ class StartError(RuntimeError):
 
 
 class Deadline:
-    """How long a rank waits for others, and whom it tells.
-
-    Args:
-        timeout_s: when to give up.
-    """
+    """How long a rank waits for others: when to report, and when to give up."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        # Why waiting is in vain, once somebody knows.
+        # Why it is useless to wait on, once that is known.
         self.failure: str | None = None
         self._began = time.monotonic()
         self._num_reports = 0
@@ -52,13 +50,13 @@ class Deadline:
     def left(self) -> timedelta:
         return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
 
-    def report(self, whom: Callable[[], str]) -> None:
-        """Say who is waited for, if it is time to say so."""
+    def report(self, awaited: Callable[[], str]) -> None:
+        """Log which ranks are waited for, if it is time to."""
         later = max(0, self._num_reports + 1 - len(_REPORTS_S))
         if self.waited_s >= _REPORTS_S[min(self._num_reports, len(_REPORTS_S) - 1)] + later * _REPORTS_S[-1]:
             self._num_reports += 1
             log.warning(
-                f"bucketddp: waiting for {whom()} for {self.waited_s:.0f} s; giving up after {self.timeout_s:g} s."
+                f"bucketddp: waiting for {awaited()} for {self.waited_s:.0f} s; giving up after {self.timeout_s:g} s."
             )
 
 
@@ -77,11 +75,11 @@ class StoreAddress:
 
     @property
     def is_host(self) -> bool:
-        """Whether this rank offers the store; otherwise torchrun's agent or another rank does."""
-        return self.rank == 0 and not _agent_hosts_store()
+        """Return whether this rank holds the store; otherwise torchrun's agent or another rank does."""
+        return self.rank == 0 and not agent_holds_store()
 
     def open_server(self, listener: socket.socket | None, *, deadline: Deadline) -> Store:
-        """Offer the store, at a socket that listens already if there is one. Keep the result until we are connected."""
+        """Open the store, at a socket that listens already if there is one. Keep the result until we are connected."""
         # Before 2.8 only the older implementation of the store takes over a socket.
         can_use_libuv = listener is None or torch.__version__ >= "2.8"
         try:
@@ -101,7 +99,7 @@ class StoreAddress:
             raise StartError(explain_port_in_use(self.port)) from error
 
     def connect(self, *, deadline: Deadline) -> Store:
-        """Reach the store, whenever it is there."""
+        """Connect to the store as soon as it is there."""
         while True:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
@@ -119,8 +117,8 @@ class StoreAddress:
             time.sleep(POLL_S)
 
     def _open_client(self) -> Store:
-        if _agent_hosts_store():
-            # torch knows how to keep apart the attempts of a run that torchrun restarts.
+        if agent_holds_store():
+            # torch keeps the keys of each restart by torchrun separate.
             store: Store
             store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=_CLIENT_TIMEOUT))
             return store
@@ -134,7 +132,7 @@ class StoreAddress:
         )
 
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
-        """What to do when there is no way to the store."""
+        """Return what is wrong, and what to do, when the store cannot be reached."""
         remedy = (
             "`MASTER_ADDR` must be an address of this host."
             if self.rank == 0
@@ -147,7 +145,7 @@ class StoreAddress:
 
 
 def explain_port_in_use(port: int) -> str:
-    """What to do about a port that another program has."""
+    """Return what to do about a port that another program has."""
     return (
         f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
         " ranks; for a run on this host alone leave it unset, and a free one is found."
@@ -155,9 +153,5 @@ def explain_port_in_use(port: int) -> str:
 
 
 def part_of(store: Store, name: str) -> Store:
-    """The keys of `store` that begin with `name`."""
+    """Return `store`, with `name` before all keys."""
     return PrefixStore(name, store)
-
-
-def _agent_hosts_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

@@ -25,6 +25,7 @@ from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
 from lightning_bucketddp.comm.process_group import abort_device_groups
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.processes import is_launched_by_torchrun
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
@@ -219,4 +220,4 @@ class StrategyBase:
 
 def _launcher_pid(start_method: StartMethod) -> int | None:
     """Return the process that has started the ranks without being one; None: there is none, or it may end first."""
-    return os.getppid() if start_method != "popen" or "TORCHELASTIC_RUN_ID" in os.environ else None
+    return os.getppid() if start_method != "popen" or is_launched_by_torchrun() else None

@@ -46,13 +46,13 @@ class EqualBatches:
     """Every batch of this rank counts the same, and there is no other rank: nothing to weigh, nobody to wait for.
 
     Args:
-        has_alert: asked in each step whether something has gone wrong.
+        has_alert: asked in each step whether something has gone wrong; None: nobody is.
     """
 
     # What the reducer is given; None: it takes plain means.
     weighting: Weighting | None = None
 
-    def __init__(self, has_alert: Callable[[], bool]) -> None:
+    def __init__(self, has_alert: Callable[[], bool] | None = None) -> None:
         self._has_alert = has_alert
 
     @property
@@ -62,7 +62,7 @@ class EqualBatches:
 
     def take_alert(self) -> bool:
         """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
-        return self._has_alert()
+        return self._has_alert is not None and self._has_alert()
 
     def prepare(self, loader: object) -> object:
         """Return a training dataloader that tells the other ranks when it ends, or goes on until theirs do."""

@@ -18,13 +18,18 @@ from lightning_bucketddp.checkpoint.finite_weights import Severities, severities
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
-from lightning_bucketddp.faults.progress import OPTIMIZER
+from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks, training_state
+from lightning_bucketddp.replicas.consistency import (
+    NoReplicaChecks,
+    OnDivergence,
+    ReplicaChecks,
+    TrainingState,
+    training_state,
+)
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.replicas.training_state import TrainingState
 from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, scaler_of, withhold_nonfinite
 from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions, check_devices
@@ -197,7 +202,7 @@ class FabricStrategy(FabricCheckpointHooks):
         num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
         self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         with ExitStack() as scopes:
-            scopes.enter_context(self._progress.during("backward"))
+            scopes.enter_context(self._progress.during(BACKWARD))
             for reducer in self._taking_part(module):
                 reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward())

@@ -15,8 +15,7 @@ from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of, spoiled_weights
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks
-from lightning_bucketddp.replicas.training_state import TrainingState
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks, TrainingState
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import torn
 

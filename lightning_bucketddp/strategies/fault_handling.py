@@ -32,6 +32,7 @@ from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
+from lightning_bucketddp.processes import restart_count
 from lightning_bucketddp.strategies.signals import InterruptSignals, StopSignals
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class FaultHandler:
             context.abort_device()
 
         self._progress = progress
-        self._watch = Watchdog(
+        self._watchdog = Watchdog(
             _channel(self._access, context),
             progress,
             WatchdogActions(
@@ -103,7 +104,7 @@ class FaultHandler:
     def begin(self) -> None:
         """Start to watch."""
         self._wakeup.install()
-        self._watch.start()
+        self._watchdog.start()
         # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
         # thing to be done then, because nearly the first to be registered.
         atexit.register(self._end_with_python)
@@ -115,24 +116,24 @@ class FaultHandler:
                 handlers.restore_handlers()
         self._wakeup.uninstall()
         self._is_over = True
-        self._watch.stop()
-        if not self._watch.have_aborted:
+        self._watchdog.stop()
+        if not self._watchdog.have_aborted:
             atexit.unregister(self._end_with_python)
 
     def _end_with_python(self) -> None:
-        self._watch.stop()
-        if self._watch.have_aborted:
+        self._watchdog.stop()
+        if self._watchdog.have_aborted:
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
     @property
     def has_raised(self) -> bool:
         """Whether this rank has raised."""
-        return self._watch.is_ending
+        return self._watchdog.is_ending
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
-        self.signals = StopSignals(trainer, self._watch, self._progress, self._wakeup)
+        self.signals = StopSignals(trainer, self._watchdog, self._progress, self._wakeup)
         self.signals.replace_handlers(callback)
 
     def handle_interrupts(self) -> None:
@@ -166,9 +167,9 @@ class FaultHandler:
         is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
         stopped_by = 0
         if isinstance(error, KeyboardInterrupt) or is_sigterm:
-            stopped_by = self._watch.stop_signal or signal.SIGINT
-        failure = self._watch.end_by(error, stopped_by=stopped_by)
-        if self._watch.have_aborted:
+            stopped_by = self._watchdog.stop_signal or signal.SIGINT
+        failure = self._watchdog.end_by(error, stopped_by=stopped_by)
+        if self._watchdog.have_aborted:
             # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
             leave_process_group()
         if failure.kind is Kind.STOPPED:
@@ -178,7 +179,7 @@ class FaultHandler:
             # complete.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
         # Where all have raised, each knows best what it has raised.
-        is_own = failure.rank == self._rank or not self._watch.have_aborted
+        is_own = failure.rank == self._rank or not self._watchdog.have_aborted
         return None if is_own else failure.error_for(self._rank)
 
     def _interrupt(self) -> None:
@@ -201,7 +202,7 @@ def torn(path: object) -> str:
 
 def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
     # Runs follow each other in one store, also after a restart; each rank counts its own.
-    run = f"bucketddp/{access.name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    run = f"bucketddp/{access.name}/{restart_count()}"
     number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
     name = f"{run}/{number}"
     return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)

@@ -152,7 +152,7 @@ class FitState:
     replicas: Replicas | None = None
     reducer: Reducer | None = None
     exchange: StepExchange | None = None
-    weighting: EqualBatches = field(default_factory=lambda: EqualBatches(has_alert=lambda: False))
+    weighting: EqualBatches = field(default_factory=EqualBatches)
     buffers: NoBufferSync = field(default_factory=NoBufferSync)
     layers: NoLayerSync = field(default_factory=NoLayerSync)
     checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
@@ -167,5 +167,5 @@ class FitState:
     def end_exchange(self) -> bool:
         """Exchange no more; return whether there was an exchange and its connections may be closed."""
         exchange, self.exchange = self.exchange, None
-        self.weighting = EqualBatches(has_alert=lambda: False)
+        self.weighting = EqualBatches()
         return exchange is not None and exchange.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.observer import NO_OBSERVER
 from lightning_bucketddp.reducer.reducer import Reducer
 
@@ -44,7 +45,7 @@ class StepRecording:
         """Record what happens inside as forward, and have `reducer` tell of the backward that follows."""
         if self.recorder is not None and reducer is not None:
             reducer.observer = self.recorder
-        return self.during("forward")
+        return self.during(FORWARD)
 
     def during(self, phase: str) -> AbstractContextManager[Any]:
         """Record what happens inside as `phase`."""
@@ -58,7 +59,7 @@ class StepRecording:
     def optimizer_begins(self) -> None:
         """Record what follows as the optimizer's step."""
         if self.recorder is not None:
-            self.recorder.turn_to("optimizer")
+            self.recorder.turn_to(OPTIMIZER)
 
     def complete_step(self, reducer: Reducer | None, *, step: int, phase: str | None) -> None:
         """End a recorded step, after the optimizer's, and go on with the `phase` from before, if there was one."""

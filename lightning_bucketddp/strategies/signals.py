@@ -4,7 +4,7 @@ Note: agreeing on a step
     A handler runs between two instructions of one rank, while others wait in a collective for that rank: it must not
     raise, nor call a collective of its own. So it only makes a note, which goes to all ranks with the next
     synchronised backward, and all of them stop after that step, with nothing lost. If there is no such backward in
-    time (validation, a very long step), the watch stops them where they are.
+    time (validation, a very long step), the watchdog stops them where they are.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class StopSignals:
 
     Args:
         trainer: whose run it is.
-        watch: ends it on all ranks, if nothing else does.
+        watchdog: ends it on all ranks, if nothing else does.
         progress: of the thread that trains.
         wakeup: tells which signals have come, also where no handler can run.
     """
 
-    def __init__(self, trainer: Trainer, watch: Watchdog, progress: Progress, wakeup: SignalWakeup) -> None:
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, progress: Progress, wakeup: SignalWakeup) -> None:
         self._trainer = trainer
-        self._watch = watch
+        self._watchdog = watchdog
         self._progress = progress
         self._wakeup = wakeup
         # By signal: what handles it while it means that the run shall stop. The user may put another in its place.
@@ -90,7 +90,7 @@ class StopSignals:
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
     def received(self) -> list[int]:
-        """Return the signals that have come since the last call and shall stop the run; called by the watch."""
+        """Return the signals that have come since the last call and shall stop the run; called by the watchdog."""
         return [n for n in self._wakeup.received() if n in self._handlers and signal.getsignal(n) == self._handlers[n]]
 
     def travel_with(self, exchange: StepExchange) -> None:
@@ -100,7 +100,7 @@ class StopSignals:
     def after_backward(self) -> None:
         """Stop, if a signal has come to some rank: all ranks have read the same messages."""
         if self._exchange is not None and self._exchange.all_stop_by:
-            self._watch.request_stop(self._exchange.all_stop_by)
+            self._watchdog.request_stop(self._exchange.all_stop_by)
             # All of them: Lightning raises at the end of this batch.
             self._trainer._signal_connector.received_sigterm = True
 
@@ -112,12 +112,12 @@ class StopSignals:
             self._requeue(signal.SIGUSR1, None)
 
     def interrupt(self) -> None:
-        """Make the training thread raise; called by the watch."""
+        """Make the training thread raise; called by the watchdog."""
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _on_stop(self, number: int, _frame: object) -> None:
-        if self._watch.is_ending:
+        if self._watchdog.is_ending:
             return  # a second signal must not spoil the last checkpoint
         if self._progress.end_with is not None:
             if self._progress.may_be_interrupted:
@@ -130,7 +130,7 @@ class StopSignals:
                     raise KeyboardInterrupt  # asked twice: at once
                 return
             self._interrupted_at = time.monotonic()
-        self._watch.receive_signal(number)
+        self._watchdog.receive_signal(number)
         if self._exchange is not None:
             self._exchange.stop_signal = number
 
@@ -152,7 +152,7 @@ class InterruptSignals:
 
     def __init__(self, wakeup: SignalWakeup) -> None:
         self._wakeup = wakeup
-        # When it was seen, by the watch; None: the handler has run since.
+        # When it was seen, by the watchdog; None: the handler has run since.
         self._came_at: float | None = None
         self._looked_at = self._handled_at = 0.0
 
@@ -168,7 +168,7 @@ class InterruptSignals:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def received(self) -> list[int]:
-        """Return SIGINT if it has come and Python has not raised; called by the watch."""
+        """Return SIGINT if it has come and Python has not raised; called by the watchdog."""
         looked_at, self._looked_at = self._looked_at, time.monotonic()
         has_come = signal.SIGINT in self._wakeup.received() and self._is_installed
         if has_come and self._handled_at < looked_at:
@@ -179,7 +179,7 @@ class InterruptSignals:
         return [signal.SIGINT]
 
     def interrupt(self) -> None:
-        """Make the training thread raise; called by the watch."""
+        """Make the training thread raise; called by the watchdog."""
         if self._is_installed:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.faults.progress import OPTIMIZER
+from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import training_state
-from lightning_bucketddp.replicas.training_state import TrainingState
+from lightning_bucketddp.replicas.consistency import TrainingState, training_state
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fit_state import FitState
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, withhold_nonfinite
@@ -90,7 +89,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._recording.forward(self.reducer):
-            self._progress.enter("forward")
+            self._progress.enter(FORWARD)
             self._state.buffers.before_training_step()
             with graphs_split(self.config, world_size=self.world_size):
                 output = super().training_step(*args, **kwargs)
@@ -101,8 +100,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
         # which calls `on_after_backward`, also on a rank where no parameter took part.
-        with self._recording.during("backward"):
-            self._progress.enter("backward")
+        with self._recording.during(BACKWARD):
+            self._progress.enter(BACKWARD)
             self.pre_backward(closure_loss)
             reducer = self.reducer
             if reducer is not None:

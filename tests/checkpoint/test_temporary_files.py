@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_bucketddp.checkpoint import atomic_file
+from lightning_bucketddp.processes import pid_scope, process_start_time
 from tests.support.children import PROCESSES, child
 from tests.support.jobs import checkpoint as jobs
 
@@ -88,12 +89,12 @@ def named(directory: Path, *, numbering: str, pid: int, start_time: int, hours_o
     return path
 
 
-OURS = atomic_file._numbering()
+OURS = pid_scope()
 OTHERS = "0123456789abcdef"
 
 
 def test_the_name_of_a_temporary_file_tells_its_writer() -> None:
-    start_time = atomic_file._start_time(os.getpid())
+    start_time = process_start_time(os.getpid())
     assert atomic_file.temporary_name().startswith(f".bucketddp-{OURS}-{os.getpid()}-{start_time}-")
     assert atomic_file.temporary_name() != atomic_file.temporary_name()
 
@@ -109,7 +110,7 @@ def test_the_file_of_a_writer_elsewhere_goes_when_it_was_silent_for_an_hour(pid:
 
 
 def test_a_process_that_has_got_the_number_of_a_writer_is_not_the_writer(tmp_path: Path) -> None:
-    start_time = atomic_file._start_time(os.getpid())
+    start_time = process_start_time(os.getpid())
     writing = named(tmp_path, numbering=OURS, pid=os.getpid(), start_time=start_time)
     earlier = named(tmp_path, numbering=OURS, pid=os.getpid(), start_time=start_time - 1)
     jobs.save_numbered(1, str(tmp_path / "model.ckpt"))
@@ -119,7 +120,7 @@ def test_a_process_that_has_got_the_number_of_a_writer_is_not_the_writer(tmp_pat
 
 def test_a_writer_that_was_killed_is_gone_before_its_parent_notices(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
-        start_time = atomic_file._start_time(process.pid)
+        start_time = process_start_time(process.pid)
         left = named(tmp_path, numbering=OURS, pid=process.pid, start_time=start_time)
         jobs.save_numbered(1, str(tmp_path / "model.ckpt"))
         assert left.exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
-from tests.support.crews import crew
+from tests.support.doomed_ranks import doomed_ranks
 from tests.support.jobs import sockets
 from tests.support.ranks import run_on_ranks
 
@@ -161,7 +161,7 @@ NO_NCCL = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU: the group
 @NO_NCCL
 @pytest.mark.parametrize("interface", ["trainer", "fabric"])
 def test_variables_are_set_before_the_group_is_made_and_rank_zero_says_so(interface: str, tmp_path: Path) -> None:
-    with crew(sockets.start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
+    with doomed_ranks(sockets.start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
         ended = ranks.wait()
     expected = {"has_group": False, **(SETTINGS if can_be_tuned() else {})}
     assert ended.results == {"0": expected, "1": expected}, ended.output
@@ -179,7 +179,9 @@ def can_be_tuned() -> bool:
 
 @pytest.mark.parametrize(("backend", "same_host"), [("gloo", False), pytest.param("nccl", True, marks=NO_NCCL)])
 def test_nothing_is_set_for_gloo_nor_within_one_host(backend: str, same_host: bool, tmp_path: Path) -> None:
-    with crew(sockets.start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host) as ranks:
+    with doomed_ranks(
+        sockets.start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host
+    ) as ranks:
         ended = ranks.wait()
     expected = {"has_group": backend == "gloo"}
     assert ended.results == {"0": expected, "1": expected}, ended.output

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_bucketddp.commands.plan.chart import Axis, Series, draw
+from lightning_bucketddp.commands.plan.scaling import Axis, Series, draw
 
 _SVG = "{http://www.w3.org/2000/svg}"
 

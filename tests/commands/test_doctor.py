@@ -18,12 +18,17 @@ import torch.distributed as dist
 
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.commands.doctor import checkpoints, clocks, crew, gpus, interfaces, resources, software, speed
-from lightning_bucketddp.commands.doctor.crew import Crew
-from lightning_bucketddp.commands.doctor.deadline import NeverEnded, within
-from lightning_bucketddp.commands.doctor.examination import Examination, _observe
-from lightning_bucketddp.commands.doctor.finding import Finding, Verdict
-from lightning_bucketddp.commands.doctor.printing import print_findings
+from lightning_bucketddp.commands.doctor import (
+    Diagnosis,
+    checkpoints,
+    host,
+    network,
+    observe,
+    print_diagnosis,
+    probe_group,
+)
+from lightning_bucketddp.commands.doctor.finding import Finding, Severity
+from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeGroup, within
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.startup.store import StoreAddress
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
@@ -176,11 +181,11 @@ def test_an_interface_that_is_not_there_is_named(
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo,cuda:nccl"])
-def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Crew:
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProbeGroup:
     """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
     monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
     point = StoreAddress(address="127.0.0.1", port=free_port(), rank=0, world_size=1, local_rank=0)
-    return Crew(point=point, is_our_own=True)
+    return ProbeGroup(store=point, is_spawned=True)
 
 
 def is_destroyed() -> bool:
@@ -189,38 +194,40 @@ def is_destroyed() -> bool:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ValueError("a bug")], ids=repr)
-def test_no_process_group_is_left(alone: Crew, error: BaseException | None) -> None:
-    with pytest.raises(type(error)) if error else nullcontext(), alone.meet(timeout_s=20) as colleagues:
-        assert colleagues.hosts.gather_json(1) == [1]
+def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None) -> None:
+    with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as collectives:
+        assert collectives.hosts.gather_json(1) == [1]
         if error is not None:
             raise error
     assert is_destroyed()
 
 
-def test_no_process_group_is_left_that_cannot_be_used(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_group_is_left_that_cannot_be_used(alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_device: object) -> None:
         raise RuntimeError("no average")
 
-    monkeypatch.setattr(crew, "Collectives", fail)
-    with pytest.raises(RuntimeError, match="no average"), alone.meet(timeout_s=20):
+    monkeypatch.setattr(probe_group, "Collectives", fail)
+    with pytest.raises(RuntimeError, match="no average"), alone.join(timeout_s=20):
         pass
     assert is_destroyed()
 
 
-def test_a_process_group_in_use_is_not_waited_for(alone: Crew) -> None:
+def test_a_process_group_in_use_is_not_waited_for(alone: ProbeGroup) -> None:
     try:
-        with pytest.raises(NeverEnded), alone.meet(timeout_s=20):
+        with pytest.raises(NeverEnded), alone.join(timeout_s=20):
             within(0.01, lambda: time.sleep(1), what="talking")
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
 
 
-def test_a_process_group_that_cannot_be_left_is_not_waited_for(alone: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_that_cannot_be_left_is_not_waited_for(
+    alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     destroy = dist.destroy_process_group
     monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(30))
     try:
-        with pytest.raises(NeverEnded, match="lost"), alone.meet(timeout_s=3):
+        with pytest.raises(NeverEnded, match="lost"), alone.join(timeout_s=3):
             raise RuntimeError("lost")
     finally:
         destroy()
@@ -356,7 +363,7 @@ def test_the_driver_is_asked_for_the_speed_of_links(
     program.write_text(f'#!/bin/sh\ncase "$1" in nvlink) printf "{links}";; *) echo "5, 16";; esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = gpus._link_speed()
+    found = host._link_speed()
     assert found is not None
     assert found["value"] == pytest.approx(expected)
     assert "nvidia-smi" in found["origin"]
@@ -376,7 +383,7 @@ def test_waiting_has_an_end() -> None:
 @pytest.fixture(scope="module")
 def this_rank() -> dict[str, Any]:
     point = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
-    observed = _observe(Crew(point=point, is_our_own=False))
+    observed = observe(ProbeGroup(store=point, is_spawned=False))
     observed["network"] |= {"settings": {}, "infiniband_gbit": None}
     return observed
 
@@ -389,8 +396,8 @@ def two_hosts(this_rank: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
-def texts(findings: Iterator[Finding], verdict: Verdict) -> list[str]:
-    return [f"{finding.text} {finding.remedy}".strip() for finding in findings if finding.verdict == verdict]
+def texts(findings: Iterator[Finding], verdict: Severity) -> list[str]:
+    return [f"{finding.text} {finding.remedy}".strip() for finding in findings if finding.severity == verdict]
 
 
 def measurement(bytes_per_s: float) -> dict[str, Any]:
@@ -398,9 +405,11 @@ def measurement(bytes_per_s: float) -> dict[str, Any]:
     return {"by_size": by_size, "memory_bytes_per_s": 10e9}
 
 
-@pytest.mark.parametrize(("gbit", "verdict"), [(8.0, Verdict.OK), (3.0, Verdict.WARNING)])
-def test_a_network_is_compared_with_its_nominal_speed(gbit: float, verdict: Verdict, this_rank: dict[str, Any]) -> None:
-    findings = speed.judge(two_hosts(this_rank), measurement(gbit * 1e9 / 8), backend="gloo")
+@pytest.mark.parametrize(("gbit", "verdict"), [(8.0, Severity.OK), (3.0, Severity.WARNING)])
+def test_a_network_is_compared_with_its_nominal_speed(
+    gbit: float, verdict: Severity, this_rank: dict[str, Any]
+) -> None:
+    findings = network.judge_all_reduce(two_hosts(this_rank), measurement(gbit * 1e9 / 8), backend="gloo")
     *_, last = texts(findings, verdict)
     assert last.startswith(f"That is {gbit / 10:.0%} of 1.25 GB/s: the slowest of eth7, says /sys/class/net.")
 
@@ -409,26 +418,26 @@ def test_infiniband_counts_for_nccl(this_rank: dict[str, Any]) -> None:
     ranks = two_hosts(this_rank)
     for observed in ranks:
         observed["network"]["infiniband_gbit"] = 400.0
-    assert speed.expectation(ranks, measurement(1e9), backend="NCCL")["bytes_per_s"] == 50e9
-    assert speed.expectation(ranks, measurement(1e9), backend="gloo")["bytes_per_s"] == 1.25e9
+    assert network.expect_all_reduce(ranks, measurement(1e9), backend="NCCL")["bytes_per_s"] == 50e9
+    assert network.expect_all_reduce(ranks, measurement(1e9), backend="gloo")["bytes_per_s"] == 1.25e9
 
 
 def test_gpus_of_one_host_are_compared_with_their_links(this_rank: dict[str, Any]) -> None:
     known = copy.deepcopy(this_rank)
     known["gpus"]["link_bytes_per_s"] = {"value": 450e9, "origin": "18 NVLinks"}
-    expected = speed.expectation([known], measurement(1e9), backend="NCCL")
+    expected = network.expect_all_reduce([known], measurement(1e9), backend="NCCL")
     assert (expected["bytes_per_s"], expected["origin"]) == (450e9, "18 NVLinks")
-    findings = speed.judge([this_rank], measurement(1e9), backend="NCCL")
-    assert texts(findings, Verdict.NOTE) == [
+    findings = network.judge_all_reduce([this_rank], measurement(1e9), backend="NCCL")
+    assert texts(findings, Severity.NOTE) == [
         "What it should give is not known: the driver does not tell what links the GPUs."
     ]
 
 
 def test_clocks_that_are_apart_are_named(this_rank: dict[str, Any]) -> None:
     ranks = two_hosts(this_rank)
-    [warning] = texts(clocks.judge(ranks, [0.0, -5.0]), Verdict.WARNING)
+    [warning] = texts(network.judge_clocks(ranks, [0.0, -5.0]), Severity.WARNING)
     assert warning.startswith("The clock of host1 is 5.0 s behind rank 0's: logs and files get times that mislead. Let")
-    assert texts(clocks.judge(ranks, [0.0, 0.25]), Verdict.OK) == [
+    assert texts(network.judge_clocks(ranks, [0.0, 0.25]), Severity.OK) == [
         "The clocks of 2 hosts are at most 250 ms from rank 0's."
     ]
 
@@ -436,12 +445,12 @@ def test_clocks_that_are_apart_are_named(this_rank: dict[str, Any]) -> None:
 def test_gpus_that_torch_cannot_use_differ_or_are_not_linked_are_named(this_rank: dict[str, Any]) -> None:
     ranks = two_hosts(this_rank)
     ranks[0]["gpus"] |= {"devices": [], "seen_by_driver": ["H100", "H100"]}
-    [error] = texts(gpus.judge(ranks), Verdict.ERROR)
+    [error] = texts(host.judge_gpus(ranks), Severity.ERROR)
     assert error.startswith("The driver sees 2 GPUs on host0, but torch cannot use them. Install a torch that is built")
     h100 = {"name": "H100", "free_mib": 80_000, "total_mib": 81_000}
     ranks[0]["gpus"] |= {"devices": [h100, {**h100, "free_mib": 10_240}], "without_peer_access": [[1, 0]]}
     ranks[1]["gpus"] |= {"devices": [{**h100, "name": "A100"}], "without_peer_access": []}
-    memory, links, kinds = texts(gpus.judge(ranks), Verdict.WARNING)
+    memory, links, kinds = texts(host.judge_gpus(ranks), Severity.WARNING)
     assert memory.startswith("Of GPU 1 on host0 only 10.0 of 79.1 GiB are free.")
     assert links.startswith("GPUs on host0 do not reach each other directly (pairs 0-1):")
     assert kinds.startswith("GPUs differ, and every step waits for the slowest.")
@@ -452,13 +461,13 @@ def test_settings_that_cost_speed_are_named(this_rank: dict[str, Any]) -> None:
     for observed in ranks:
         observed["network"]["settings"] = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth"}
     ranks[1]["network"]["infiniband_gbit"] = 200.0
-    warnings = texts(interfaces.judge(ranks), Verdict.WARNING)
+    warnings = texts(network.judge_network(ranks), Severity.WARNING)
     assert [warning.partition(":")[0] for warning in warnings] == [
         "NCCL_P2P_DISABLE=1 on host0",
         "NCCL_P2P_DISABLE=1 on host1",
         "NCCL_IB_DISABLE=1 on host1",
     ]
-    assert "NCCL_SOCKET_IFNAME=eth on host0: eth7." in texts(interfaces.judge(ranks), Verdict.OK)
+    assert "NCCL_SOCKET_IFNAME=eth on host0: eth7." in texts(network.judge_network(ranks), Severity.OK)
 
 
 def test_what_bucketddp_sets_itself_is_said(this_rank: dict[str, Any]) -> None:
@@ -466,7 +475,7 @@ def test_what_bucketddp_sets_itself_is_said(this_rank: dict[str, Any]) -> None:
     for observed in ranks:
         observed["gpus"]["devices"] = [{"name": "A10", "free_mib": 1, "total_mib": 1}]
         observed["network"]["uses_sockets_untuned"] = True
-    [note] = texts(interfaces.judge(ranks), Verdict.NOTE)
+    [note] = texts(network.judge_network(ranks), Severity.NOTE)
     assert "`bucketddp` sets NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2" in note
 
 
@@ -475,12 +484,12 @@ def test_limits_are_judged_by_what_is_needed(this_rank: dict[str, Any]) -> None:
     ranks[0]["network"]["infiniband_gbit"] = 200.0
     ranks[0]["resources"] |= {"locked_memory": 64 * 1024, "shared_memory": None}
     ranks[1]["resources"] |= {"processes": 100, "memory_available": 1000, "cores": 0, "open_files": 1024}
-    errors = texts(resources.judge(ranks), Verdict.ERROR)
+    errors = texts(host.judge_limits(ranks), Severity.ERROR)
     assert errors[0].startswith(
         "Locked memory is limited to 0.0625 MiB on host0, and InfiniBand needs as much as it can"
     )
     assert errors[1].startswith("There is no /dev/shm on host0, which data workers hand batches through.")
-    files, processes, cores, memory = texts(resources.judge(ranks[1:]), Verdict.WARNING)
+    files, processes, cores, memory = texts(host.judge_limits(ranks[1:]), Severity.WARNING)
     assert files.startswith("A process may open only 1,024 files: with many data workers that may not be enough.")
     assert processes.startswith("This user may start only 100 processes and threads.")
     assert cores.startswith("1 ranks share 0 cores.")
@@ -492,7 +501,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     seen = {"directory": "/ckpt", "exists": True, "free": 2**30, "file_system": "tmpfs", "num_leftovers": 0}
     ranks[0]["checkpoints"] = {**seen, "leftover_bytes": 0, "error": None, "num_bytes": 64 * MIB, "seconds": 64.0}
     ranks[1]["checkpoints"] = {"directory": "/ckpt", "exists": False}
-    slow, memory, space, shared = texts(checkpoints.judge(ranks), Verdict.WARNING)
+    slow, memory, space, shared = texts(checkpoints.judge(ranks), Severity.WARNING)
     assert "1 MiB/s. A checkpoint of 1 GiB holds training up for 1024 s. Pass `async_checkpoints=True`" in slow
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")
@@ -502,13 +511,13 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
 def test_a_machine_without_lightning_is_told(this_rank: dict[str, Any]) -> None:
     observed = copy.deepcopy(this_rank)
     observed["software"] |= {"versions": {"torch": "2.5"}, "backends": []}
-    assert len(texts(software.judge([observed]), Verdict.ERROR)) == 2
+    assert len(texts(host.judge_software([observed]), Severity.ERROR)) == 2
 
 
 def test_what_is_well_on_many_hosts_is_said_once(this_rank: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [two_hosts(this_rank)[n % 2] | {"rank": n, "host": f"{n}", "hostname": f"node-{n}"} for n in range(64)]
     ranks[7]["resources"] |= {"memory_available": 1000}
-    print_findings(Examination(ranks, clocks_s=[0.0] * 64))
+    print_diagnosis(Diagnosis(ranks, clocks_s=[0.0] * 64))
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "Open files on node-0: " in line and "(63 more hosts alike.)" in line]) == 1
     assert any("Memory on node-7: 0.0 GiB are free" in line and "warning" in line for line in lines)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crews import crew
+from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.fabric_signals import end_the_loop_on_ctrl_c, wait_for_rank_one
 
 
 @pytest.mark.parametrize(("where", "targets"), [("backward", (0,)), ("barrier", (0, 1))])
 def test_ctrl_c_ends_a_loop_that_waits_for_another_rank(where: str, targets: tuple[int, ...], tmp_path: Path) -> None:
-    with crew(wait_for_rank_one, directory=tmp_path, where=where) as ranks:
+    with doomed_ranks(wait_for_rank_one, directory=tmp_path, where=where) as ranks:
         ranks.wait_for("fault.json")
         time.sleep(1.5)
         for rank in targets:
@@ -27,7 +27,7 @@ def test_ctrl_c_ends_a_loop_that_waits_for_another_rank(where: str, targets: tup
 
 
 def test_ctrl_c_that_python_raises_is_left_to_the_user(tmp_path: Path) -> None:
-    with crew(end_the_loop_on_ctrl_c, directory=tmp_path, tidies_for_s=5) as ranks:
+    with doomed_ranks(end_the_loop_on_ctrl_c, directory=tmp_path, tidies_for_s=5) as ranks:
         for rank in (0, 1):
             ranks.wait_for(f"fault{rank}.json")
         for rank in (0, 1):

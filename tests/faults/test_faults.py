@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.stragglers import StragglerDetector
-from tests.support.crews import Ended, crew
+from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.scripts.faults import LINGERING_S, Fault, fit
 
 # Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
@@ -26,7 +26,7 @@ SOON_S = 20
 
 def end_of(directory: Path, *, world_size: int = 2, **options: Any) -> Ended:
     """Let a fit go wrong and wait until every rank is gone, soon after it did."""
-    with crew(fit, directory=directory, world_size=world_size, **options) as ranks:
+    with doomed_ranks(fit, directory=directory, world_size=world_size, **options) as ranks:
         ended = ranks.wait()
     assert ended.at - ended.results["fault"]["at"] < SOON_S
     assert 0 not in ended.exit_codes
@@ -107,7 +107,7 @@ def test_ranks_that_raised_together_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_rank_whose_callbacks_take_long(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("raise"), world_size=3, lingers_on=1) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("raise"), world_size=3, lingers_on=1) as ranks:
         ended = ranks.wait()
     lingering = ended.results["seen1"]["at"]
     assert all(lingering - ended.results[f"seen{rank}"]["at"] > LINGERING_S / 2 for rank in (0, 2))
@@ -124,7 +124,7 @@ def test_nobody_waits_for_a_rank_whose_callbacks_take_long(tmp_path: Path) -> No
     ],
 )
 def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault(what, rank=rank), world_size=3) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault(what, rank=rank), world_size=3) as ranks:
         ended = ranks.wait()
     assert ended.at - ended.results["fault"]["at"] < SOON_S
     for other in {0, 1, 2} - {rank}:
@@ -189,7 +189,7 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     assert stalls.nears_timeout()
     stalls.anticipate_timeout()
     threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
-    [behind] = stalls.find_behind([], can_ask=True)
+    [behind] = stalls.find_stragglers([], can_ask=True)
     assert behind.what == "it has been there for 10 s"
 
 

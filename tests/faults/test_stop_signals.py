@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.crews import Ended, crew
+from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 
 SOON_S = 20
@@ -29,7 +29,7 @@ def checkpoint_of(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", SEEN_AS)
 def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, rank: int, tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
         ended = ranks.wait()
     assert ended.exit_codes == [EXIT_CODE_OF[number]] * 3
     seen = [ended.results[f"seen{r}"] for r in range(3)]
@@ -44,20 +44,20 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals
 
 @pytest.mark.parametrize("how", ["Ctrl-C, noticed late by rank 1", "Ctrl-C, passed on by the parent"])
 def test_one_ctrl_c_that_comes_in_two_ways_stops_after_a_step(how: str, tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault(how, rank=None)) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault(how, rank=None)) as ranks:
         ended = ranks.wait()
     assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [4, 4], ended.output
     assert checkpoint_of(tmp_path)["global_step"] == 4
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("Ctrl-C twice", rank=None)) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("Ctrl-C twice", rank=None)) as ranks:
         ended = ranks.wait()
     assert [ended.results[f"seen{rank}"]["step"] for rank in (0, 1)] == [3, 3], ended.output
 
 
 def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGTERM"), pause_s=60, slow_from=3) as ranks:
         ended = ranks.wait()
     assert ended.at - ended.results["fault"]["at"] < SOON_S
     assert ended.exit_codes == [143, 143]
@@ -70,7 +70,7 @@ def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
     number: signal.Signals, where: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"num_workers": 1} if where == "data worker" else {"val_check_interval": 4}
-    with crew(fit, directory=tmp_path, fault=Fault("sleep", where), **options) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("sleep", where), **options) as ranks:
         ranks.wait_for("fault.json")
         time.sleep(1.5)  # by now rank 0 waits for rank 1, where no handler can run
         ranks.send(0, number)
@@ -83,7 +83,7 @@ def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
 
 @pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)])
 def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple[int, ...], tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
         ranks.wait_for("fault.json")
         time.sleep(1.5)
         for rank in targets:
@@ -96,7 +96,7 @@ def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple
 
 @pytest.mark.parametrize("target", [0, 1])
 def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int, tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
         ranks.wait_for("fault.json")
         time.sleep(1.5)
         ranks.send(target, signal.SIGINT)
@@ -106,14 +106,15 @@ def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int
 
 
 def test_sigint_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("SIGINT", rank=0), ignores_sigint=True, num_batches=40) as ranks:
+    fault = Fault("SIGINT", rank=0)
+    with doomed_ranks(fit, directory=tmp_path, fault=fault, ignores_sigint=True, num_batches=40) as ranks:
         ended = ranks.wait()
     assert ended.exit_codes == [0, 0], ended.output
     assert {"finished0", "finished1"} <= ended.results.keys()
 
 
 def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
-    with crew(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGTERM and sleep", "optimizer", rank=None)) as ranks:
         ended = ranks.wait()
     checkpoint = checkpoint_of(tmp_path)
     # Ended in the middle, the optimizer would have taken a step that the trainer has not counted.
@@ -137,7 +138,7 @@ class Trial:
     def run(self, directory: Path) -> Ended:
         directory.mkdir()
         options = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
-        with crew(fit, directory=directory, **options) as ranks:
+        with doomed_ranks(fit, directory=directory, **options) as ranks:
             ranks.wait_for("training.json")
             time.sleep(self.delay_s)
             for rank in self.ranks:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_bucketddp import __version__, cli
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError
 from tests.support.interpreter import run_code
 
 COMMANDS = list(cli._COMMANDS)

@@ -75,6 +75,12 @@ def test_a_start_method_that_was_asked_for_is_used_in_an_interactive_session(mon
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_a_strategy_is_made_of_few_classes(root: str) -> None:
+    ours = [cls for cls in strategy_class(root).__mro__ if cls.__module__.startswith("lightning_bucketddp.")]
+    assert len(ours[2:]) <= 3  # behind the class of the root, and the one that all roots share
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
 def test_keywords_are_those_of_ddp(root: str) -> None:
     ours = inspect.signature(strategy_class(root)).parameters
     lightning_ddp = inspect.signature(importlib.import_module(f"{root}.strategies").DDPStrategy).parameters

@@ -1,1 +1,306 @@
-"""`bucketddp doctor`: is this machine ready for a long run?"""
+"""`bucketddp doctor`: is this machine, or this cluster, ready for a long run?
+
+Each rank observes its host, joins the others and measures with them; rank 0 judges what all ranks have observed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lightning_bucketddp.comm.nccl_sockets import host_of, nccl_settings
+from lightning_bucketddp.commands import UsageError, trimmed_console
+from lightning_bucketddp.commands.doctor import checkpoints, host, network
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Severity, Theme, counted
+from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeCollectives, ProbeGroup, within
+from lightning_bucketddp.startup.store import StartError
+
+HELP = """Check this machine, or this cluster, before a long run.
+
+Alone it starts processes of its own on this host. To check several hosts, launch it as you launch training:
+
+    torchrun --nnodes 2 --nproc-per-node 8 ... --no-python bucketddp doctor
+
+Exit status: 0 nothing is wrong, 1 something is, 2 the command was used wrongly."""
+
+_RANKS = Theme("Ranks")
+_STYLES = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many to start here (default: one per GPU; without GPUs 2)"
+    )
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="the directory that checkpoints go to")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="how long ranks wait for each other (default: 60 s)"
+    )
+    parser.add_argument("--strict", action="store_true", help="count warnings as errors")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check as a rank of the launcher that started this process, or else start ranks on this host."""
+    if not math.isfinite(arguments.timeout) or arguments.timeout <= 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}.")
+    launched = ProbeGroup.from_environment()
+    if launched is not None:
+        if arguments.processes is not None:
+            raise UsageError("--processes is for a start without a launcher, but RANK and WORLD_SIZE are set.")
+        return _run_rank(launched, arguments)
+    num_processes = arguments.processes if arguments.processes is not None else torch.cuda.device_count() or 2
+    if num_processes < 1:
+        raise UsageError(f"--processes must be at least 1, got {num_processes}.")
+    passed_on = ["--timeout", str(arguments.timeout)]
+    if arguments.checkpoints is not None:
+        passed_on += ["--checkpoints", str(arguments.checkpoints)]
+    with ProbeGroup.spawn(num_processes, arguments=passed_on) as spawned:
+        return _run_rank(spawned, arguments)
+
+
+def _run_rank(group: ProbeGroup, arguments: argparse.Namespace) -> int:
+    """Diagnose as one rank, print what it found, and return the exit status."""
+    rank = group.store.rank
+    shows_progress = rank == 0 and sys.stderr.isatty() and not arguments.json
+    diagnosis = diagnose(
+        group,
+        directory=arguments.checkpoints,
+        timeout_s=arguments.timeout,
+        progress=_show_progress if shows_progress else lambda _text: None,
+    )
+    findings = list(diagnosis.findings()) if rank == 0 else diagnosis.trouble
+    if rank > 0:
+        for finding in findings:
+            print(f"rank {rank}: {finding.text}", file=sys.stderr)
+    elif arguments.json:
+        print(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        print_diagnosis(diagnosis)
+    worst = max((finding.severity for finding in findings), default=Severity.OK)
+    status = int(worst >= (Severity.WARNING if arguments.strict else Severity.ERROR))
+    if diagnosis.is_stuck:
+        for child in group.children:
+            child.kill()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def _show_progress(text: str) -> None:
+    """Print `text` over the progress shown before."""
+    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- Diagnosis
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What the ranks observed and measured, and what follows from it.
+
+    Attributes:
+        ranks: the observations of each rank; of this rank alone if they did not meet.
+        trouble: why ranks did not meet, or could not talk to each other.
+        clocks_s: how far each rank's clock is ahead of rank 0's.
+        all_reduce: the measured all-reduces; None if there was one rank, or they failed.
+        backend: the backend that was measured.
+        is_stuck: a thread hangs, and the process must end without waiting for it.
+    """
+
+    ranks: list[dict[str, Any]]
+    trouble: list[Finding] = field(default_factory=list)
+    clocks_s: list[float] = field(default_factory=list)
+    all_reduce: Observation | None = None
+    backend: str = ""
+    is_stuck: bool = False
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield all findings, theme by theme."""
+        yield from self.trouble
+        if not self.trouble and len(self.ranks) > 1:
+            yield _RANKS.ok(f"{len(self.ranks)} ranks on {counted(self.num_hosts, 'host')} met.")
+        yield from host.judge_software(self.ranks)
+        yield from host.judge_gpus(self.ranks)
+        yield from network.judge_network(self.ranks)
+        yield from network.judge_ports(self.ranks)
+        yield from host.judge_limits(self.ranks)
+        if self.clocks_s:
+            yield from network.judge_clocks(self.ranks, self.clocks_s)
+        if self.all_reduce is not None or not self.trouble:
+            yield from network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
+        yield from checkpoints.judge(self.ranks)
+
+    @property
+    def num_hosts(self) -> int:
+        return len({observed["host"] for observed in self.ranks})
+
+    def to_json(self) -> dict[str, Any]:
+        findings = list(self.findings())
+        all_reduce = None
+        if self.all_reduce is not None:
+            expected = network.expect_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
+            shown = {name: expected[name] for name in ("bytes_per_s", "origin")}
+            all_reduce = {**self.all_reduce, "backend": self.backend, "expected": shown}
+        return {
+            "verdict": str(max(finding.severity for finding in findings)),
+            "findings": [finding.to_json() for finding in findings],
+            "all_reduce": all_reduce,
+            "clocks_ahead_seconds": self.clocks_s,
+            "ranks": self.ranks,
+        }
+
+
+def diagnose(
+    group: ProbeGroup, *, directory: Path | None, timeout_s: float, progress: Callable[[str], None]
+) -> Diagnosis:
+    """Observe this host, and measure with the other ranks if they come; no part takes much longer than `timeout_s`."""
+    rank = group.store.rank
+    progress("looking at this host ...")
+    mine = observe(group)
+    diagnosis = Diagnosis([mine])
+    if rank > 0:  # before joining, and soon, because the others wait
+        _check_directory(diagnosis, directory, rank=rank, timeout_s=timeout_s / 2)
+    try:
+        progress(f"waiting for {group.store.world_size} ranks ...")
+        with group.join(timeout_s=timeout_s) as collectives:
+            limit_s = timeout_s + network.LONGEST_S
+            within(limit_s, lambda: _measure(diagnosis, mine, collectives, progress), what="talking to the others")
+    except StartError as error:
+        what, _, remedy = str(error).partition(". ")
+        diagnosis.trouble.append(_RANKS.error(f"{what}.", remedy))
+    except (RuntimeError, NeverEnded) as error:
+        diagnosis.is_stuck |= isinstance(error, NeverEnded)
+        diagnosis.trouble.append(
+            _RANKS.error(
+                f"Ranks met, but cannot talk to each other: {' '.join(str(error).split())[:300]}.",
+                "Check that firewalls let ranks connect at any port; set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`"
+                " to the interface that connects the hosts.",
+            )
+        )
+    if rank == 0:
+        progress("writing a trial checkpoint ...")
+        # After the measurements, when no rank waits for rank 0 any more.
+        _check_directory(diagnosis, directory, rank=rank, timeout_s=timeout_s)
+    progress("")
+    return diagnosis
+
+
+def observe(group: ProbeGroup) -> dict[str, Any]:
+    """Return what this rank sees of its host, as JSON."""
+    store = group.store
+    return {
+        "rank": store.rank,
+        "hostname": socket.gethostname(),
+        "host": host_of(nccl_settings(os.environ)),
+        "software": host.observe_software(),
+        "gpus": host.observe_gpus(),
+        "network": network.observe_network(main_address=store.address),
+        "ports": network.observe_ports(checks_main_port=group.is_spawned and store.rank == 0),
+        "resources": host.observe_limits(),
+        "checkpoints": None,
+    }
+
+
+def _measure(
+    diagnosis: Diagnosis, mine: Observation, collectives: ProbeCollectives, progress: Callable[[str], None]
+) -> None:
+    """Gather all observations and measure between ranks. Collective: every rank does the same, in the same order."""
+    diagnosis.ranks = collectives.hosts.gather_json(mine)
+    if len(diagnosis.ranks) == 1:
+        return
+    diagnosis.clocks_s = network.measure_clocks(collectives.hosts)
+    diagnosis.backend = collectives.backend
+    diagnosis.all_reduce = network.measure_all_reduce(collectives.gradients, progress=progress)
+
+
+def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int, timeout_s: float) -> None:
+    """Observe the checkpoint directory on this rank, which is the first in `diagnosis`."""
+    if directory is None:
+        return
+    try:
+        found = within(timeout_s, lambda: checkpoints.observe(directory, rank=rank), what="a look at a directory")
+    except NeverEnded:
+        diagnosis.is_stuck = True
+        silence = f"it did not answer within {timeout_s:g} s"
+        found = {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
+    diagnosis.ranks[0]["checkpoints"] = found
+
+
+# --- Printing
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print a table of all findings, the measured all-reduces, and a conclusion."""
+    findings = list(diagnosis.findings())
+    with trimmed_console() as console:
+        console.print(_finding_table(_merge_alike(findings, diagnosis)))
+        console.print()
+        if diagnosis.all_reduce is not None:
+            console.print(_all_reduce_table(diagnosis.all_reduce))
+            console.print()
+        console.print(_conclusion(findings))
+
+
+def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Finding]:
+    """Merge good findings of several hosts that differ in numbers only."""
+    hosts = {observed["hostname"] for observed in diagnosis.ranks} if diagnosis.num_hosts > 1 else set()
+    alike: dict[tuple[str, Severity, str], list[Finding]] = {}
+    for index, finding in enumerate(findings):
+        pattern = str(index)
+        if hosts and finding.severity <= Severity.NOTE:
+            pattern = re.sub("|".join(map(re.escape, hosts)) + r"|[\d.,]+", "", finding.text)
+        alike.setdefault((finding.theme, finding.severity, pattern), []).append(finding)
+    return [
+        first if not others else replace(first, text=f"{first.text} ({counted(len(others), 'more host')} alike.)")
+        for first, *others in alike.values()
+    ]
+
+
+def _finding_table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for theme, of_theme in groupby(findings, key=lambda finding: finding.theme):
+        table.add_row(Text(theme, style="bold"), "")
+        for finding in of_theme:
+            text = Text(finding.text)
+            if finding.remedy:
+                text.append(f"\n-> {finding.remedy}", style="italic")
+            severity = Text(str(finding.severity), style=_STYLES[finding.severity])
+            table.add_row(Padding(severity, (0, 0, 0, 2)), text)
+    return table
+
+
+def _all_reduce_table(measured: Observation) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for column in ("all-reduce", "time", "each rank sends"):
+        table.add_column(column, justify="right")
+    for size in measured["by_size"]:
+        speed = f"{size['link_bytes_per_s'] / 1e9:.3f} GB/s"
+        table.add_row(network.size_in_words(size["bytes"]), f"{size['seconds'] * 1e3:,.3f} ms", speed)
+    return table
+
+
+def _conclusion(findings: Sequence[Finding]) -> Text:
+    num_errors = sum(finding.severity == Severity.ERROR for finding in findings)
+    num_warnings = sum(finding.severity == Severity.WARNING for finding in findings)
+    parts = [counted(number, name) for number, name in ((num_errors, "error"), (num_warnings, "warning")) if number]
+    what = " and ".join(parts) or "Nothing is wrong"
+    end = ": do not start a long run like this." if num_errors else "."
+    style = _STYLES[max(finding.severity for finding in findings)] if parts else _STYLES[Severity.OK]
+    return Text(f"{what}{end}", style=style)

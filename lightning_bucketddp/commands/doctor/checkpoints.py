@@ -1,4 +1,4 @@
-"""The directory for checkpoints: whether rank 0 can write there, how fast, and how much."""
+"""The checkpoint directory: whether rank 0 can write there, how fast, and how much."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, find_temporary_files
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted, ranks_by
-from lightning_bucketddp.commands.doctor.resources import GIB
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted
+from lightning_bucketddp.commands.doctor.host import GIB
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.wording import list_some_ranks
 
@@ -22,14 +22,13 @@ _BLOCK_BYTES = 4 * MIB
 _TRIAL_NAME = ".bucketddp-doctor-{pid}"
 _SLOW_BYTES_PER_S = 50e6
 _LITTLE_SPACE = 10 * GIB
-_IN_MEMORY = {"tmpfs", "ramfs"}
-_OF_THE_CONTAINER = {"overlay", "aufs"}
+# By type of file system: what its files do not survive.
+_LOST_WHEN = dict.fromkeys(("tmpfs", "ramfs"), "the machine stops")
+_LOST_WHEN |= dict.fromkeys(("overlay", "aufs"), "the container is removed")
 
 
-def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
-    """On rank 0, which writes checkpoints, try it; the others, which read them, see whether it is there."""
-    if directory is None:
-        return None
+def observe(directory: Path, *, rank: int) -> dict[str, Any]:
+    """Look for the directory, and write a trial file on rank 0: it writes checkpoints, the others only read them."""
     seen: dict[str, Any] = {"directory": str(directory.absolute()), "exists": os.path.isdir(directory)}
     if rank > 0 or not seen["exists"]:
         return seen
@@ -42,14 +41,8 @@ def observe(directory: Path | None, *, rank: int) -> dict[str, Any] | None:
         return seen | {"error": error.strerror or str(error)}
 
 
-def never_ended(directory: Path, *, rank: int, timeout_s: float) -> dict[str, Any]:
-    """What there is to say of a directory that does not answer."""
-    silence = f"it did not answer within {timeout_s:g} s"
-    return {"directory": str(directory.absolute()), "exists": rank == 0, "error": silence}
-
-
 def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """What rank 0 has tried, and whether all ranks find it."""
+    """Judge the trial of rank 0, and check that all ranks find the directory."""
     seen = ranks[0]["checkpoints"]
     if seen is None:
         yield _THEME.note(
@@ -64,16 +57,12 @@ def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
     yield from _judge_writing(seen)
     if "free" in seen:
         yield from _judge_place(seen)
-    without = ranks_by(ranks, _finds_directory).get(False)
+    without = [rank["rank"] for rank in ranks if not (rank["checkpoints"] and rank["checkpoints"]["exists"])]
     if without:
         yield _THEME.warning(
             f"There is no directory {seen['directory']} on {list_some_ranks(without)}: resuming reads it on all.",
             "Put checkpoints on a file system that all hosts share.",
         )
-
-
-def _finds_directory(observed: Observation) -> bool:
-    return bool(observed["checkpoints"] and observed["checkpoints"]["exists"])
 
 
 def _judge_writing(seen: Observation) -> Iterator[Finding]:
@@ -98,8 +87,7 @@ def _judge_writing(seen: Observation) -> Iterator[Finding]:
 
 def _judge_place(seen: Observation) -> Iterator[Finding]:
     kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
-    if kind in _IN_MEMORY or kind in _OF_THE_CONTAINER:
-        end = "the machine stops" if kind in _IN_MEMORY else "the container is removed"
+    if (end := _LOST_WHEN.get(kind)) is not None:
         yield _THEME.warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
     if seen["free"] < _LITTLE_SPACE:
         yield _THEME.warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
@@ -114,9 +102,9 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
 
 
 def _write_trial(directory: Path) -> dict[str, Any]:
-    """Write a file as checkpoints are written."""
+    """Write a file in the way checkpoints are written, and time it."""
     path = directory / _TRIAL_NAME.format(pid=os.getpid())
-    block = os.urandom(_BLOCK_BYTES)  # so that no file system can make it small
+    block = os.urandom(_BLOCK_BYTES)  # which no file system can compress
     start = time.perf_counter()
     try:
         with atomic_file(str(path)) as file:
@@ -130,7 +118,7 @@ def _write_trial(directory: Path) -> dict[str, Any]:
 
 
 def _file_system(directory: Path) -> str | None:
-    """The kind of the file system that is mounted at, or nearest above, `directory`."""
+    """Return the type of the file system that `directory` is on."""
     found: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -141,6 +129,6 @@ def _file_system(directory: Path) -> str | None:
 
 
 def _size(path: Path) -> int:
-    with suppress(OSError):  # removed meanwhile
+    with suppress(OSError):  # it may be gone by now
         return path.stat().st_size
     return 0

@@ -1,17 +1,17 @@
-"""What the doctor says."""
+"""Findings: what the doctor says about one observation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from lightning_bucketddp.wording import list_some_ranks
 
 
-class Verdict(IntEnum):
-    """How bad something is; the larger, the worse."""
+class Severity(IntEnum):
+    """How bad a finding is; the larger, the worse."""
 
     OK = 0
     NOTE = 1
@@ -24,65 +24,62 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        theme: what it belongs to.
-        verdict: how bad it is.
-        text: a sentence in plain words.
-        remedy: what to do about it, if there is something to be done.
-    """
+    """The result of one check, in a sentence, and what to do about it; `theme` is the heading it is printed under."""
 
     theme: str
-    verdict: Verdict
+    severity: Severity
     text: str
     remedy: str = ""
 
     def to_json(self) -> dict[str, str]:
-        return {"theme": self.theme, "verdict": str(self.verdict), "text": self.text, "remedy": self.remedy}
+        return {"theme": self.theme, "verdict": str(self.severity), "text": self.text, "remedy": self.remedy}
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Makes the findings of one theme."""
+    """Makes findings under one heading."""
 
     name: str
 
     def ok(self, text: str) -> Finding:
-        return Finding(self.name, Verdict.OK, text)
+        return Finding(self.name, Severity.OK, text)
 
     def note(self, text: str, remedy: str = "") -> Finding:
-        return Finding(self.name, Verdict.NOTE, text, remedy)
+        return Finding(self.name, Severity.NOTE, text, remedy)
 
     def warning(self, text: str, remedy: str) -> Finding:
-        return Finding(self.name, Verdict.WARNING, text, remedy)
+        return Finding(self.name, Severity.WARNING, text, remedy)
 
     def error(self, text: str, remedy: str) -> Finding:
-        return Finding(self.name, Verdict.ERROR, text, remedy)
+        return Finding(self.name, Severity.ERROR, text, remedy)
 
 
-# What a rank has seen, as JSON.
+# What a rank observed, as JSON.
 Observation = Mapping[str, Any]
 
 
-def ranks_by(ranks: Sequence[Observation], value_of: Callable[[Observation], T]) -> dict[T, list[int]]:
-    """Which ranks have which value."""
-    found: dict[T, list[int]] = {}
-    for observed in ranks:
-        found.setdefault(value_of(observed), []).append(observed["rank"])
+def differences(values: Mapping[int, Mapping[str, Any]], *, absent: str) -> dict[str, str]:
+    """Return the names whose values differ between ranks, each with a text such as `2.5 on rank 0; none on rank 1`."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_rank in values.values() for name in of_rank):
+        ranks: dict[Any, list[int]] = {}
+        for rank, of_rank in values.items():
+            ranks.setdefault(of_rank.get(name), []).append(rank)
+        if len(ranks) > 1:
+            found[name] = "; ".join(f"{value or absent} on {list_some_ranks(of)}" for value, of in ranks.items())
     return found
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return the number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_per_host(ranks: Sequence[Observation]) -> list[Observation]:
-    """The first rank of each host."""
+    """Return the first rank of each host."""
     return list({observed["host"]: observed for observed in reversed(ranks)}.values())[::-1]
 
 
 def on(observed: Observation, ranks: Sequence[Observation]) -> str:
-    """Where that is, if there is more than one host to confuse it with."""
+    """Return ` on HOSTNAME` if there are several hosts, else nothing."""
     return f" on {observed['hostname']}" if len(one_per_host(ranks)) > 1 else ""

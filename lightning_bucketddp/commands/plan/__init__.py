@@ -1,1 +1,255 @@
-"""`bucketddp plan`: the buckets of a module, and predicted steps."""
+"""`bucketddp plan`: how the gradients of a module will be reduced, and how it will scale, without training it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from lightning_bucketddp.commands import UsageError, trimmed_console
+from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, estimated, measured, recorded, without_times
+from lightning_bucketddp.commands.plan.named_module import NamedModule
+from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network, scale
+from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.planning.optimal_plan import NETWORKS
+from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+
+HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
+
+Times of a backward come from --profile; else from --backward-ms, spread over the parameters by size; else they are
+measured here, if the module has an `example_input_array`. The output says which. What is measured on a CPU says nothing
+about training on GPUs."""
+
+_DEFAULT_NETWORK = "eth-100g"
+_BAR_LENGTH = 30
+_ABOUT_CPUS = (
+    "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
+    " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
+    " --backward-ms of one."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "module",
+        metavar="MODULE:CLASS",
+        help="for example my_project.models:LitNet, a function that makes a module (torchvision.models:resnet50), or"
+        " the config.yaml of a LightningCLI",
+    )
+    parser.add_argument(
+        "--args", nargs="+", default=[], metavar="KEY=VALUE", help="for the constructor or function; or one JSON object"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.yaml of a LightningCLI that has MODULE:CLASS as its model"
+    )
+    parser.add_argument(
+        "--bucket-cap-mb", default=AUTO, metavar="MIB", help="as for the strategy: auto (default), 25, or a list: 1,25"
+    )
+    parser.add_argument("--reduce-dtype", choices=list(REDUCE_DTYPES), help="what travels; default: what gradients are")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="how many the plan is for (default: 8)")
+    parser.add_argument(
+        "--network",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(NETWORKS)}, {MEASURED} (the one of the profile) or GBIT,LATENCY_US; may be given several"
+        f" times (default: {MEASURED} with --profile, else {_DEFAULT_NETWORK})",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="rank-0.jsonl of a recorded run, or a profile as JSON"
+    )
+    parser.add_argument("--backward-ms", type=float, metavar="MS", help="how long a backward takes")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="what the module will train on (default: cuda if it is here, else cpu)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="plot scaling efficiency to this file")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, predict, and print or plot the result."""
+    config = _config(arguments)
+    if arguments.ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    named = NamedModule.find(arguments.module, arguments.args, config=arguments.config)
+    plan = _plan(named, config, device, arguments)
+    if arguments.svg is not None:
+        _write_svg(plan, arguments.svg)
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print_plan(plan)
+    return 0
+
+
+def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, arguments: argparse.Namespace) -> ModulePlan:
+    times = _times(named, device, arguments)
+    profile = times.profile
+    networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
+    assumed = [find_network(name, profile) for name in networks]
+    scalings = [scale(times, config, one, num_ranks=arguments.ranks) for one in assumed if profile.backward_s > 0]
+    if scalings:
+        buckets = scalings[0].by_ranks[arguments.ranks].plan
+    else:
+        buckets = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
+    return ModulePlan(
+        module=named.name,
+        device=profile.specs[0].kind.split()[-1],
+        times=times,
+        buckets=buckets,
+        origin=_origin(config, scalings, num_ranks=arguments.ranks),
+        num_ranks=arguments.ranks,
+        scalings=scalings,
+    )
+
+
+def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int) -> str:
+    """Say in words how the plan was made."""
+    cap = config.bucket_cap_mb
+    if cap != AUTO:
+        return f"bucket_cap_mb={cap}"
+    if not scalings:
+        return "bucket_cap_mb=auto begins with buckets of up to 25 MiB; after 17 backwards it computes its own"
+    network = scalings[0].assumed.network.name
+    return f"bucket_cap_mb=auto, computed for {num_ranks:,} ranks on {network}; training measures its own network"
+
+
+def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespace) -> BackwardTimes:
+    """Return the times from the best source that is given."""
+    module = named.without_memory()
+    if arguments.profile is not None:
+        return recorded(arguments.profile, module, device=device)
+    if arguments.backward_ms is not None:
+        if not (math.isfinite(arguments.backward_ms) and arguments.backward_ms > 0):
+            raise UsageError(f"--backward-ms must be a positive number, got {arguments.backward_ms:g}.")
+        return estimated(module, backward_s=arguments.backward_ms / 1e3, device=device)
+    if getattr(module, "example_input_array", None) is not None:
+        return measured(named.make(), device=device)
+    return without_times(module, device=device)
+
+
+def _config(arguments: argparse.Namespace) -> ReducerConfig:
+    cap: Any = arguments.bucket_cap_mb
+    try:
+        if cap != AUTO:
+            numbers = [float(number) for number in cap.split(",")]
+            cap = numbers if len(numbers) > 1 else numbers[0]
+        return ReducerConfig(bucket_cap_mb=cap, reduce_dtype=arguments.reduce_dtype)
+    except ValueError:
+        raise UsageError(f"--bucket-cap-mb must be {AUTO} or positive numbers of MiB, got {cap!r}.") from None
+
+
+def _write_svg(plan: ModulePlan, path: Path) -> None:
+    if not plan.scalings:
+        raise UsageError("--svg needs times: pass --profile or --backward-ms.")
+    try:
+        path.write_text(plan.to_svg(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+# --- Printing
+
+
+def print_plan(plan: ModulePlan) -> None:
+    """Print the buckets, where times come from, and the predictions for each network."""
+    with trimmed_console() as console:
+        console.print(Text(_headline(plan), style="bold"))
+        console.print(f"({plan.origin})", markup=False)
+        console.print(_bucket_table(plan))
+        console.print(f"\nTimes: {_describe_times(plan)}", markup=False)
+        if plan.scalings and plan.times.is_of_cpu:
+            console.print(Text(_ABOUT_CPUS, style="bold yellow"))
+        for scaling in plan.scalings:
+            console.print(Text(f"\n{scaling.assumed}", style="bold"))
+            console.print(_describe_step(scaling, plan.num_ranks), markup=False)
+            console.print(_scaling_table(scaling))
+        if plan.scalings:
+            console.print(
+                "\nAll of it is simulated: reductions one after the other, a link of its own for each rank, nobody"
+                " late. Efficiency is the share of a step that is not spent waiting.",
+                markup=False,
+            )
+
+
+def _headline(plan: ModulePlan) -> str:
+    profile = plan.profile
+    mib = sum(spec.num_bytes for spec in profile.specs) / MIB
+    buckets = f"{len(plan.buckets)} bucket{'' if len(plan.buckets) == 1 else 's'}"
+    return (
+        f"{plan.module}: {len(profile.specs):,} parameter tensors, {mib:,.2f} MiB of gradients in {buckets},"
+        f" for training on {plan.device}"
+    )
+
+
+def _bucket_table(plan: ModulePlan) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for column in ("bucket", "MiB", "tensors"):
+        table.add_column(column, justify="right")
+    table.add_column("from the first to the last gradient that arrives", overflow="fold")
+    for index, bucket in enumerate(plan.buckets):
+        size = "sparse" if bucket.sparse else f"{plan.bytes_of(bucket) / MIB:.2f}"
+        table.add_row(str(index), size, str(len(bucket.members)), Text(_describe_bucket(plan, bucket)))
+    return table
+
+
+def _describe_bucket(plan: ModulePlan, bucket: BucketSpec) -> str:
+    names = plan.names_in(bucket)
+    if not names:
+        return "(flags only)"
+    text = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+    return f"{text} (reduced where it is)" if bucket.alone else text
+
+
+def _describe_times(plan: ModulePlan) -> str:
+    if not plan.scalings:
+        return (
+            f"{plan.times.origin}. So nothing is predicted: pass --profile FILE of a run or --backward-ms MS, or give"
+            " the module an `example_input_array`."
+        )
+    profile = plan.profile
+    parts = {"forward": profile.forward_s, "backward": profile.backward_s, "optimizer": profile.optimizer_s}
+    known = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
+    unknown = " and ".join(name for name, seconds in parts.items() if seconds <= 0)
+    rest = f" Not known, and counted as nothing: {unknown}." if unknown else ""
+    return f"{known}; {plan.times.origin}.{rest}"
+
+
+def _describe_step(scaling: Scaling, num_ranks: int) -> str:
+    timeline = scaling.by_ranks[num_ranks].timeline
+    if num_ranks == 1:
+        return f"On 1 rank a step takes {timeline.step_s * 1e3:.2f} ms, and there is nothing to wait for."
+    return (
+        f"On {num_ranks:,} ranks a step takes {timeline.step_s * 1e3:.2f} ms, and {timeline.exposed_s * 1e3:.2f} ms of"
+        f" it are spent waiting for reductions: {timeline.overlap:.0%} of {timeline.communication_s * 1e3:.2f} ms of"
+        " communication are hidden."
+    )
+
+
+def _scaling_table(scaling: Scaling) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for column in ("ranks", "buckets", "waits ms", "step ms", "overlap", "efficiency"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for num_ranks, predicted in scaling.by_ranks.items():
+        timeline = predicted.timeline
+        is_alone = num_ranks == 1
+        table.add_row(
+            f"{num_ranks:,}",
+            "-" if is_alone else str(len(predicted.plan)),
+            f"{timeline.exposed_s * 1e3:.2f}",
+            f"{timeline.step_s * 1e3:.2f}",
+            "-" if is_alone else f"{timeline.overlap:.0%}",
+            f"{timeline.scaling_efficiency:.1%}",
+            Text("█" * round(_BAR_LENGTH * timeline.scaling_efficiency), style="blue"),
+        )
+    return table

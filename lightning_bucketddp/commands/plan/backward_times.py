@@ -1,42 +1,47 @@
-"""When the gradients of a module are ready: recorded, measured here, or estimated. It always says which."""
+"""When the gradients of a module are ready: recorded, measured here, or estimated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError, first_line
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of
+from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.grad_hooks import hook
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
+
+_NUM_WARM_UP = 2
+_NUM_MEASURED = 5
+_ENOUGH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTimes:
-    """A profile, and where its times and its order come from.
-
-    Attributes:
-        profile: the times.
-        kind: in a word, where they come from.
-        origin: in a sentence.
-        is_of_cpu: a CPU took these times, and a GPU would take others.
-    """
+    """The order and the times of gradients, and their source in one word (`kind`) and in a sentence (`origin`)."""
 
     profile: Profile
     kind: str
     origin: str
-    is_of_cpu: bool = False
+    is_of_cpu: bool = False  # and says nothing about GPUs
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
-    """The parameters of `module` that train, as the reducer sees them on `device`, in order of registration."""
+    """Return the trainable parameters of `module` as the reducer sees them on `device`, in order of registration."""
     parameters = parameters_of(module)
     try:
         check_parameters(module, parameters)
@@ -54,7 +59,7 @@ def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
 
 
 def recorded(path: Path, module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """What a run has recorded: a profile as JSON, or a rank's record."""
+    """Read the times that a run recorded, from a profile as JSON or from the record of a rank."""
     specs = {spec.name: spec for spec in specs_of(module, device=device)}
     try:
         if path.suffix == ".jsonl":
@@ -74,7 +79,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
                 f"{path} is of another module: `{name}` has {there.get(name, 0):,} bytes there, and"
                 f" {here.get(name, 0):,} in {type(module).__name__}."
             )
-    # What is made of recorded steps does not know kinds.
+    # Profiles made from recorded steps do not know kinds.
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
     unknown = "" if profile.cost is not None else f", which does not tell what an all-reduce costs: {NO_COST}"
     origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks{unknown}"
@@ -82,7 +87,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
 
 
 def _read_record(path: Path) -> tuple[Profile | None, str]:
-    """The last profile that was written, or else what the steps with the last plan show; and the device."""
+    """Return the last profile in a record, or one made from steps with the last plan, and the device."""
     lines = list(read(path))
     runs = [line for line in lines if isinstance(line, Run)]
     device = runs[-1].device if runs else ""
@@ -97,7 +102,7 @@ def _read_record(path: Path) -> tuple[Profile | None, str]:
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:
-    """Gradients come in reverse order of registration, each after a time in proportion to its size."""
+    """Estimate times: gradients in reverse order of registration, each after a time in proportion to its size."""
     specs = specs_of(module, device=device)[::-1]
     total = sum(spec.num_bytes for spec in specs)
     ready_s = [backward_s * so_far / total for so_far in accumulate(spec.num_bytes for spec in specs)]
@@ -109,6 +114,88 @@ def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> 
 
 
 def without_times(module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """Their order only."""
+    """Return the expected order of gradients, without times."""
     times = estimated(module, backward_s=0.0, device=device)
     return BackwardTimes(times.profile, "unknown", "not known; gradients are expected in reverse order of registration")
+
+
+def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
+    """Run forward and backward on the `example_input_array` of `module`, and return the median times."""
+    example = module.example_input_array
+    module = module.to(device).train()
+    clock = clock_of(device)
+    runs: list[_Run] = []
+    started = time.perf_counter()
+    try:
+        while len(runs) < _NUM_WARM_UP + _NUM_MEASURED and (not runs or time.perf_counter() - started < _ENOUGH_S):
+            runs.append(_run(module, example, clock, device))
+    except Exception as error:
+        raise UsageError(
+            f"{type(module).__name__} cannot be trained on its `example_input_array`: {first_line(error)}. Pass"
+            " --backward-ms, and nothing is run."
+        ) from error
+    runs = runs[_NUM_WARM_UP:] or runs[-1:]
+    specs = {spec.name: spec for spec in specs_of(module, device=device)}
+    arrived = [name for name in runs[0].arrivals if all(name in run.arrivals for run in runs)]
+    missing = [name for name in reversed(specs) if name not in arrived]
+    ready_s = [statistics.median(clock.seconds(run.start, run.arrivals[name]) for run in runs) for name in arrived]
+    backward_s = statistics.median(clock.seconds(run.start, run.end) for run in runs)
+    profile = Profile(
+        [specs[name] for name in (*arrived, *missing)],
+        ready_s,
+        max(backward_s, *ready_s, 0.0),
+        cost=None,
+        num_ranks=1,
+        forward_s=statistics.median(clock.seconds(run.forward_start, run.start) for run in runs),
+    )
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(example))
+    origin = f"measured here, on {device}, with `example_input_array` of shape {shapes}"
+    return BackwardTimes(profile, "measured", origin, is_of_cpu=device.type == "cpu")
+
+
+@dataclass(slots=True)
+class _Run:
+    """The clock marks of one forward and backward."""
+
+    forward_start: Any
+    start: Any
+    end: Any
+    arrivals: dict[str, Any] = field(default_factory=dict)
+
+
+def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) -> _Run:
+    module.zero_grad(set_to_none=True)
+    forward_start = clock.mark()
+    example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
+    if isinstance(example, dict):
+        output = module(**example)
+    else:
+        output = module(*example) if isinstance(example, tuple) else module(example)
+    # A loss without a meaning, to which every output contributes.
+    loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
+    run = _Run(forward_start, start=clock.mark(), end=None)
+    trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
+    handles = [hook(param, partial(_mark_arrival, run, name, clock)) for name, param in trainable.items()]
+    try:
+        torch.autograd.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    run.end = clock.mark()
+    return run
+
+
+def _mark_arrival(run: _Run, name: str, clock: Clock, _param: Tensor) -> None:
+    run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
+    run.arrivals[name] = clock.mark()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for inner in value:
+            yield from _tensors(inner)

@@ -1,4 +1,4 @@
-"""A module that a command line names: a class, a function that makes one, or the model of a LightningCLI config."""
+"""Make the module that a command line names by its class, by a function, or by the config of a LightningCLI."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
@@ -16,25 +17,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bucketddp.commands.usage import UsageError
+from lightning_bucketddp.commands import UsageError, first_line
 
 _CONFIG_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
-    """What makes a module, and what it is called."""
+    """The name of a module, and a function that builds it."""
 
     name: str
     build: Callable[[], Any]
 
     @classmethod
     def find(cls, name: str, arguments: Sequence[str], *, config: Path | None = None) -> NamedModule:
-        """A class or function `MODULE:NAME`, or the model of a LightningCLI config.
+        """Find a class or function `MODULE:NAME`, or the model of a LightningCLI config.
 
         Args:
-            name: `MODULE:NAME`, or the path of a config, which then says the class.
-            arguments: JSON objects or `key=value`; they come before those of the config.
+            name: `MODULE:NAME`, or the path of a config that names the class.
+            arguments: JSON objects or `key=value`; they override those of the config.
             config: a config with the arguments of `name`.
         """
         given = _parse(arguments)
@@ -50,20 +51,20 @@ class NamedModule:
         return cls(_name_of(maker), _with_config(maker, values, given, config=config))
 
     def without_memory(self) -> nn.Module:
-        """The module with parameters that have sizes and no content, if it can be made so."""
+        """Build the module on the meta device, without memory, or on the CPU if that fails."""
         try:
             return self._make("meta")
-        except Exception:  # whatever its constructor does may need real tensors
+        except Exception:  # a constructor may need real tensors
             return self.make()
 
     def make(self) -> nn.Module:
-        """The module itself, in the memory of the host."""
+        """Build the module on the CPU."""
         try:
             return self._make("cpu")
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"{self.name} cannot be made: {_first_line(error)}") from error
+            raise UsageError(f"{self.name} cannot be made: {first_line(error)}") from error
 
     def _make(self, device: str) -> nn.Module:
         with torch.device(device):
@@ -104,12 +105,12 @@ def _import(module_name: str) -> Any:
         return import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"Importing {module_name} failed: {_first_line(error)}") from error
+            raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
         raise UsageError(
             f"There is no module {error.name!r}. Run the command in the folder of your project, or set PYTHONPATH."
         ) from error
     except Exception as error:
-        raise UsageError(f"Importing {module_name} failed: {_first_line(error)}") from error
+        raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
 
 
 def _is_module_class(value: object) -> bool:
@@ -124,7 +125,7 @@ def _name_of(maker: Callable[..., Any]) -> str:
 
 
 def _class_of(config: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class that the config names, and its part of the config."""
+    """Return the class that the config names, and its part of the config."""
     model = _model_of(config)
     path = model.get("class_path")
     instead = f"`bucketddp plan MODULE:CLASS --config {config}`"
@@ -143,7 +144,7 @@ def _class_of(config: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _model_of(config: Path) -> dict[str, Any]:
-    """What the config says of the model, for the subcommand `fit` or for all."""
+    """Return the part of the config about the model, of the subcommand `fit` or of all."""
     import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 
     try:
@@ -163,7 +164,7 @@ def _model_of(config: Path) -> dict[str, Any]:
 def _with_config(
     maker: Callable[..., Any], model: dict[str, Any], given: dict[str, Any], *, config: Path
 ) -> Callable[[], Any]:
-    """Make the module as a LightningCLI does: arguments have the types of the signature, and may be objects to make."""
+    """Return a function that builds the module as a LightningCLI does, with arguments parsed by their types."""
     try:
         from jsonargparse import ArgumentParser
     except ImportError as error:
@@ -179,7 +180,7 @@ def _with_config(
         else:
             parser.add_function_arguments(maker, "model", fail_untyped=False, sub_configs=True)
         parsed = parser.parse_object({"model": {**values, **given}})
-    except Exception as error:  # of many kinds; all are about what the config says
+    except Exception as error:  # of many types; all are about the content of the config
         raise UsageError(f"{config} does not fit {_name_of(maker)}: {' '.join(str(error).split())}.") from error
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # before jsonargparse 4.49
     return lambda: maker(**{**instantiate(parsed).get("model", {}), **further})
@@ -200,18 +201,14 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not (key.isidentifier() and equals):
             raise UsageError(f"--args {argument} is neither a JSON object nor key=value.")
-        parsed[key] = _value(value)
+        parsed[key] = value
+        with suppress(ValueError):  # a plain string
+            parsed[key] = json.loads(value)
     return parsed
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Raise if required arguments are missing, or if `maker` does not take one."""
     try:
         signature = inspect.signature(maker)
     except (TypeError, ValueError):  # written in C, say
@@ -226,7 +223,3 @@ def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:
     if unknown:
         takes = ", ".join(p.name for p in by_name) or "none"
         raise UsageError(f"{_name_of(maker)} takes no argument {', '.join(unknown)}. It takes: {takes}.")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

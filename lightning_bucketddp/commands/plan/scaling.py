@@ -1,14 +1,15 @@
-"""What a module would do on networks and numbers of ranks, as `bucketddp plan` shows it."""
+"""Predict how a module scales over networks and numbers of ranks, as numbers and as a chart."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import escape
 
+from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes
-from lightning_bucketddp.commands.plan.chart import Axis, Series, draw
-from lightning_bucketddp.commands.usage import UsageError
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import Network
 from lightning_bucketddp.planning.backward_profile import Profile
@@ -22,7 +23,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """A network, and in words where its numbers come from."""
+    """A network, and a phrase on where its numbers come from."""
 
     network: Network
     origin: str
@@ -37,7 +38,7 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Predictions for one network, by number of ranks."""
+    """The predictions for one network, by number of ranks."""
 
     assumed: Assumed
     by_ranks: dict[int, Prediction]
@@ -45,25 +46,15 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
-    """All that `bucketddp plan` has to say.
-
-    Attributes:
-        module: the name of the class.
-        device: what the plan is for.
-        times: when gradients are ready.
-        buckets: the plan, by position in the profile.
-        origin: in words, how it was made.
-        num_ranks: the number of ranks that it is for.
-        scalings: empty if no times are known.
-    """
+    """The result of `bucketddp plan`; `module` and `device` are names, `origin` says how the plan was made."""
 
     module: str
     device: str
     times: BackwardTimes
-    buckets: Sequence[BucketSpec]
+    buckets: Sequence[BucketSpec]  # by position in the profile
     origin: str
     num_ranks: int
-    scalings: Sequence[Scaling]
+    scalings: Sequence[Scaling]  # empty if no times are known
 
     @property
     def profile(self) -> Profile:
@@ -99,9 +90,12 @@ class ModulePlan:
         }
 
     def to_svg(self) -> str:
-        """Scaling efficiency by number of ranks."""
+        """Plot scaling efficiency by number of ranks."""
         series = [
-            Series(scaling.assumed.network.name, [(n, 100 * efficiency) for n, efficiency in _efficiencies(scaling)])
+            Series(
+                scaling.assumed.network.name,
+                [(n, 100 * predicted.timeline.scaling_efficiency) for n, predicted in scaling.by_ranks.items()],
+            )
             for scaling in self.scalings
         ]
         return draw(
@@ -114,7 +108,7 @@ class ModulePlan:
 
 
 def scale(times: BackwardTimes, config: ReducerConfig, assumed: Assumed, *, num_ranks: int) -> Scaling:
-    """Predictions for 1, 2, 4 ... 1,024 ranks, and for `num_ranks`."""
+    """Predict steps on 1, 2, 4 ... 1,024 ranks, and on `num_ranks`."""
     powers = [2**n for n in range(_LARGEST.bit_length())]
     return Scaling(
         assumed,
@@ -123,7 +117,7 @@ def scale(times: BackwardTimes, config: ReducerConfig, assumed: Assumed, *, num_
 
 
 def find_network(text: str, profile: Profile) -> Assumed:
-    """A network by name, as GBIT,LATENCY_US, or the one that the profile was measured on."""
+    """Return the network with this name or these figures (GBIT,LATENCY_US), or the one of the profile."""
     if text in NETWORKS:
         return Assumed(NETWORKS[text], f"nominal figures of {text}")
     if text == MEASURED:
@@ -148,13 +142,9 @@ def find_network(text: str, profile: Profile) -> Assumed:
     return Assumed(Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it")
 
 
-def _efficiencies(scaling: Scaling) -> Iterator[tuple[int, float]]:
-    for num_ranks, predicted in scaling.by_ranks.items():
-        yield num_ranks, predicted.timeline.scaling_efficiency
-
-
 def _network_json(scaling: Scaling) -> dict[str, Any]:
     network = scaling.assumed.network
+    shown = ("communication_s", "exposed_s", "step_s", "overlap")
     return {
         "name": network.name,
         "bytes_per_s": network.bytes_per_s,
@@ -164,12 +154,169 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
             {
                 "ranks": num_ranks,
                 "buckets": len(predicted.plan),
-                "communication_s": predicted.timeline.communication_s,
-                "exposed_s": predicted.timeline.exposed_s,
-                "step_s": predicted.timeline.step_s,
-                "overlap": predicted.timeline.overlap,
+                **{name: getattr(predicted.timeline, name) for name in shown},
                 "efficiency": predicted.timeline.scaling_efficiency,
             }
             for num_ranks, predicted in scaling.by_ranks.items()
         ],
     }
+
+
+# --- Line charts as SVG, without a library and without links to anything outside
+
+_WIDTH, _HEIGHT = 760, 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 30, 46, 56
+_LEGEND_LINE = 18
+_NUM_TICKS = 6
+# The colours of Okabe and Ito, which colour-blind people can tell apart, as far as they are readable on both white and
+# black. Dashes and marks distinguish the series as well.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_DASHES = ("none", "7 3", "2 3", "9 3 2 3")
+_STYLE = """
+.chart { color: #1b1f24; background: #ffffff; font: 13px system-ui, sans-serif; }
+.chart text { fill: currentColor; }
+.chart .title { font-size: 15px; font-weight: 600; }
+.chart .grid { stroke: currentColor; stroke-opacity: 0.15; }
+.chart .frame { stroke: currentColor; stroke-opacity: 0.6; fill: none; }
+.chart .line { fill: none; stroke-width: 2; }
+@media (prefers-color-scheme: dark) { .chart { color: #e6e6e6; background: #16191d; } }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The points of one line, from left to right; a single point is a mark without a line."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of a chart.
+
+    Attributes:
+        label: the quantity, with its unit.
+        log_base: the base of a logarithmic axis, with ticks at its powers; None: linear.
+        low: where the axis begins; None: at the lowest point. Linear axes begin at a tick.
+        high: where it ends; None: at the highest point. Linear axes end at a tick.
+    """
+
+    label: str
+    log_base: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def draw(series: Sequence[Series], *, title: str, x: Axis, y: Axis) -> str:
+    """Return a chart of all `series` as one SVG element."""
+    points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
+    if not points:
+        raise ValueError(f"The chart {title!r} has no points.")
+    top = _TOP + _LEGEND_LINE * len(series)
+    height = _HEIGHT + _LEGEND_LINE * len(series)
+    across = _AxisScale.of(x, [at for at, _ in points], start=_LEFT, stop=_WIDTH - _RIGHT)
+    up = _AxisScale.of(y, [value for _, value in points], start=height - _BOTTOM, stop=top)
+    quoted = escape(title, {'"': "&quot;"})
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height}" role="img"'
+        f' aria-label="{quoted}">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
+        *_draw_axes(across, up, x=x, y=y),
+    ]
+    for index, one in enumerate(series):
+        parts += _draw_series(one, index, across, up)
+    return "\n".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True, slots=True)
+class _AxisScale:
+    """Maps the values of an axis to coordinates."""
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    log_base: int | None
+    start: float
+    stop: float
+
+    @classmethod
+    def of(cls, axis: Axis, values: Sequence[float], *, start: float, stop: float) -> _AxisScale:
+        low = min(values) if axis.low is None else axis.low
+        high = max(values) if axis.high is None else axis.high
+        if axis.log_base is not None:
+            if low <= 0:
+                raise ValueError(f"The axis {axis.label!r} is logarithmic and cannot show {low:g}.")
+            high = high if high > low else low * axis.log_base
+            ticks = _powers(low, high, axis.log_base)
+        else:
+            ticks = _round_numbers(low, high if high > low else low + (abs(low) or 1.0))
+            low, high = ticks[0], ticks[-1]
+        return cls(low, high, ticks, axis.log_base, start, stop)
+
+    def place(self, value: float) -> float:
+        if self.log_base is not None:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.stop - self.start)
+
+
+def _powers(low: float, high: float, base: int) -> list[float]:
+    first = math.ceil(math.log(low, base) - 1e-9)
+    last = math.floor(math.log(high, base) + 1e-9)
+    step = max(1, math.ceil((last - first) / (2 * _NUM_TICKS)))
+    return [float(base) ** power for power in range(first, last + 1, step)] or [low, high]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return ticks that are 1, 2 or 5 times a power of ten apart and enclose both ends."""
+    rough = (high - low) / _NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _draw_axes(across: _AxisScale, up: _AxisScale, *, x: Axis, y: Axis) -> Iterator[str]:
+    left, right, bottom, top = across.start, across.stop, up.start, up.stop
+    for value in across.ticks:
+        place = f"{across.place(value):.1f}"
+        yield f'<line class="grid" x1="{place}" x2="{place}" y1="{top}" y2="{bottom}"/>'
+        yield f'<text x="{place}" y="{bottom + 18}" text-anchor="middle">{_number(value)}</text>'
+    for value in up.ticks:
+        place = f"{up.place(value):.1f}"
+        yield f'<line class="grid" x1="{left}" x2="{right}" y1="{place}" y2="{place}"/>'
+        yield f'<text x="{left - 8}" y="{place}" dy="0.35em" text-anchor="end">{_number(value)}</text>'
+    yield f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>'
+    yield f'<text x="{(left + right) / 2}" y="{bottom + 42}" text-anchor="middle">{escape(x.label)}</text>'
+    middle = (top + bottom) / 2
+    yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">{escape(y.label)}</text>'
+
+
+def _draw_series(series: Series, index: int, across: _AxisScale, up: _AxisScale) -> Iterator[str]:
+    colour, dash = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
+    places = [
+        (across.place(at), up.place(value), f"{series.name}: {_number(at)}, {_number(value)}")
+        for at, value in series.points
+        if math.isfinite(at) and math.isfinite(value)
+    ]
+    if len(places) > 1:
+        corners = " ".join(f"{right:.1f},{down:.1f}" for right, down, _ in places)
+        yield f'<polyline class="line" stroke="{colour}" stroke-dasharray="{dash}" points="{corners}"/>'
+    radius = 3.5 if len(places) > 1 else 6
+    for right, down, text in places:
+        yield f'<circle cx="{right:.1f}" cy="{down:.1f}" r="{radius}" fill="{colour}">'
+        yield f"<title>{escape(text)}</title></circle>"
+    down = _TOP + _LEGEND_LINE * index
+    yield (
+        f'<path class="line" stroke="{colour}" stroke-dasharray="{dash}" d="M{_LEFT} {down}h30"/>'
+        if len(series.points) > 1
+        else f'<rect fill="{colour}" x="{_LEFT + 10}" y="{down - 5}" width="10" height="10" rx="5"/>'
+    )
+    yield f'<text x="{_LEFT + 38}" y="{down}" dy="0.35em">{escape(series.name)}</text>'
+
+
+def _number(value: float) -> str:
+    return f"{round(value, 10):,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

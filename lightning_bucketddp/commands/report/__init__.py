@@ -1,1 +1,46 @@
-"""`bucketddp report`: the page of a recorded run."""
+"""`bucketddp report`: a page, and a trace, of a recorded run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from lightning_bucketddp.commands.report.page import make_page
+from lightning_bucketddp.commands.report.trace import make_trace
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.recording.reader import find_folder, read_run
+
+HELP = "Make one HTML page of a recorded run: where communication time went, and which rank was late."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of the run, or one above it")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a Chrome trace, for ui.perfetto.dev")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the run, and write the page and the trace."""
+    try:
+        folder = find_folder(arguments.run_dir)
+        record = read_run(folder)
+        print(f"Read {len(record.ranks)} ranks and {len(record.step_numbers)} steps from {folder}")
+        for problem in record.problems:
+            print(f"Note: {problem}", file=sys.stderr)
+        _write(arguments.output, make_page(record), "the page")
+        if arguments.trace is not None:
+            _write(arguments.trace, make_trace(record), "the trace")
+    except (ValueError, OSError) as error:
+        print(f"bucketddp report: {error}", file=sys.stderr)
+        return 2
+    if arguments.open:
+        webbrowser.open(arguments.output.resolve().as_uri())
+    return 0
+
+
+def _write(path: Path, text: str, what: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    print(f"Wrote {what}: {path} ({path.stat().st_size / MIB:.1f} MiB)")

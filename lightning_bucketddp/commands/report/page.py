@@ -1,20 +1,39 @@
-"""One HTML page that has all in it: no network, no library, no other file."""
+"""The page of a recorded run: one HTML file that needs no network, no library and no other file.
+
+Times on the page are milliseconds; those of a step count from its beginning.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
-from lightning_bucketddp.commands.report.page_content import page_content
-from lightning_bucketddp.recording.reader import RunRecord
+from lightning_bucketddp import __version__
+from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import optimal_plan
+from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.recording.reader import AlignedStep, RunRecord, align, shown_steps
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, Step
+from lightning_bucketddp.recording.summary import suggestions
+from lightning_bucketddp.recording.typical_step import NO_COST, RankNumbers, TypicalStep, plan_in
 
-# In this order: what a script uses stands before it.
+_SMALLEST_MB = 0.25
+_PER_DOUBLING = 2
+# In this order: a script uses those before it.
 _SCRIPTS = ("elements.js", "head.js", "timeline.js", "plan.js", "plots.js", "page.js")
+
+Json = dict[str, Any]
 
 
 def make_page(record: RunRecord) -> str:
-    """The page of a run."""
-    # Names come from people's code: none may end the element that holds them.
+    """Return the HTML of the page."""
+    # Names come from users' code: none may end the script element that holds them.
     content = json.dumps(page_content(record), separators=(",", ":")).replace("<", "\\u003c")
     return (
         _asset("page.html")
@@ -26,3 +45,182 @@ def make_page(record: RunRecord) -> str:
 
 def _asset(name: str) -> str:
     return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+# --- Content
+
+
+def page_content(record: RunRecord) -> Json:
+    """Return everything that the page's scripts read, as JSON."""
+    ranks = [RankNumbers.of(ours.run, [ours.steps[n] for n in sorted(ours.steps)]) for ours in record.ranks.values()]
+    typical = TypicalStep(ranks, num_ranks=record.first.run.world_size)
+    return {
+        "version": __version__,
+        "folder": str(record.folder.resolve()),
+        "problems": list(record.problems),
+        "run": _run(record),
+        "ranks": [_rank(rank) for rank in typical.ranks],
+        "typical": _typical(typical),
+        "suggestions": suggestions(typical, record.last_plan, record.first.profile, options=record.first.run.options),
+        "steps": [_step(align(record, number), ranks=record.ranks) for number in shown_steps(record)],
+        "plans": {str(version): [_bucket(b) for b in plan.buckets] for version, plan in record.first.plans.items()},
+        "history": _history(record),
+        "sizes": _sizes(record, typical),
+        "noSizes": _why_no_sizes(record),
+        "tuning": record.first.tuning,
+    }
+
+
+def _run(record: RunRecord) -> Json:
+    run = record.first.run
+    return {
+        "worldSize": run.world_size,
+        "device": run.device,
+        "backend": run.backend,
+        "numParameters": run.num_parameters,
+        "gradientBytes": run.gradient_bytes,
+        "memoryBytes": max(step.memory_bytes for ours in record.ranks.values() for step in ours.steps.values()),
+        "options": run.options,
+    }
+
+
+def _rank(numbers: RankNumbers) -> Json:
+    return {
+        "rank": numbers.rank,
+        "host": numbers.host,
+        "step": _ms(numbers.step_s),
+        "own": _ms(numbers.own_s),
+        "exposed": _ms(numbers.exposed_s),
+    }
+
+
+def _typical(typical: TypicalStep) -> Json:
+    straggler = typical.straggler
+    return {
+        "phases": {name: _ms(seconds) for name, seconds in typical.phases.items()},
+        "step": _ms(typical.step_s),
+        "communication": _ms(typical.communication_s),
+        "overlap": typical.overlap,
+        # Its index among the ranks; -1: none.
+        "straggler": -1 if straggler is None else typical.ranks.index(straggler.rank),
+        "stragglerBy": 0.0 if straggler is None else _ms(straggler.by_s),
+    }
+
+
+def _step(step: AlignedStep, *, ranks: Iterable[int]) -> Json:
+    return {
+        "number": step.number,
+        "plan": step.plan,
+        "length": _ms(step.end_s - step.start_s),
+        "ranks": [_lanes(step.ranks[rank], step.start_s) if rank in step.ranks else None for rank in ranks],
+    }
+
+
+def _lanes(step: Step, zero_s: float) -> Json:
+    """Return spans as [name, start, end] and buckets as [ready, launched, start, end]."""
+    reductions = step.reductions()
+    return {
+        "spans": [[span.name, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)] for span in step.spans],
+        "buckets": [
+            [_ms(s - zero_s) for s in (times.ready_s, times.launched_s, span.start_s, span.end_s)]
+            for times, span in zip(step.buckets, reductions, strict=True)
+        ],
+    }
+
+
+def _bucket(bucket: RecordedBucket) -> Json:
+    return {"parameters": list(bucket.parameters), "sizes": list(bucket.sizes), "sparse": bucket.sparse}
+
+
+def _history(record: RunRecord) -> Json:
+    """Return, by rank and step, the time of the step with and without waiting for reductions."""
+    numbers = record.step_numbers
+    step_by_rank = [[ours.steps.get(number) for number in numbers] for ours in record.ranks.values()]
+    return {
+        "steps": numbers,
+        "step": [[step and _ms(step.step_s) for step in steps] for steps in step_by_rank],
+        "own": [[step and _ms(step.own_s) for step in steps] for steps in step_by_rank],
+    }
+
+
+def _sizes(record: RunRecord, typical: TypicalStep) -> Json | None:
+    plan = record.last_plan
+    profile = None if plan is None else typical.profile(plan, record.first.profile)
+    if profile is None or profile.cost is None or not profile.dense_bytes:
+        return None
+    sizes = predict_sizes(profile, plan)
+    return {
+        "byCap": [_prediction(prediction) for prediction in sizes.by_cap],
+        "current": sizes.current and _prediction(sizes.current),
+        "optimum": _prediction(sizes.optimum),
+    }
+
+
+def _why_no_sizes(record: RunRecord) -> str:
+    """Say why no sizes can be predicted."""
+    why = f"What an all-reduce costs at other sizes cannot be told from this run: {NO_COST}."
+    if record.first.run.options.get("bucket_cap_mb") == AUTO:
+        return f'{why} bucket_cap_mb="{AUTO}" measures it if there are several buckets and 17 backwards or more.'
+    return (
+        f'{why} Train with bucket_cap_mb="{AUTO}", which measures it, to see the wait that is predicted for them here.'
+    )
+
+
+def _prediction(prediction: Prediction) -> Json:
+    return {"cap": prediction.cap_mb, "buckets": prediction.num_buckets, "exposed": _ms(prediction.exposed_s)}
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+# --- Bucket sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """How long a step would wait with a plan; `cap_mb` is its largest bucket of several parameters."""
+
+    cap_mb: float
+    num_buckets: int
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """Predictions for a grid of sizes, for the plan in use (None if it has other parameters), and for the best one."""
+
+    by_cap: Sequence[Prediction]
+    current: Prediction | None
+    optimum: Prediction
+
+
+def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes:
+    """Simulate the recorded backward with other bucket sizes; `profile` must have a cost."""
+    grid = []
+    for cap_mb in _caps_mb(profile):
+        caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
+        plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
+        grid.append(_predict(profile, plan, cap_mb=cap_mb))
+    used = plan_in(profile, current) if current is not None else None
+    return BucketSizes(
+        by_cap=grid,
+        current=_predict(profile, used) if used is not None else None,
+        optimum=_predict(profile, optimal_plan(profile)),
+    )
+
+
+def _caps_mb(profile: Profile) -> list[float]:
+    """Return the sizes to try: from the smallest that makes sense to one bucket for all."""
+    largest_mb = max(profile.dense_bytes / MIB, 2 * _SMALLEST_MB)
+    num_steps = math.ceil(_PER_DOUBLING * math.log2(largest_mb / _SMALLEST_MB))
+    return [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
+
+
+def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Prediction:
+    assert profile.cost is not None
+    timeline = simulate(profile, plan, profile.cost)
+    if cap_mb is None:
+        shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan
+        cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
+    return Prediction(cap_mb, len(plan), timeline.exposed_s)

@@ -1,4 +1,4 @@
-"""The recorded steps as a Chrome trace, which Perfetto shows."""
+"""Recorded steps as a Chrome trace, for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Event = dict[str, Any]
 
 
 def make_trace(record: RunRecord) -> str:
-    """The trace of the steps that the page shows, too: a process for each rank, with a lane for each kind of work.
+    """Return a trace of the steps that the page shows, with one process per rank and one lane per kind of work.
 
-    Steps follow each other on the clock of the first rank, so those that it has not recorded have no place.
+    Steps are placed by the clock of the first rank; those that it did not record are left out.
     """
     steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
     zero_s = min((step.start_s for step in steps), default=0.0)
@@ -50,7 +50,7 @@ def _step_events(record: RunRecord, step: AlignedStep, zero_s: float) -> Iterato
             known = {"step": step.number, **(_describe(buckets[index]) if index < len(buckets) else {})}
             bar = {**_bar(reduction, zero_s), "pid": rank, "tid": _COMMUNICATION}
             yield {**bar, "cat": "reduction", "args": {**known, **_waits(ours.buckets[index], reduction)}}
-            # An arrow from the moment in backward at which the bucket was complete.
+            # An arrow from the moment in backward when the bucket was complete.
             arrow = {"name": "ready", "cat": "ready", "id": f"{step.number}.{rank}.{index}", "pid": rank}
             yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": _us(ours.buckets[index].ready_s - zero_s)}
             yield {**arrow, "ph": "f", "bp": "e", "tid": _COMMUNICATION, "ts": bar["ts"]}

@@ -16,10 +16,9 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.checksums import Checksums, units_of
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig, ReplicaChecks, training_state
+from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig, ReplicaChecks, TrainingState, training_state
 from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
-from lightning_bucketddp.replicas.training_state import TrainingState
 from tests.support.jobs.models import batch, mlp
 from tests.support.jobs.parity import assert_equal_on_all_ranks
 from tests.support.ranks import device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bucketddp.commands.report.bucket_sizes import predict_sizes
+from lightning_bucketddp.commands.report.page import predict_sizes
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile

@@ -1,6 +1,6 @@
 """Ranks for tests that end them badly: real processes, made in a moment, that nobody else needs.
 
-    with crew(job, directory=tmp_path, some_argument=3) as ranks:
+    with doomed_ranks(job, directory=tmp_path, some_argument=3) as ranks:
         ranks.send(1, signal.SIGTERM)
         ended = ranks.wait()
 
@@ -48,7 +48,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Crew:
+class DoomedRanks:
     """Ranks that run."""
 
     processes: list[BaseProcess]
@@ -85,7 +85,9 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(job: Callable[..., None], *, directory: Path, world_size: int = 2, **kwargs: Any) -> Iterator[Crew]:
+def doomed_ranks(
+    job: Callable[..., None], *, directory: Path, world_size: int = 2, **kwargs: Any
+) -> Iterator[DoomedRanks]:
     """Run `job(**kwargs, directory=directory)` on ranks; none of them is left at the end."""
     port = _free_port()
     processes: list[BaseProcess] = []
@@ -95,7 +97,7 @@ def crew(job: Callable[..., None], *, directory: Path, world_size: int = 2, **kw
             process = PROCESSES.Process(target=_run, args=arguments, name=f"rank {rank}")
             process.start()
             processes.append(process)
-        yield Crew(processes, directory)
+        yield DoomedRanks(processes, directory)
     finally:
         for process in processes:
             process.kill()

@@ -1,0 +1,311 @@
+"""What a rank finds on its host: software, GPUs and limits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_bucketddp import __version__
+from lightning_bucketddp.commands.doctor.finding import (
+    Finding,
+    Observation,
+    Theme,
+    counted,
+    differences,
+    on,
+    one_per_host,
+)
+from lightning_bucketddp.config import MIB
+
+_SOFTWARE = Theme("Software")
+_GPUS = Theme("GPUs")
+_LIMITS = Theme("Limits")
+
+# These define what ranks send to each other; other versions may differ.
+_MUST_BE_EQUAL = ("torch", "NCCL", "lightning", "pytorch-lightning", "lightning-bucketddp")
+_LIGHTNING = ("lightning", "pytorch-lightning")
+
+_PROGRAM = "nvidia-smi"
+_TIMEOUT_S = 15
+# With less free memory before training, somebody else computes on a GPU.
+_FREE_SHARE = 0.8
+# Of one lane in each direction, after encoding, by generation of PCI Express (from its specifications).
+_PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+
+_SHARED_MEMORY = "/dev/shm"
+GIB = 1024 * MIB
+
+# Torch, loggers and a few data workers keep files open; each tensor on its way from a worker is an open file, too.
+_FILES_OF_A_RANK = 256
+_FILES_FOR_DATA_WORKERS = 4096
+# A rank has up to three process groups with a connection to every other rank; on one host each has two ends.
+_FILES_PER_RANK = 6
+_PROCESSES = 4096
+_SMALL_SHARED_MEMORY = GIB
+_TOO_SMALL_SHARED_MEMORY = 64 * MIB
+_SMALL_MEMORY_PER_RANK = GIB
+
+
+# --- Software
+
+
+def observe_software() -> dict[str, Any]:
+    """Return the versions of what training uses here."""
+    versions = {"Python": platform.python_version(), "torch": torch.__version__, "lightning-bucketddp": __version__}
+    for name in _LIGHTNING:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    if has_nccl and torch.cuda.is_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "backends": [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", has_nccl)) if there],
+    }
+
+
+def judge_software(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """List the versions of rank 0, and check that all ranks have the same."""
+    first = ranks[0]["software"]
+    yield _SOFTWARE.ok(", ".join(f"{name} {number}" for name, number in first["versions"].items()) + ".")
+    if "gloo" in first["backends"]:
+        built_for = f"CUDA {first['cuda']}" if first["cuda"] else "CPUs only"
+        yield _SOFTWARE.ok(f"Backends: {', '.join(first['backends'])}; torch is built for {built_for}.")
+    else:
+        yield _SOFTWARE.error("This torch has no gloo, which ranks need to start.", "Install torch from pytorch.org.")
+    if not any(name in first["versions"] for name in _LIGHTNING):
+        yield _SOFTWARE.error(
+            "Neither `lightning` nor `pytorch_lightning` is installed.", "Run `pip install lightning`."
+        )
+    versions = {observed["rank"]: observed["software"]["versions"] for observed in ranks}
+    different = differences(versions, absent="none")
+    for name, what in different.items():
+        make = _SOFTWARE.error if name in _MUST_BE_EQUAL else _SOFTWARE.warning
+        yield make(f"Ranks have different versions of {name}: {what}.", "Install the same environment on every host.")
+    if len(ranks) > 1 and not different:
+        yield _SOFTWARE.ok(f"All {len(ranks)} ranks have the same versions.")
+
+
+# --- GPUs
+
+
+def observe_gpus() -> dict[str, Any]:
+    """Return what torch and the driver report about the GPUs of this host."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "devices": [_describe_gpu(index) for index in range(count)],
+        "seen_by_driver": [line for line in _ask("--query-gpu=name", "--format=csv,noheader").splitlines() if line],
+        "without_peer_access": [
+            [a, b] for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)
+        ],
+        "topology": _ask("topo", "-m") if count > 1 else "",
+        "link_bytes_per_s": _link_speed() if count > 1 else None,
+    }
+
+
+def judge_gpus(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """Check that the GPUs are usable, alike, free, and linked on each host."""
+    hosts = one_per_host(ranks)
+    for observed in hosts:
+        yield from _judge_gpus_of_host(observed["gpus"], on(observed, ranks))
+    if len({device["name"] for observed in hosts for device in observed["gpus"]["devices"]}) > 1:
+        yield _GPUS.warning("GPUs differ, and every step waits for the slowest.", "Use one kind of GPU for a run.")
+
+
+def _judge_gpus_of_host(seen: Observation, where: str) -> Iterator[Finding]:
+    names = [device["name"] for device in seen["devices"]]
+    if names:
+        yield _GPUS.ok(f"{', '.join(f'{names.count(name)} x {name}' for name in dict.fromkeys(names))}{where}.")
+    elif seen["seen_by_driver"]:
+        yield _GPUS.error(
+            f"The driver sees {len(seen['seen_by_driver'])} GPUs{where}, but torch cannot use them.",
+            "Install a torch that is built for CUDA and for this driver; look at `CUDA_VISIBLE_DEVICES`.",
+        )
+    else:
+        yield _GPUS.note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
+    for index, device in enumerate(seen["devices"]):
+        if device["free_mib"] < _FREE_SHARE * device["total_mib"]:
+            yield _GPUS.warning(
+                f"Of GPU {index}{where} only {device['free_mib'] / 1024:.1f} of {device['total_mib'] / 1024:.1f} GiB"
+                " are free.",
+                "See in `nvidia-smi` which other process computes there.",
+            )
+    if len(names) > 1 and seen["without_peer_access"]:
+        pairs = ", ".join(f"{b}-{a}" for a, b in seen["without_peer_access"])
+        yield _GPUS.warning(
+            f"GPUs{where} do not reach each other directly (pairs {pairs}): what they exchange goes through the host.",
+            "Look at `nvidia-smi topo -m`; in virtual machines and with some BIOS settings (ACS) it is switched off.",
+        )
+    elif len(names) > 1:
+        yield _GPUS.ok(f"All GPUs{where} reach each other directly.")
+
+
+def _describe_gpu(index: int) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(index)
+    return {"name": torch.cuda.get_device_name(index), "free_mib": free // MIB, "total_mib": total // MIB}
+
+
+def _link_speed() -> dict[str, Any] | None:
+    """Return the bytes per second of a GPU's links in each direction, and where that figure comes from."""
+    status = _ask("nvlink", "--status", "-i", "0")
+    links = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
+    if links:
+        origin = f"{len(links)} NVLinks of GPU 0, says `{_PROGRAM} nvlink --status`"
+        return {"value": sum(links) * 1e9, "origin": origin}
+    fields = _ask("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
+    with suppress(ValueError, KeyError):
+        generation, width = (int(field) for field in fields.split(","))
+        origin = f"PCI Express {generation} x{width} of GPU 0, says `{_PROGRAM}`"
+        return {"value": width * _PCIE_LANE_BYTES_PER_S[generation], "origin": origin}
+    return None
+
+
+def _ask(*arguments: str) -> str:
+    """Return the output of the driver's program; empty if there is none or it fails."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        command = [_PROGRAM, *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        return answer.stdout if answer.returncode == 0 else ""
+    return ""
+
+
+# --- Limits and resources
+
+
+def observe_limits() -> dict[str, Any]:
+    """Return the limits of this process, and the resources of its host."""
+    return {
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "processes": _limit(resource.RLIMIT_NPROC),
+        "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
+        "shared_memory": _size_of(_SHARED_MEMORY),
+        "cores": _num_cores(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "memory_available": _memory_available(),
+    }
+
+
+def judge_limits(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """Check on each host that limits and resources are enough for its ranks."""
+    for observed in one_per_host(ranks):
+        where = on(observed, ranks)
+        num_local = sum(other["host"] == observed["host"] for other in ranks)
+        seen = observed["resources"]
+        yield _judge_open_files(seen["open_files"], where, num_ranks=len(ranks))
+        if seen["processes"] is not None and seen["processes"] < _PROCESSES:
+            yield _LIMITS.warning(
+                f"This user may start only {seen['processes']:,} processes and threads{where}.",
+                f"Raise it: `ulimit -u {_PROCESSES * 4}`, or in /etc/security/limits.conf.",
+            )
+        yield _judge_locked_memory(seen["locked_memory"], where, infiniband=observed["network"]["infiniband_gbit"])
+        yield _judge_shared_memory(seen["shared_memory"], where)
+        yield from _judge_cores(seen, where, num_local=num_local)
+        yield _judge_memory(seen["memory_available"], where, num_local=num_local)
+
+
+def _judge_open_files(limit: int | None, where: str, *, num_ranks: int) -> Finding:
+    needed = _FILES_OF_A_RANK + _FILES_PER_RANK * num_ranks
+    if limit is None or limit >= needed + _FILES_FOR_DATA_WORKERS:
+        return _LIMITS.ok(f"Open files{where}: {'no limit' if limit is None else f'{limit:,}'}.")
+    wanted = 65536
+    remedy = f"Raise it before the start: `ulimit -n {wanted}`, or `LimitNOFILE={wanted}` of the service."
+    if limit < needed:
+        needs = f"with {counted(num_ranks, 'rank')} each needs about {needed:,}"
+        return _LIMITS.error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
+    return _LIMITS.warning(
+        f"A process may open only {limit:,} files{where}: with many data workers that may not be enough.", remedy
+    )
+
+
+def _judge_locked_memory(limit: int | None, where: str, *, infiniband: float | None) -> Finding:
+    if infiniband and limit is not None:
+        return _LIMITS.error(
+            f"Locked memory is limited to {limit / MIB:g} MiB{where}, and InfiniBand needs as much as it can get.",
+            "Run `ulimit -l unlimited`, or start the container with `--ulimit memlock=-1`.",
+        )
+    text = "no limit" if limit is None else f"{limit / MIB:g} MiB, which is enough without InfiniBand"
+    return _LIMITS.ok(f"Locked memory{where}: {text}.")
+
+
+def _judge_shared_memory(size: Observation | None, where: str) -> Finding:
+    remedy = "Start the container with `--shm-size=8g` or `--ipc=host`; else use `num_workers=0`."
+    if size is None:
+        return _LIMITS.error(f"There is no {_SHARED_MEMORY}{where}, which data workers hand batches through.", remedy)
+    text = f"{_SHARED_MEMORY}{where}: {size['free'] / GIB:.2f} of {size['total'] / GIB:.2f} GiB are free"
+    if size["free"] < _TOO_SMALL_SHARED_MEMORY:
+        return _LIMITS.error(f"{text}. Data workers hand batches through it and will die.", remedy)
+    if size["free"] < _SMALL_SHARED_MEMORY:
+        return _LIMITS.warning(f"{text}. Data workers hand batches through it.", remedy)
+    return _LIMITS.ok(f"{text}.")
+
+
+def _judge_cores(seen: Observation, where: str, *, num_local: int) -> Iterator[Finding]:
+    cores, threads = seen["cores"], seen["omp_num_threads"]
+    if num_local > cores:
+        yield _LIMITS.warning(
+            f"{num_local} ranks share {counted(cores, 'core')}{where}.",
+            "Start fewer processes, or ask for more cores (`--cpus-per-task` with SLURM).",
+        )
+    elif threads is not None and threads.isdigit() and int(threads) * num_local > cores:
+        yield _LIMITS.warning(
+            f"OMP_NUM_THREADS={threads} for each of {num_local} ranks{where}, with {cores} cores for all.",
+            f"Set `OMP_NUM_THREADS={max(cores // num_local, 1)}`.",
+        )
+    else:
+        chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so whoever launches chooses"
+        yield _LIMITS.ok(f"{counted(cores, 'core')}{where} for {counted(num_local, 'rank')}; {chosen}.")
+
+
+def _judge_memory(available: int | None, where: str, *, num_local: int) -> Finding:
+    if available is None:
+        return _LIMITS.note(f"How much memory is free{where} cannot be told.")
+    text = f"Memory{where}: {available / GIB:.1f} GiB are free for {counted(num_local, 'rank')}."
+    if available < _SMALL_MEMORY_PER_RANK * num_local:
+        return _LIMITS.warning(text, "End what else runs there, or start fewer processes or data workers.")
+    return _LIMITS.ok(text)
+
+
+def _limit(kind: int) -> int | None:
+    """Return a limit of this process, or None if there is none."""
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _size_of(path: str) -> dict[str, int] | None:
+    with suppress(OSError):
+        disk = os.statvfs(path)
+        return {"total": disk.f_blocks * disk.f_frsize, "free": disk.f_bavail * disk.f_frsize}
+    return None
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))
+    return cores
+
+
+def _memory_available() -> int | None:
+    """Return the free memory of the host, or of the container if that is less; None if unknown."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        found.append(int(line.split()[1]) * 1024)
+    with suppress(OSError, ValueError):  # the container's limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(limit - used, 0))
+    return min(found, default=None)

@@ -1,0 +1,357 @@
+"""What connects ranks: interfaces and their settings, ports, clocks, and how long all-reduces take."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.gloo_interface import interface_towards
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, differences, on, one_per_host
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
+from lightning_bucketddp.reducer.clock import Clock, clock_of
+
+_NETWORK = Theme("Network")
+_PORTS = Theme("Ports")
+_CLOCKS = Theme("Clocks")
+_ALL_REDUCE = Theme("All-reduce")
+_DEVICES = Path("/sys/class")
+# Settings that may differ between hosts.
+_OF_A_HOST = ("_IFNAME", "_HOSTID")
+_PREFIXES = ("GLOO_", "TORCH_NCCL_")
+# By name: the value that costs speed, and what it does.
+_SLOW_SETTINGS = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one host do not exchange directly"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one host talk through the network"),
+    "NCCL_IB_DISABLE": ("1", "InfiniBand is not used"),
+    "NCCL_DEBUG": ("TRACE", "NCCL writes down each call"),
+}
+
+_NUM_CLOCK_ROUNDS = 5
+_FAR_S = 1.0
+
+_NUM_REPETITIONS = 7
+# Each size takes up to this many times as long as the one before; a size that would exceed the time limit is left out.
+_GROWTH = 4
+_ENOUGH_S = 12.0
+LONGEST_S = 3 * _ENOUGH_S
+_SIZES = [1024 * _GROWTH**n for n in range(9)]  # 1 KiB to 64 MiB
+_COPIED_BYTES = 64 * MIB
+# Below this share of the nominal speed something is wrong. Sockets and protocols take their part of a network; within
+# a host data is copied several times, by cores that also compute the sums.
+_POOR_SHARE_OF_LINK = 1 / 3
+_POOR_SHARE_OF_MEMORY = 1 / 50
+
+
+# --- Interfaces and settings
+
+
+def observe_network(*, main_address: str) -> dict[str, Any]:
+    """Return the interfaces of this host, and the settings of gloo and NCCL."""
+    settings = nccl_settings(os.environ)
+    return {
+        "interfaces": {path.name: _describe_interface(path) for path in sorted((_DEVICES / "net").glob("*"))},
+        "infiniband_gbit": _infiniband_gbit(),
+        "towards_main_address": interface_towards(main_address),
+        "settings": settings | {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)},
+        "uses_sockets_untuned": uses_sockets_untuned(settings),
+    }
+
+
+def judge_network(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """Say which interfaces ranks will use, and check the settings."""
+    hosts = one_per_host(ranks)
+    for observed in hosts:
+        yield from _judge_host(observed, where=on(observed, ranks), is_alone=len(hosts) == 1)
+    yield from _judge_equality(ranks)
+    is_untuned = all(observed["network"]["uses_sockets_untuned"] for observed in ranks)
+    if len(hosts) > 1 and is_untuned and all(observed["gpus"]["devices"] for observed in hosts):
+        settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+        yield _NETWORK.note(
+            f"NCCL goes through sockets here, so `bucketddp` sets {settings} in training and did so now."
+        )
+
+
+def _judge_host(observed: Observation, *, where: str, is_alone: bool) -> Iterator[Finding]:
+    network = observed["network"]
+    up = {name: i["gbit"] for name, i in network["interfaces"].items() if i["is_up"] and name != "lo"}
+    described = [f"{name} ({f'{gbit:g} Gbit/s' if gbit else 'speed not known'})" for name, gbit in up.items()]
+    yield _NETWORK.ok(f"Interfaces that are up{where}: {', '.join(described) or 'none but loopback'}.")
+    if network["infiniband_gbit"]:
+        yield _NETWORK.ok(f"InfiniBand or RoCE{where}: {network['infiniband_gbit']:g} Gbit/s.")
+    settings = network["settings"]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        yield from _judge_chosen_interface(variable, settings.get(variable), network["interfaces"], where)
+    if "GLOO_SOCKET_IFNAME" not in settings:
+        towards = network["towards_main_address"]
+        if towards is None and not is_alone:
+            yield _NETWORK.warning(
+                f"It cannot be told through which interface{where} the other hosts are reached.",
+                "Set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to its name.",
+            )
+        way = f"gloo uses {towards}, the way to the main address" if towards else "all ranks talk within this host"
+        yield _NETWORK.ok(f"Between ranks{where}: {way}.")
+    for name, (value, consequence) in _SLOW_SETTINGS.items():
+        matters = name != "NCCL_IB_DISABLE" or network["infiniband_gbit"]
+        if settings.get(name, "").upper() == value and matters:
+            yield _NETWORK.warning(f"{name}={settings[name]}{where}: {consequence}.", f"Unset `{name}` for a long run.")
+
+
+def _judge_chosen_interface(
+    variable: str, chosen: str | None, interfaces: Mapping[str, Any], where: str
+) -> Iterator[Finding]:
+    """Check that it exists. gloo takes a name; NCCL takes prefixes, or `=` and names, or `^` and exclusions."""
+    if chosen is None or chosen.startswith("^"):
+        return
+    exact = variable.startswith("GLOO") or chosen.startswith("=")
+    wanted = chosen.lstrip("=").split(",")
+    found = [name for name in interfaces if any(name == w if exact else name.startswith(w) for w in wanted)]
+    if found:
+        yield _NETWORK.ok(f"{variable}={chosen}{where}: {', '.join(found)}.")
+    else:
+        yield _NETWORK.error(
+            f"{variable}={chosen}{where}, but there is no such interface.",
+            f"Set it to one of {', '.join(interfaces)}, or unset it.",
+        )
+
+
+def _judge_equality(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """Check that ranks agree on settings, and list these."""
+    settings = {observed["rank"]: observed["network"]["settings"] for observed in ranks}
+    for name, what in sorted(differences(settings, absent="unset").items()):
+        if not name.endswith(_OF_A_HOST):
+            yield _NETWORK.warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
+    names = sorted({name for of_rank in settings.values() for name in of_rank})
+    if names:
+        mine = ranks[0]["network"]["settings"]
+        described = ", ".join(f"{name}={mine.get(name, '(not on rank 0)')}" for name in names)
+        yield _NETWORK.note(f"Settings in the environment: {described}.")
+
+
+def _describe_interface(interface: Path) -> dict[str, Any]:
+    speed = 0
+    is_up = interface.name == "lo"
+    with suppress(OSError, ValueError):
+        is_up = is_up or (interface / "operstate").read_text().strip() == "up"
+    with suppress(OSError, ValueError):  # virtual interfaces have no speed
+        speed = int((interface / "speed").read_text())
+    return {"is_up": is_up, "gbit": speed / 1e3 if speed > 0 else None}
+
+
+def _infiniband_gbit() -> float | None:
+    """Return the rate of the slowest active port, or None."""
+    rates = []
+    for port in (_DEVICES / "infiniband").glob("*/ports/*"):
+        with suppress(OSError, ValueError):
+            if "ACTIVE" in (port / "state").read_text():
+                rates.append(float((port / "rate").read_text().split()[0]))
+    return min(rates, default=None)
+
+
+# --- Ports
+
+
+def observe_ports(*, checks_main_port: bool) -> dict[str, Any]:
+    """Try to listen at a port; at the main port only if asked, since launched ranks use it already."""
+    chosen = os.environ.get("MASTER_PORT") if checks_main_port else None
+    return {
+        "free_port": _why_not_listen("0"),
+        "main_port": chosen,
+        "at_main_port": None if chosen is None else _why_not_listen(chosen),
+    }
+
+
+def judge_ports(ranks: Sequence[Observation]) -> Iterator[Finding]:
+    """Check on each host that processes can listen."""
+    for observed in one_per_host(ranks):
+        seen, where = observed["ports"], on(observed, ranks)
+        if seen["free_port"] is None:
+            yield _PORTS.ok(f"Processes can listen at ports that the system chooses{where}.")
+        else:
+            yield _PORTS.error(
+                f"Processes cannot listen at any port{where}: {seen['free_port']}.",
+                "Look at the rules of the container or sandbox.",
+            )
+        if seen["main_port"] is None:
+            continue
+        if seen["at_main_port"] is None:
+            yield _PORTS.ok(f"MASTER_PORT={seen['main_port']}{where} is free.")
+        else:
+            yield _PORTS.error(
+                f"Rank 0 cannot listen at MASTER_PORT={seen['main_port']}{where}: {seen['at_main_port']}.",
+                "Set it to a free port, the same for all ranks; for a run on this host alone leave it unset.",
+            )
+
+
+def _why_not_listen(port: str) -> str | None:
+    """Return why a process cannot listen at `port`, or None if it can."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    except (ValueError, OverflowError):
+        return "that is no port"
+    return None
+
+
+# --- Clocks
+
+
+def measure_clocks(hosts: Collectives) -> list[float]:
+    """Return how many seconds each rank's clock is ahead of rank 0's. Collective."""
+    times = []
+    for _ in range(_NUM_CLOCK_ROUNDS):
+        hosts.sum(torch.zeros(1))  # ends at nearly the same moment on all ranks
+        times.append(time.time())
+    by_rank = hosts.gather_json(times)
+    return [statistics.median(t - t0 for t, t0 in zip(own, by_rank[0], strict=True)) for own in by_rank]
+
+
+def judge_clocks(ranks: Sequence[Observation], ahead_s: Sequence[float]) -> Iterator[Finding]:
+    """Check that the clocks of hosts agree, so that their files and logs can be put in order."""
+    hosts = one_per_host(ranks)
+    if len(hosts) == 1:
+        return
+    worst = max(hosts, key=lambda observed: abs(ahead_s[observed["rank"]]))
+    name, difference = worst["hostname"], ahead_s[worst["rank"]]
+    if abs(difference) < _FAR_S:
+        yield _CLOCKS.ok(f"The clocks of {len(hosts)} hosts are at most {abs(difference) * 1e3:.0f} ms from rank 0's.")
+    else:
+        way = "ahead of" if difference > 0 else "behind"
+        yield _CLOCKS.warning(
+            f"The clock of {name} is {abs(difference):.1f} s {way} rank 0's: logs and files get times that mislead.",
+            "Let a time service run on every host (`timedatectl set-ntp true`).",
+        )
+
+
+# --- All-reduce
+
+
+def measure_all_reduce(collectives: Collectives, *, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return the median time of an all-reduce on this rank, by size. Collective."""
+    clock = clock_of(collectives.device)
+    seconds: dict[int, list[float]] = {}
+    started = time.perf_counter()
+    for num_bytes in _SIZES:
+        progress(f"all-reduce of {size_in_words(num_bytes)} ...")
+        seconds[num_bytes] = _times(collectives, clock, num_bytes)
+        next_s = _GROWTH * (1 + _NUM_REPETITIONS) * statistics.median(seconds[num_bytes])
+        if not collectives.broadcast_json(time.perf_counter() - started + next_s < _ENOUGH_S):
+            break
+    network = Network.measured(AllReduceCost.fit(seconds), num_ranks=collectives.world_size)
+    return {
+        "by_size": [
+            {
+                "bytes": num_bytes,
+                "seconds": statistics.median(times),
+                "link_bytes_per_s": share_of_a_link(collectives.world_size) * num_bytes / statistics.median(times),
+            }
+            for num_bytes, times in seconds.items()
+        ],
+        "hop_seconds": network.hop_s,
+        "link_bytes_per_s": network.bytes_per_s,
+        "memory_bytes_per_s": _memory_speed(collectives) if collectives.device.type == "cpu" else None,
+    }
+
+
+def judge_all_reduce(ranks: Sequence[Observation], measured: Observation | None, *, backend: str) -> Iterator[Finding]:
+    """Compare the measured all-reduces, if there are several ranks, with the nominal speed of the hardware."""
+    if measured is None:
+        yield _ALL_REDUCE.note("One rank alone exchanges nothing.", "Pass `--processes 2` to measure it all the same.")
+        return
+    smallest, largest = measured["by_size"][0], measured["by_size"][-1]
+    # Small messages may fit into the buffers of a network and look too fast.
+    large = [size for size in measured["by_size"] if size["bytes"] >= MIB] or [largest]
+    best = max(size["link_bytes_per_s"] for size in large)
+    yield _ALL_REDUCE.ok(
+        f"{len(ranks)} ranks, {backend}: {size_in_words(smallest['bytes'])} takes {smallest['seconds'] * 1e6:,.0f} us,"
+        f" {size_in_words(largest['bytes'])} takes {largest['seconds'] * 1e3:,.1f} ms; a rank sends up to"
+        f" {best / 1e9:.2f} GB/s."
+    )
+    expected = expect_all_reduce(ranks, measured, backend=backend)
+    if expected["bytes_per_s"] is None:
+        yield _ALL_REDUCE.note(f"What it should give is not known: {expected['origin']}.")
+        return
+    share = best / expected["bytes_per_s"]
+    text = f"That is {share:.0%} of {expected['bytes_per_s'] / 1e9:.2f} GB/s: {expected['origin']}."
+    if share < expected["poor_share"]:
+        yield _ALL_REDUCE.warning(text, expected["remedy"])
+    else:
+        yield _ALL_REDUCE.ok(text)
+
+
+def expect_all_reduce(ranks: Sequence[Observation], measured: Observation, *, backend: str) -> dict[str, Any]:
+    """Return the speed that a rank could reach in each direction, and where that figure comes from."""
+    hosts = one_per_host(ranks)
+    if len(hosts) > 1:
+        return _expect_network(hosts, backend=backend)
+    if backend == "NCCL":
+        link = ranks[0]["gpus"]["link_bytes_per_s"]
+        remedy = "Look at `nvidia-smi topo -m` and at `NCCL_P2P_DISABLE`; `NCCL_DEBUG=INFO` tells which way NCCL goes."
+        known = link or {"value": None, "origin": "the driver does not tell what links the GPUs"}
+        return _expect(known["value"], known["origin"], _POOR_SHARE_OF_LINK, remedy)
+    origin = "what copying within memory gives here, measured with all ranks at once"
+    remedy = "See what else computes on this host, and whether each rank has a core of its own."
+    return _expect(measured["memory_bytes_per_s"], origin, _POOR_SHARE_OF_MEMORY, remedy)
+
+
+def _expect_network(hosts: Sequence[Observation], *, backend: str) -> dict[str, Any]:
+    if backend == "NCCL" and all(observed["network"]["infiniband_gbit"] for observed in hosts):
+        gbit = [observed["network"]["infiniband_gbit"] for observed in hosts]
+        origin = "the slowest InfiniBand port, says /sys/class/infiniband"
+    else:
+        names = [
+            observed["network"]["settings"].get(f"{backend.upper()}_SOCKET_IFNAME")
+            or observed["network"]["towards_main_address"]
+            for observed in hosts
+        ]
+        interfaces = [observed["network"]["interfaces"].get(n) for observed, n in zip(hosts, names, strict=True)]
+        gbit = [interface["gbit"] if interface else None for interface in interfaces]
+        origin = f"the slowest of {', '.join(sorted({str(n) for n in names}))}, says /sys/class/net"
+    if not all(gbit):
+        return _expect(None, "the system does not tell the speed of the network that connects the hosts", 0.0, "")
+    remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/tuning.md."
+    return _expect(min(gbit) * 1e9 / 8, origin, _POOR_SHARE_OF_LINK, remedy)
+
+
+def _expect(bytes_per_s: float | None, origin: str, poor_share: float, remedy: str) -> dict[str, Any]:
+    return {"bytes_per_s": bytes_per_s, "origin": origin, "poor_share": poor_share, "remedy": remedy}
+
+
+def _times(collectives: Collectives, clock: Clock, num_bytes: int) -> list[float]:
+    tensor = torch.zeros(num_bytes // 4, device=collectives.device)
+    marks = []
+    for _ in range(1 + _NUM_REPETITIONS):
+        start = clock.mark()
+        collectives.sum(tensor)
+        marks.append((start, clock.mark()))
+    # The first one waits for the slowest rank to start.
+    return [clock.seconds(start, stop) for start, stop in marks[1:]]
+
+
+def _memory_speed(collectives: Collectives) -> float:
+    source, target = torch.zeros(_COPIED_BYTES // 4), torch.empty(_COPIED_BYTES // 4)
+    target.copy_(source)  # so that the memory is mapped
+    collectives.sum(torch.zeros(1))
+    times = []
+    for _ in range(_NUM_REPETITIONS):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return _COPIED_BYTES / min(times)  # the best that is possible
+
+
+def size_in_words(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // 1024} KiB"

@@ -1,0 +1,76 @@
+"""Processes of this host: whether they run and which is which; and whether torchrun has started this one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def is_running(pid: int, *, start_time: int | None = None) -> bool:
+    """Return whether process `pid` runs; with a `start_time`, whether it still is the process that began then."""
+    try:
+        os.kill(pid, 0)  # asks; /proc alone may hide the processes of other users
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process_state(pid) not in ("Z", "X") if start_time is None else process_start_time(pid) == start_time
+
+
+def process_state(pid: int) -> str:
+    """Return the state of process `pid` as in `ps`, such as "T" (stopped) or "Z" (zombie); "" if it is not known."""
+    return next(iter(_stat_fields(pid)), "")
+
+
+def process_start_time(pid: int) -> int:
+    """Return when process `pid` was started, in ticks since the boot; 0 if it is a zombie or not known."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else 0
+
+
+def _stat_fields(pid: int) -> list[str]:
+    with suppress(OSError):
+        # They are counted from behind the name, which is in parentheses and may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def boot_id(*, root: Path = _ROOT) -> str:
+    """Return the kernel's id of this boot; "" if it has none."""
+    with suppress(OSError):
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def pid_namespace() -> str:
+    """Return the namespace of this process's number (containers have their own); "" if it is not known."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def pid_scope() -> str:
+    """Return an id of this boot and PID namespace, in which process numbers mean the same; random if not known."""
+    boot, namespace = boot_id(), pid_namespace()
+    identity = f"{boot}\n{namespace}".encode() if boot and namespace else secrets.token_bytes()
+    return hashlib.blake2b(identity, digest_size=8).hexdigest()
+
+
+def is_launched_by_torchrun() -> bool:
+    """Return whether torchrun's agent (torchelastic) is the parent of this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def agent_holds_store() -> bool:
+    """Return whether torchrun's agent holds the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count() -> int:
+    """Return how often torchrun has restarted this run."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
