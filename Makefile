@@ -16,7 +16,7 @@ demo: .venv/.demo ## Train on real data in two processes
 	@echo 'Training on handwritten digits in two processes, with strategy="bucketddp": examples/digits.py'
 	@.venv/bin/python examples/digits.py
 
-test: .venv/.test browser ## Run the tests of every feature: a quarter of an hour on two cores
+test: .venv/.test browser ## Run the tests of every feature: ten minutes on two cores
 	.venv/bin/python $(PYTEST) -m "not long"
 
 test-long: .venv/.test browser ## Run the tests that `make test` leaves out: those that repeat, or install, or soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
+def pytest_collection_finish() -> None:
+    # All that is imported by now is used to the end: no search for garbage has to look at it.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _environment_stays_as_it_is() -> Iterator[None]:
     before = dict(os.environ)
@@ -52,10 +59,16 @@ def _environment_stays_as_it_is() -> Iterator[None]:
     assert not dist.is_initialized()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_belong_to_one_file() -> Iterator[None]:
+    """Each file has ranks of its own: they are made in a moment, and get slower with all that was done on them."""
+    yield
+    close_pools()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_process_is_left() -> Iterator[None]:
     yield
-    close_pools()
     warm.close()
     assert _children() == []
 

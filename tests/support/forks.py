@@ -4,6 +4,4 @@ import multiprocessing
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # There is one server for all, and it is asked once.
-PROCESSES.set_forkserver_preload(
-    ["tests.support.jobs.checkpoint", "tests.support.scripts.faults", "tests.support.frozen"]
-)
+PROCESSES.set_forkserver_preload(["tests.support.preloaded"])

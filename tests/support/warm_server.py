@@ -194,10 +194,12 @@ def prepare_main(request: dict[str, Any]) -> types.CodeType:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
+    gc.disable()  # there is no garbage among modules
     for module in IMPORTED[sys.argv[2]]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that its memory stays shared
+    gc.enable()
     place = place_of_run()
     atexit.register(spare, dict(sys.modules))  # here, to be called after what scripts register
     state: dict[str, Any] = {

@@ -194,6 +194,7 @@ def fit(
     num_workers: int = 0,
     ignores_sigint: bool = False,
     val_check_interval: int | None = None,
+    num_batches: int | None = None,
     **options: Any,
 ) -> None:
     """Train until something goes wrong."""
@@ -208,6 +209,7 @@ def fit(
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
         strategy=strategy,
         max_epochs=1,
+        limit_train_batches=num_batches,
         val_check_interval=val_check_interval,
         num_sanity_val_steps=0,
         logger=False,
