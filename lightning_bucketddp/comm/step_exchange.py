@@ -78,7 +78,6 @@ class StepExchange:
     `digests_differ` is set; whoever reads that resets it.
 
     Args:
-        collectives: how to reach the other ranks; messages take connections of their own between the hosts.
         has_alert: asked before each message whether it has to alert the others.
     """
 

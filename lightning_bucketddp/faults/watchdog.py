@@ -75,8 +75,6 @@ class Watchdog:
     """Watches a run from its set-up to its end.
 
     Args:
-        channel: to the watchdogs of the other ranks.
-        progress: of the thread that trains.
         stall_warning_s: how long a rank may wait for others before a warning.
         timeout_s: how long a collective may take, and a rank to end.
     """

@@ -67,17 +67,7 @@ class BackwardPass:
 
 
 class BackwardEnd:
-    """Makes the gradients of a backward final, with all ranks.
-
-    Args:
-        replicas: the module's state.
-        plan_cache: makes the plan, if there is none yet.
-        new_queue: makes the launch queue for it.
-        weighting: how much each rank counts.
-        finiteness: looks at what has come of it.
-        stats: counts what happens here.
-        broadcast_buffers: share buffers, too.
-    """
+    """Makes the gradients of a backward final, with all ranks."""
 
     def __init__(
         self,

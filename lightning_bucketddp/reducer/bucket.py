@@ -137,7 +137,6 @@ class BufferedBucket:
         params: the members, in order of arrival; all of one dtype and on one device.
         arrivals: when the bucket is complete.
         num_flags: spare elements at the end of the buffer that travel with the gradients.
-        device: where the buffer lives.
         may_be_resized: a communication hook gets the buffer and may resize it. A gradient then has the whole buffer as
             its storage, because a part of it would be left behind. Otherwise each has its part, so that `torch.save`
             and `copy.deepcopy` of one gradient do not take all others along.

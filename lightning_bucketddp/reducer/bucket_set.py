@@ -54,7 +54,6 @@ class BucketSet:
         plan: which parameter goes where, by index into `params`.
         params: all parameters of the module, trainable or not.
         num_firings: how often the hook of a parameter fired in the backward that was observed.
-        device: where the buffers live.
         num_ranks: how many ranks say something of themselves in the flags.
         may_be_resized: a communication hook may resize the buffers.
     """

@@ -41,12 +41,7 @@ class LaunchQueue:
     """Launches the buckets of a bucket_set in order, and waits for them in order.
 
     Args:
-        bucket_set: the buckets.
-        reduction: what is done with each.
         collectives: for what `reduction` does not cover.
-        finiteness: looks at what leaves.
-        stats: counts what happens here.
-        observer: is told what happens when.
     """
 
     __slots__ = (

@@ -71,7 +71,6 @@ class Finiteness:
     """Looks at losses and gradients of this rank, and at the digests of those of all ranks.
 
     Args:
-        replicas: the module's parameters.
         config: what is looked at, and what is done when it is not finite.
         where: what to call the step that is being taken; None: count backwards.
         has_scaler: a GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.

@@ -36,12 +36,7 @@ class PlanCache:
     """Makes plans, remembers them, and changes to better ones (Note: tuning).
 
     Args:
-        replicas: the module's parameters.
-        config: what the user set.
-        reduction: what is done with each bucket.
-        stats: counts backwards and plans.
         clock: what time is measured by; None: that of the parameters' device.
-        say: tells the user on rank 0 what was decided.
     """
 
     def __init__(

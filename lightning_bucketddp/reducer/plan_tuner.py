@@ -45,13 +45,7 @@ _NUM_REPETITIONS = 5
 
 
 class CostMeter:
-    """Measures once what `reduction` costs, casts included. All ranks measure together.
-
-    Args:
-        reduction: what is done with each bucket.
-        collectives: how to reach the other ranks.
-        clock: what time is measured by.
-    """
+    """Measures once what `reduction` costs, casts included. All ranks measure together."""
 
     def __init__(self, reduction: Reduction, *, collectives: Collectives, clock: Clock) -> None:
         self._reduction = reduction
@@ -119,12 +113,6 @@ class PlanTuner(BackwardObserver):
 
     Args:
         plan: the first plan, by index into `params`.
-        params: all parameters of the module.
-        specs: what the plan needs to know of each.
-        collectives: how to reach the other ranks.
-        meter: measures what a reduction costs.
-        clock: what time is measured by.
-        say: tells the user on rank 0 what was decided.
     """
 
     def __init__(

@@ -48,8 +48,6 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
-        config: what the user set.
-        weighting: how much each rank counts.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
         say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.

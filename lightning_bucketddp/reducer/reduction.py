@@ -20,7 +20,6 @@ class MeanReduction:
     """The mean over the ranks.
 
     Args:
-        collectives: how to reach the other ranks.
         dtype: what travels; None: the gradients' own dtype. They arrive in their own dtype in any case.
     """
 

@@ -151,9 +151,6 @@ class StepRecorder(BackwardObserver):
 
     A step has one phase at a time, or none between phases. Where several backwards of a step synchronise, the
     reductions that are kept are those of the last.
-
-    Args:
-        device: where the gradients are.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -51,7 +51,6 @@ class Weighting(EqualWeights):
     """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
 
     Args:
-        exchange: the exchange with the other ranks.
         by_weight: the mean is over all weight there is, whatever the number of micro-batches. Otherwise each
             micro-batch is meant to have weight one, and only what falls short of that is made up for.
         needs_every_weight: refuse a backward whose weight nobody has told.

@@ -91,9 +91,6 @@ class BatchWeighting(EqualBatches):
     """The weight of each backward of this rank in a fit.
 
     Args:
-        trainer: whose fit it is.
-        exchange: the exchange with the other ranks.
-        collectives: how to reach them.
         weight_of: the weight of a batch; None: every batch counts the same.
         extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
     """

@@ -65,13 +65,7 @@ class RunContext:
 
 
 class FaultHandler:
-    """The end of one run, from the moment that there is a process group.
-
-    Args:
-        progress: of the thread that trains.
-        context: of the run.
-        stall_warning_s: how long a rank may wait for others without a word.
-    """
+    """The end of one run, from the moment that there is a process group."""
 
     def __init__(self, progress: Progress, context: RunContext, *, stall_warning_s: float) -> None:
         self.signals: StopSignals | None = None

@@ -45,7 +45,6 @@ class BufferSync(NoBufferSync):
     """Gives the ranks rank 0's buffers before something reads them.
 
     Args:
-        replicas: the module's state.
         stats: what the reducer has done since; None if nothing trains.
     """
 
@@ -94,11 +93,7 @@ class NoLayerSync:
 
 
 class ConvertedLayers(NoLayerSync):
-    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too.
-
-    Args:
-        collectives: how to reach the other ranks.
-    """
+    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

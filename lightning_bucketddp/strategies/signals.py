@@ -31,10 +31,7 @@ class StopSignals:
     """Handles SIGTERM, SIGINT and SLURM's requeue signal of one run (Note: agreeing on a step).
 
     Args:
-        trainer: whose run it is.
         watchdog: ends it on all ranks, if nothing else does.
-        progress: of the thread that trains.
-        wakeup: tells which signals have come, also where no handler can run.
     """
 
     def __init__(self, trainer: Trainer, watchdog: Watchdog, progress: Progress, wakeup: SignalWakeup) -> None:
@@ -145,9 +142,6 @@ class InterruptSignals:
     """SIGINT in a program that has the loop itself: Python raises `KeyboardInterrupt`, which is for the user to handle.
 
     Unless the main thread is in C++, where it does not come. Then the run is stopped on all ranks.
-
-    Args:
-        wakeup: tells which signals have come, also where no handler can run.
     """
 
     def __init__(self, wakeup: SignalWakeup) -> None:

@@ -26,7 +26,6 @@ class UnevenData:
     """What becomes of the training data of a fit (Note: evenness).
 
     Args:
-        exchange: the exchange with the other ranks.
         extends: go on until the data of all ranks has ended.
     """
 
