@@ -38,7 +38,7 @@ class _Missing:
 
 
 class LaunchQueue:
-    """Launches the buckets of a bucket_set in order, and waits for them in order.
+    """Launches the buckets of one backward in order, and waits for them in order.
 
     Args:
         collectives: for what `reduction` does not cover.
