@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,8 @@ _NAME = "BucketDDPMonitor"
 class RecordedFit:
     """Records every n-th round of one fit, and reads it once the device has reached its end.
 
-    A round is a batch, or several that accumulate, up to the step of one or several optimizers.
-
-    Args:
-        strategy: the strategy to record.
-        every_n_rounds: the distance between recorded rounds.
-        folder: where to write the record; None: nowhere.
+    A round is a batch, or several that accumulate, up to the step of one or several optimizers. Without a folder,
+    nothing is written.
     """
 
     def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
@@ -251,7 +248,7 @@ class StepMonitoring(_Callback):
         if self._has_summary:
             # A collective: all ranks take part, whether they recorded anything or not.
             numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
-            gathered = trainer.strategy.gather_json(numbers.to_json())
+            gathered = trainer.strategy.gather_json(asdict(numbers))
             if trainer.is_global_zero:
                 self._summary = _sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
         self._close(trainer)

@@ -46,10 +46,7 @@ class EffectiveRates:
     Schedulers compute the next learning rate from the last one, from the first one, or from numbers of their own. It
     does not matter which, because no scheduler and no checkpoint ever sees a multiplied one.
 
-    Args:
-        optimizer: the optimizer.
-        multiplier: returns the multiplier for a step, by its number.
-        num_steps: the number of steps that the optimizer has made.
+    `multiplier` returns the multiplier for a step, by its number; `num_steps` is how many the optimizer has made.
     """
 
     def __init__(self, optimizer: Optimizer, multiplier: Callable[[int], float], *, num_steps: int) -> None:

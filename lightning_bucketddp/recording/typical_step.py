@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -143,26 +143,18 @@ _NUM_ERRORS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNumbers:
-    """The typical step of one rank (Note: typical step). Times are seconds.
-
-    Attributes:
-        num_steps: how many recorded steps count.
-        phases: the time of each phase.
-        own_error_s: the standard error of `own_s`.
-        waits: by bucket of the last plan, the share of the exposed time in which its reduction ran.
-        backward: that of steps with the last plan; None if nothing was reduced.
-    """
+    """The typical step of one rank (Note: typical step). Times are seconds."""
 
     rank: int
     host: str
-    num_steps: int
+    num_steps: int  # how many recorded steps count
     phases: dict[str, float]
-    own_error_s: float = 0.0
+    own_error_s: float = 0.0  # the standard error of `own_s`
     communication_s: float = 0.0
     bytes_on_wire: float = 0.0
     memory_bytes: int = 0
-    waits: Sequence[float] = ()
-    backward: BackwardNumbers | None = None
+    waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
+    backward: BackwardNumbers | None = None  # of steps with the last plan; None if nothing was reduced
 
     @classmethod
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
@@ -183,11 +175,9 @@ class RankNumbers:
             backward=BackwardNumbers.of(last),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankNumbers:
+        """Return the numbers that `asdict` made this `content` of."""
         backward = content.pop("backward")
         return cls(**content, backward=None if backward is None else BackwardNumbers(**backward))
 
@@ -211,14 +201,6 @@ class Straggler:
 
     rank: RankNumbers
     by_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LateBucket:
-    """The bucket of the last plan that steps wait for longest, and for how long."""
-
-    index: int
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +255,11 @@ class TypicalStep:
         return self.straggler.rank.exposed_s if self.straggler is not None else self.exposed_s
 
     @property
-    def late_bucket(self) -> LateBucket | None:
+    def late_bucket(self) -> tuple[int, float] | None:
+        """Return the index of the bucket of the last plan that steps wait for longest, and for how many seconds."""
         num_buckets = min(len(rank.waits) for rank in self.ranks)
         waits = [statistics.fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
-        return LateBucket(waits.index(max(waits)), max(waits)) if any(waits) else None
+        return max(enumerate(waits), key=lambda late: late[1]) if any(waits) else None
 
     def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
         """Return the backward to simulate other plans with; None if it is not known.
