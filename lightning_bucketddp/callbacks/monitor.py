@@ -40,9 +40,8 @@ class RecordedFit:
         self.run = strategy.describe_run()
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
-        # The overlap of the last step that was read, and whether the last round brought one.
-        self.overlap = 0.0
-        self.has_news = False
+        # Of the last step that was read; None if the last round brought none.
+        self.new_overlap: float | None = None
         self._strategy = strategy
         self._every_n_rounds = every_n_rounds
         self._recorder = StepRecorder(strategy.root_device)
@@ -96,7 +95,7 @@ class RecordedFit:
     def end_round(self) -> None:
         """Count a round, after the step of one or several optimizers, and read it if it was recorded."""
         self._num_rounds += 1
-        self.has_news = False
+        self.new_overlap = None
         if self.is_recording:
             self._strategy.end_recording()
             if self._is_written:
@@ -109,7 +108,7 @@ class RecordedFit:
             marked, is_written = self._unread.popleft()
             step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
             if step is not None:
-                self.overlap, self.has_news = step.overlap, True
+                self.new_overlap = step.overlap
                 self._not_taken.append(step)
                 if is_written or not self._has_file:
                     self.steps.append(step)
@@ -233,9 +232,9 @@ class StepMonitoring(_Callback):
             return  # still accumulating
         self._global_step = trainer.global_step
         self._fit.end_round()
-        if self._shows_overlap and self._fit.has_news:
+        if self._shows_overlap and self._fit.new_overlap is not None:
             # The bar shows it until there is a new one.
-            pl_module.log("overlap_pct", 100 * self._fit.overlap, prog_bar=True, logger=False)
+            pl_module.log("overlap_pct", 100 * self._fit.new_overlap, prog_bar=True, logger=False)
         if trainer._logger_connector.should_update_logs:
             self._log(trainer, self._fit)
 

@@ -101,33 +101,30 @@ class EffectiveRates:
         self._restore()  # in case the last step raised
         multiplier = self._multiplier(self.num_steps)
         for group in self._optimizer.param_groups:
-            scheduled = group["lr"]
-            if isinstance(scheduled, Tensor):
-                # In place: a captured or compiled step refers to the tensor, not to the group.
-                applied = _AppliedRate(group, scheduled.clone(), scheduled)
-                with torch.no_grad():
-                    scheduled.mul_(multiplier)
-            else:
-                applied = _AppliedRate(group, scheduled, scheduled * multiplier)
-                group["lr"] = applied.effective
-            self._applied.append(applied)
+            scheduled = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+            _set_rate(group, scheduled * multiplier)
+            self._applied.append(_AppliedRate(group, scheduled, effective=group["lr"]))
 
     def _restore(self) -> None:
         while self._applied:
             rate = self._applied.pop()
-            if not rate.is_untouched():
-                continue
-            if isinstance(rate.effective, Tensor) and isinstance(rate.scheduled, Tensor):
-                with torch.no_grad():
-                    rate.effective.copy_(rate.scheduled)
-            else:
-                rate.group["lr"] = rate.scheduled
+            if rate.is_untouched():
+                _set_rate(rate.group, rate.scheduled)
 
     def _as_scheduled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Save scheduled learning rates even if a signal asks for a checkpoint within a step."""
         for rate, saved in zip(self._applied, state_dict["param_groups"], strict=False):
             if rate.is_untouched():
                 saved["lr"] = rate.scheduled
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):
+        # In place: a captured or compiled step refers to the tensor, not to the group.
+        with torch.no_grad():
+            group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
 
 
 class LearningRateScaling(_Callback):
@@ -171,7 +168,7 @@ class LearningRateScaling(_Callback):
         self._num_warmup_steps = 0
         self._rates: list[EffectiveRates] = []
         self._steps_before: list[int] = []
-        self._monitors: list[Any] = []
+        self._attached = ExitStack()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": [rates.num_steps for rates in self._rates]}
@@ -252,8 +249,8 @@ class LearningRateScaling(_Callback):
         """Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
-                self._monitors.append(callback)
                 for hook in _MONITOR_HOOKS:
+                    self._attached.callback(delattr, callback, hook)
                     setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
 
     def _call_with_rates_applied(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -265,8 +262,5 @@ class LearningRateScaling(_Callback):
     def _detach(self) -> None:
         for rates in self._rates:
             rates.close()
-        while self._monitors:
-            monitor = self._monitors.pop()
-            for hook in _MONITOR_HOOKS:
-                delattr(monitor, hook)
+        self._attached.close()
         self._batch = None

@@ -168,14 +168,11 @@ def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Pre
     """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`."""
     cost = _cost_in_reduce_dtype(profile, config, cost)
     plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
-    predicted = Prediction(plan, simulate(profile, plan, cost))
+    plans = [plan]
     if config.bucket_cap_mb == AUTO and has_choice(plan):
-        best = optimal_plan(profile, cost=cost)
-        timeline = simulate(profile, best, cost)
-        # Not with several kinds of parameters; the reducer keeps the better plan, too.
-        if timeline.end_s <= predicted.timeline.end_s:
-            return Prediction(best, timeline)
-    return predicted
+        # With several kinds of parameters it may be the worse one; the reducer keeps the better plan, too.
+        plans.insert(0, optimal_plan(profile, cost=cost))
+    return min((Prediction(p, simulate(profile, p, cost)) for p in plans), key=lambda p: p.timeline.end_s)
 
 
 def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:

@@ -23,6 +23,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -69,11 +70,10 @@ class BackwardNumbers:
     def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
         """Return the profile, with the parameters of `plan`, which the steps used (Note: profiles from buckets)."""
         arrivals = _arrivals(plan.buckets, self.ready_s)
-        ready_s = [at_s for _, at_s in arrivals]
         return Profile(
-            [spec for spec, _ in arrivals],
-            ready_s,
-            backward_s=max([self.backward_s, *ready_s]),
+            list(arrivals),
+            list(arrivals.values()),
+            backward_s=max([self.backward_s, *arrivals.values()]),
             cost=self._cost(plan),
             num_ranks=num_ranks,
             forward_s=self.forward_s,
@@ -99,13 +99,9 @@ def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> 
 def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
     """Return `plan` by position in `profile`; None if the profile is of other parameters."""
     position = {spec.name: i for i, spec in enumerate(profile.specs)}
-    members = [[position.get(name) for name in bucket.parameters] for bucket in plan.buckets]
-    if {i for bucket in members for i in bucket} != set(position.values()):
+    if {name for bucket in plan.buckets for name in bucket.parameters} != position.keys():
         return None
-    return [
-        BucketSpec(tuple(i for i in found if i is not None), sparse=bucket.sparse)
-        for found, bucket in zip(members, plan.buckets, strict=True)
-    ]
+    return [BucketSpec(tuple(position[name] for name in b.parameters), sparse=b.sparse) for b in plan.buckets]
 
 
 def reduced_backward(step: Step) -> Span | None:
@@ -119,17 +115,15 @@ def reduced_backward(step: Step) -> Span | None:
     return Span("backward", step.spans[first].start_s, step.spans[last].start_s)
 
 
-def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> list[tuple[ParameterSpec, float]]:
+def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> dict[ParameterSpec, float]:
     """Return each parameter with the time its gradient is taken to arrive."""
-    arrivals: list[tuple[ParameterSpec, float]] = []
+    arrivals: dict[ParameterSpec, float] = {}
     before_s = 0.0
     for ready, bucket in sorted(zip(ready_s, buckets, strict=True), key=lambda pair: pair[0]):
-        num_bytes = 0
-        for name, size in zip(bucket.parameters, bucket.sizes, strict=True):
-            num_bytes += size
-            share = num_bytes / bucket.num_bytes if bucket.num_bytes else 1.0
+        for name, size, so_far in zip(bucket.parameters, bucket.sizes, accumulate(bucket.sizes), strict=True):
+            share = so_far / bucket.num_bytes if bucket.num_bytes else 1.0
             spec = ParameterSpec(name, size, kind="", sparse=bucket.sparse)
-            arrivals.append((spec, before_s + (ready - before_s) * share))
+            arrivals[spec] = before_s + (ready - before_s) * share
         before_s = ready
     return arrivals
 

@@ -55,15 +55,11 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
 
 def plan_of(version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> RecordedPlan:
     """Return the line for a plan; `specs` are those of all parameters."""
-    return RecordedPlan(
-        version,
-        [
-            RecordedBucket(
-                [specs[i].name for i in bucket.members], [specs[i].num_bytes for i in bucket.members], bucket.sparse
-            )
-            for bucket in buckets
-        ],
-    )
+    recorded = []
+    for bucket in buckets:
+        members = [specs[i] for i in bucket.members]
+        recorded.append(RecordedBucket([m.name for m in members], [m.num_bytes for m in members], bucket.sparse))
+    return RecordedPlan(version, recorded)
 
 
 def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -111,23 +112,14 @@ def _show_progress(text: str) -> None:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What the ranks observed and measured, and what follows from it.
+    """What the ranks observed and measured, and what follows from it."""
 
-    Attributes:
-        ranks: the observations of each rank; of this rank alone if they did not meet.
-        trouble: why ranks did not meet, or could not talk to each other.
-        clocks_s: how far each rank's clock is ahead of rank 0's.
-        all_reduce: the measured all-reduces; None if there was one rank, or they failed.
-        backend: the backend that was measured.
-        is_stuck: a thread hangs, and the process must end without waiting for it.
-    """
-
-    ranks: list[dict[str, Any]]
-    trouble: list[Finding] = field(default_factory=list)
-    clocks_s: list[float] = field(default_factory=list)
-    all_reduce: Observation | None = None
-    backend: str = ""
-    is_stuck: bool = False
+    ranks: list[dict[str, Any]]  # what each has observed; this rank alone if they did not meet
+    trouble: list[Finding] = field(default_factory=list)  # why they did not meet, or could not talk to each other
+    clocks_s: list[float] = field(default_factory=list)  # how far each rank's clock is ahead of rank 0's
+    all_reduce: Observation | None = None  # as measured; None if there was one rank, or it failed
+    backend: str = ""  # that was measured
+    is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, theme by theme."""
@@ -297,10 +289,9 @@ def _all_reduce_table(measured: Observation) -> Table:
 
 
 def _conclusion(findings: Sequence[Finding]) -> Text:
-    num_errors = sum(finding.severity == Severity.ERROR for finding in findings)
-    num_warnings = sum(finding.severity == Severity.WARNING for finding in findings)
-    parts = [counted(number, name) for number, name in ((num_errors, "error"), (num_warnings, "warning")) if number]
+    numbers = Counter(finding.severity for finding in findings)
+    parts = [counted(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
     what = " and ".join(parts) or "Nothing is wrong"
-    end = ": do not start a long run like this." if num_errors else "."
-    style = _STYLES[max(finding.severity for finding in findings)] if parts else _STYLES[Severity.OK]
+    end = ": do not start a long run like this." if numbers[Severity.ERROR] else "."
+    style = _STYLES[max(numbers) if parts else Severity.OK]
     return Text(f"{what}{end}", style=style)

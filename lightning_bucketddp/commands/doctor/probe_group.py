@@ -55,19 +55,12 @@ def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeGroup:
-    """The ranks that probe together, as one of them sees them.
-
-    Attributes:
-        store: the address of their store, and this rank's place.
-        is_spawned: rank 0 starts the others, on this host.
-        children: the processes that this one has started.
-        listener: the socket of the store, if this process listens already.
-    """
+    """The ranks that probe together, as one of them sees them."""
 
     store: StoreAddress
-    is_spawned: bool
-    children: Sequence[subprocess.Popen[bytes]] = ()
-    listener: socket.socket | None = None
+    is_spawned: bool  # rank 0 starts the others, on this host
+    children: Sequence[subprocess.Popen[bytes]] = ()  # that this process has started
+    listener: socket.socket | None = None  # of the store, if this process listens already
 
     @classmethod
     def from_environment(cls) -> ProbeGroup | None:

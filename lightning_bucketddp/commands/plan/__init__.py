@@ -16,9 +16,9 @@ from rich.text import Text
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, estimated, measured, recorded, without_times
 from lightning_bucketddp.commands.plan.named_module import NamedModule
-from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network, predict_by_ranks
+from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.optimal_plan import NETWORKS
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
 from lightning_bucketddp.wording import pluralize
 
@@ -29,6 +29,7 @@ measured here, if the module has an `example_input_array`. The output says which
 about training on GPUs."""
 
 _DEFAULT_NETWORK = "eth-100g"
+_NUMBERS_OF_RANKS = [2**n for n in range(11)]  # 1 to 1,024
 _BAR_LENGTH = 30
 _ABOUT_CPUS = (
     "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
@@ -97,8 +98,9 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
     found = [find_network(name, profile) for name in networks]
+    numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
     scalings = [
-        Scaling(network, origin, predict_by_ranks(profile, config, network, num_ranks=arguments.ranks))
+        Scaling(network, origin, {n: predict(profile, config, network.all_reduce(n)) for n in numbers_of_ranks})
         for network, origin in found
         if profile.backward_s > 0
     ]

@@ -10,10 +10,9 @@ from xml.sax.saxutils import escape
 
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes
-from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import Network
 from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.recording.typical_step import NO_COST
 
@@ -86,14 +85,6 @@ class ModulePlan:
         )
 
 
-def predict_by_ranks(
-    profile: Profile, config: ReducerConfig, network: Network, *, num_ranks: int
-) -> dict[int, Prediction]:
-    """Predict steps on 1, 2, 4 ... 1,024 ranks, and on `num_ranks`."""
-    numbers = sorted({*(2**n for n in range(11)), num_ranks})
-    return {n: predict(profile, config, network.all_reduce(n)) for n in numbers}
-
-
 def find_network(text: str, profile: Profile) -> tuple[Network, str]:
     """Return the network with this name or these figures (GBIT,LATENCY_US), or that of the profile, and its origin."""
     if text in NETWORKS:
@@ -158,6 +149,10 @@ _STYLE = """
 """
 
 
+# Maps a number of ranks and an efficiency to coordinates.
+_Place = Callable[[int, float], tuple[str, str]]
+
+
 def draw_chart(title: str, lines: Sequence[tuple[str, Mapping[int, float]]]) -> str:
     """Return a chart as one SVG element; each line has a name and efficiencies, from 0 to 1, by number of ranks."""
     most_ranks = max(num_ranks for _, efficiencies in lines for num_ranks in efficiencies)
@@ -181,9 +176,7 @@ def draw_chart(title: str, lines: Sequence[tuple[str, Mapping[int, float]]]) -> 
     return "\n".join([*parts, "</svg>"])
 
 
-def _draw_axes(
-    place: Callable[[int, float], tuple[str, str]], most_ranks: int, *, top: int, bottom: int
-) -> Iterator[str]:
+def _draw_axes(place: _Place, most_ranks: int, *, top: int, bottom: int) -> Iterator[str]:
     largest_power = most_ranks.bit_length() - 1
     for power in range(0, largest_power + 1, math.ceil(largest_power / _MOST_TICKS)):
         x, _ = place(2**power, 0)
@@ -199,9 +192,7 @@ def _draw_axes(
     yield f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">efficiency, %</text>'
 
 
-def _draw_line(
-    place: Callable[[int, float], tuple[str, str]], index: int, name: str, efficiencies: Mapping[int, float]
-) -> Iterator[str]:
+def _draw_line(place: _Place, index: int, name: str, efficiencies: Mapping[int, float]) -> Iterator[str]:
     """Draw a line, a mark with a tooltip at each of its points, and its entry in the legend."""
     colour = _COLOURS[index % len(_COLOURS)]
     line = f'class="line" stroke="{colour}" stroke-dasharray="{_DASHES[index % len(_DASHES)]}"'

@@ -118,12 +118,11 @@ def _step(step: AlignedStep, *, ranks: Iterable[int]) -> Json:
 
 def _lanes(step: Step, zero_s: float) -> Json:
     """Return spans as [name, start, end] and buckets as [ready, launched, start, end]."""
-    reductions = step.reductions()
     return {
         "spans": [[span.name, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)] for span in step.spans],
         "buckets": [
             [_ms(s - zero_s) for s in (times.ready_s, times.launched_s, span.start_s, span.end_s)]
-            for times, span in zip(step.buckets, reductions, strict=True)
+            for times, span in zip(step.buckets, step.reductions(), strict=True)
         ],
     }
 
