@@ -71,7 +71,7 @@ class RecordedFit:
     def is_recording(self) -> bool:
         return self._strategy.recorder is not None
 
-    def begin_if_due(self) -> None:
+    def _begin_if_due(self) -> None:
         """Start recording, before a batch, if the next round is due."""
         if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._thinning.takes_next()
@@ -80,6 +80,7 @@ class RecordedFit:
 
     def begin_fetch(self) -> None:
         """Begin the phase `data`: the trainer asks for a batch."""
+        self._begin_if_due()
         # A `training_step` that fetches batches itself is not interrupted. A fetch that returned nothing, because the
         # epoch was over, is dropped.
         if self.is_recording and self._recorder.phase in (None, "data"):
@@ -88,6 +89,7 @@ class RecordedFit:
 
     def begin_batch(self) -> None:
         """End the phase `data`: the batch has arrived."""
+        self._begin_if_due()
         self._num_batches += 1
         if self.is_recording and self._recorder.phase == "data":
             self._recorder.turn_to(None)
@@ -213,7 +215,6 @@ class StepMonitoring(_Callback):
 
         def see_fetch() -> None:
             if self._fit is not None:
-                self._fit.begin_if_due()
                 self._fit.begin_fetch()
             before_fetch(loop)
 
@@ -222,7 +223,6 @@ class StepMonitoring(_Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
-            self._fit.begin_if_due()
             self._fit.begin_batch()
 
     def on_train_batch_end(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -61,23 +61,14 @@ class EffectiveRates:
             optimizer.register_state_dict_post_hook(self._as_scheduled),
         ]
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Set the learning rates of the next step within the context."""
-        self._apply()
-        try:
-            yield
-        finally:
-            self._restore()
-
     def follow(self) -> None:
         """Within a step, multiply learning rates that were set since it began, for example in `training_step`."""
         if self._applied:
-            self._apply()
+            self.apply()
 
     def close(self) -> None:
         """Restore the learning rates and remove the hooks."""
-        self._restore()
+        self.restore()
         while self._handles:
             self._handles.pop().remove()
 
@@ -89,23 +80,25 @@ class EffectiveRates:
         # torch calls the hooks again for a `step` that calls the `step` of its base class.
         self._depth += 1
         if self._depth == 1:
-            self._apply()
+            self.apply()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._restore()
+            self.restore()
             self.num_steps += 1
 
-    def _apply(self) -> None:
-        self._restore()  # in case the last step raised
+    def apply(self) -> None:
+        """Set the learning rates of the next step, until `restore`."""
+        self.restore()  # in case the last step raised
         multiplier = self._multiplier(self.num_steps)
         for group in self._optimizer.param_groups:
             scheduled = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
             _set_rate(group, scheduled * multiplier)
             self._applied.append(_AppliedRate(group, scheduled, effective=group["lr"]))
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Set the learning rates that the scheduler has set, except where they were changed since `apply`."""
         while self._applied:
             rate = self._applied.pop()
             if rate.is_untouched():
@@ -256,7 +249,8 @@ class LearningRateScaling(_Callback):
     def _call_with_rates_applied(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with ExitStack() as applied:
             for rates in self._rates:
-                applied.enter_context(rates.applied())
+                applied.callback(rates.restore)
+                rates.apply()
             hook(*args, **kwargs)
 
     def _detach(self) -> None:

@@ -87,10 +87,8 @@ def optimal_plan(
 
 def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
     """Return one bucket of each kind."""
-    by_kind: dict[str, list[int]] = {}
-    for i in members:
-        by_kind.setdefault(specs[i].kind, []).append(i)
-    return list(by_kind.values())
+    kinds = dict.fromkeys(specs[i].kind for i in members)
+    return [[i for i in members if specs[i].kind == kind] for kind in kinds]
 
 
 class _Search:
@@ -181,10 +179,8 @@ def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllRedu
         return cost
     itemsize = REDUCE_DTYPES[config.reduce_dtype].itemsize
     own_bytes = sum(spec.num_bytes for spec in profile.specs)
-    wire_bytes = sum(spec.num_bytes // _itemsize(spec.kind) * itemsize for spec in profile.specs)
+    wire_bytes = 0
+    for spec in profile.specs:
+        dtype: torch.dtype = getattr(torch, spec.kind.split()[0].removeprefix("torch."))
+        wire_bytes += spec.num_bytes // dtype.itemsize * itemsize
     return AllReduceCost(cost.latency_s, cost.s_per_byte * wire_bytes / own_bytes)
-
-
-def _itemsize(kind: str) -> int:
-    dtype: torch.dtype = getattr(torch, kind.split()[0].removeprefix("torch."))
-    return dtype.itemsize

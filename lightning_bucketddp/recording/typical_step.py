@@ -20,10 +20,10 @@ Note: typical step
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean, median
 from typing import Any
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -60,11 +60,11 @@ class BackwardNumbers:
         ready_s = [[bucket.ready_s - backward.start_s for bucket in step.buckets] for step, backward in seen]
         reduction_s = [[reduction.seconds for reduction in step.reductions()] for step, _ in seen]
         return cls(
-            ready_s=[statistics.median(times) for times in zip(*ready_s, strict=True)],
-            reduction_s=[statistics.median(times) for times in zip(*reduction_s, strict=True)],
-            forward_s=statistics.median(step.seconds("forward") for step, _ in seen),
-            backward_s=statistics.median(backward.seconds for _, backward in seen),
-            optimizer_s=statistics.median(step.seconds("optimizer") for step, _ in seen),
+            ready_s=[median(times) for times in zip(*ready_s, strict=True)],
+            reduction_s=[median(times) for times in zip(*reduction_s, strict=True)],
+            forward_s=median(step.seconds("forward") for step, _ in seen),
+            backward_s=median(backward.seconds for _, backward in seen),
+            optimizer_s=median(step.seconds("optimizer") for step, _ in seen),
         )
 
     def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
@@ -160,10 +160,10 @@ class RankNumbers:
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
-            phases={phase: _mean([step.seconds(phase) for step in middle]) for phase in PHASES},
+            phases={phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES},
             own_error_s=_error([step.own_s for step in steps]),
-            communication_s=_mean([step.communication_s for step in middle]),
-            bytes_on_wire=_mean([step.bytes_on_wire for step in middle]),
+            communication_s=fmean([step.communication_s for step in middle] or [0.0]),
+            bytes_on_wire=fmean([step.bytes_on_wire for step in middle] or [0.0]),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
             waits=_waits(_middle(last)),
             backward=BackwardNumbers.of(last),
@@ -206,7 +206,7 @@ class TypicalStep:
 
     @property
     def phases(self) -> dict[str, float]:
-        return {phase: statistics.fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
+        return {phase: fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
 
     @property
     def step_s(self) -> float:
@@ -218,7 +218,7 @@ class TypicalStep:
 
     @property
     def communication_s(self) -> float:
-        return statistics.fmean(rank.communication_s for rank in self.ranks)
+        return fmean(rank.communication_s for rank in self.ranks)
 
     @property
     def overlap(self) -> float:
@@ -226,7 +226,7 @@ class TypicalStep:
 
     @property
     def bytes_on_wire(self) -> float:
-        return statistics.fmean(rank.bytes_on_wire for rank in self.ranks)
+        return fmean(rank.bytes_on_wire for rank in self.ranks)
 
     @property
     def bandwidth(self) -> float:
@@ -238,7 +238,7 @@ class TypicalStep:
         others = [rank.own_s for rank in self.ranks if rank is not slowest]
         if not others:
             return None
-        usual_s = statistics.median(others)
+        usual_s = median(others)
         noise_s = max(_LATE_BY * usual_s, _NUM_ERRORS * max(rank.own_error_s for rank in self.ranks))
         by_s = slowest.own_s - usual_s
         return Straggler(slowest, by_s) if by_s > noise_s else None
@@ -252,7 +252,7 @@ class TypicalStep:
     def late_bucket(self) -> tuple[int, float] | None:
         """Return the index of the bucket of the last plan that steps wait for longest, and for how many seconds."""
         num_buckets = min(len(rank.waits) for rank in self.ranks)
-        waits = [statistics.fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
+        waits = [fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
         return max(enumerate(waits), key=lambda late: late[1]) if any(waits) else None
 
     def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
@@ -294,10 +294,6 @@ def _error(seconds: Sequence[float]) -> float:
     """Return the standard error of the median, estimated from the median deviation because of outliers."""
     if not seconds:
         return 0.0
-    middle = statistics.median(seconds)
-    deviation = statistics.median(abs(s - middle) for s in seconds)
+    middle = median(seconds)
+    deviation = median(abs(s - middle) for s in seconds)
     return float(1.48 * deviation / math.sqrt(len(seconds)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
