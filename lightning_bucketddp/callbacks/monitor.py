@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +32,16 @@ _NAME = "BucketDDPMonitor"
 class RecordedFit:
     """Records every n-th round of one fit, and reads it once the device has reached its end.
 
-    A round is a batch, or several that accumulate, up to the step of one or several optimizers.
-
-    Args:
-        strategy: the strategy to record.
-        every_n_rounds: the distance between recorded rounds.
-        folder: where to write the record; None: nowhere.
+    A round is a batch, or several that accumulate, up to the step of one or several optimizers. Without a folder,
+    nothing is written.
     """
 
     def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
-        # The overlap of the last step that was read, and whether the last round brought one.
-        self.overlap = 0.0
-        self.has_news = False
+        # Of the last step that was read; None if the last round brought none.
+        self.new_overlap: float | None = None
         self._strategy = strategy
         self._every_n_rounds = every_n_rounds
         self._recorder = StepRecorder(strategy.root_device)
@@ -75,7 +71,7 @@ class RecordedFit:
     def is_recording(self) -> bool:
         return self._strategy.recorder is not None
 
-    def begin_if_due(self) -> None:
+    def _begin_if_due(self) -> None:
         """Start recording, before a batch, if the next round is due."""
         if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._thinning.takes_next()
@@ -84,6 +80,7 @@ class RecordedFit:
 
     def begin_fetch(self) -> None:
         """Begin the phase `data`: the trainer asks for a batch."""
+        self._begin_if_due()
         # A `training_step` that fetches batches itself is not interrupted. A fetch that returned nothing, because the
         # epoch was over, is dropped.
         if self.is_recording and self._recorder.phase in (None, "data"):
@@ -92,6 +89,7 @@ class RecordedFit:
 
     def begin_batch(self) -> None:
         """End the phase `data`: the batch has arrived."""
+        self._begin_if_due()
         self._num_batches += 1
         if self.is_recording and self._recorder.phase == "data":
             self._recorder.turn_to(None)
@@ -99,7 +97,7 @@ class RecordedFit:
     def end_round(self) -> None:
         """Count a round, after the step of one or several optimizers, and read it if it was recorded."""
         self._num_rounds += 1
-        self.has_news = False
+        self.new_overlap = None
         if self.is_recording:
             self._strategy.end_recording()
             if self._is_written:
@@ -112,7 +110,7 @@ class RecordedFit:
             marked, is_written = self._unread.popleft()
             step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
             if step is not None:
-                self.overlap, self.has_news = step.overlap, True
+                self.new_overlap = step.overlap
                 self._not_taken.append(step)
                 if is_written or not self._has_file:
                     self.steps.append(step)
@@ -217,7 +215,6 @@ class StepMonitoring(_Callback):
 
         def see_fetch() -> None:
             if self._fit is not None:
-                self._fit.begin_if_due()
                 self._fit.begin_fetch()
             before_fetch(loop)
 
@@ -226,7 +223,6 @@ class StepMonitoring(_Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
-            self._fit.begin_if_due()
             self._fit.begin_batch()
 
     def on_train_batch_end(
@@ -236,9 +232,9 @@ class StepMonitoring(_Callback):
             return  # still accumulating
         self._global_step = trainer.global_step
         self._fit.end_round()
-        if self._shows_overlap and self._fit.has_news:
+        if self._shows_overlap and self._fit.new_overlap is not None:
             # The bar shows it until there is a new one.
-            pl_module.log("overlap_pct", 100 * self._fit.overlap, prog_bar=True, logger=False)
+            pl_module.log("overlap_pct", 100 * self._fit.new_overlap, prog_bar=True, logger=False)
         if trainer._logger_connector.should_update_logs:
             self._log(trainer, self._fit)
 
@@ -251,7 +247,7 @@ class StepMonitoring(_Callback):
         if self._has_summary:
             # A collective: all ranks take part, whether they recorded anything or not.
             numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
-            gathered = trainer.strategy.gather_json(numbers.to_json())
+            gathered = trainer.strategy.gather_json(asdict(numbers))
             if trainer.is_global_zero:
                 self._summary = _sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
         self._close(trainer)

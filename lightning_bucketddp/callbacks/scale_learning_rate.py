@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,10 +46,7 @@ class EffectiveRates:
     Schedulers compute the next learning rate from the last one, from the first one, or from numbers of their own. It
     does not matter which, because no scheduler and no checkpoint ever sees a multiplied one.
 
-    Args:
-        optimizer: the optimizer.
-        multiplier: returns the multiplier for a step, by its number.
-        num_steps: the number of steps that the optimizer has made.
+    `multiplier` returns the multiplier for a step, by its number; `num_steps` is how many the optimizer has made.
     """
 
     def __init__(self, optimizer: Optimizer, multiplier: Callable[[int], float], *, num_steps: int) -> None:
@@ -64,23 +61,14 @@ class EffectiveRates:
             optimizer.register_state_dict_post_hook(self._as_scheduled),
         ]
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Set the learning rates of the next step within the context."""
-        self._apply()
-        try:
-            yield
-        finally:
-            self._restore()
-
     def follow(self) -> None:
         """Within a step, multiply learning rates that were set since it began, for example in `training_step`."""
         if self._applied:
-            self._apply()
+            self.apply()
 
     def close(self) -> None:
         """Restore the learning rates and remove the hooks."""
-        self._restore()
+        self.restore()
         while self._handles:
             self._handles.pop().remove()
 
@@ -92,45 +80,44 @@ class EffectiveRates:
         # torch calls the hooks again for a `step` that calls the `step` of its base class.
         self._depth += 1
         if self._depth == 1:
-            self._apply()
+            self.apply()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._restore()
+            self.restore()
             self.num_steps += 1
 
-    def _apply(self) -> None:
-        self._restore()  # in case the last step raised
+    def apply(self) -> None:
+        """Set the learning rates of the next step, until `restore`."""
+        self.restore()  # in case the last step raised
         multiplier = self._multiplier(self.num_steps)
         for group in self._optimizer.param_groups:
-            scheduled = group["lr"]
-            if isinstance(scheduled, Tensor):
-                # In place: a captured or compiled step refers to the tensor, not to the group.
-                applied = _AppliedRate(group, scheduled.clone(), scheduled)
-                with torch.no_grad():
-                    scheduled.mul_(multiplier)
-            else:
-                applied = _AppliedRate(group, scheduled, scheduled * multiplier)
-                group["lr"] = applied.effective
-            self._applied.append(applied)
+            scheduled = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+            _set_rate(group, scheduled * multiplier)
+            self._applied.append(_AppliedRate(group, scheduled, effective=group["lr"]))
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Set the learning rates that the scheduler has set, except where they were changed since `apply`."""
         while self._applied:
             rate = self._applied.pop()
-            if not rate.is_untouched():
-                continue
-            if isinstance(rate.effective, Tensor) and isinstance(rate.scheduled, Tensor):
-                with torch.no_grad():
-                    rate.effective.copy_(rate.scheduled)
-            else:
-                rate.group["lr"] = rate.scheduled
+            if rate.is_untouched():
+                _set_rate(rate.group, rate.scheduled)
 
     def _as_scheduled(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Save scheduled learning rates even if a signal asks for a checkpoint within a step."""
         for rate, saved in zip(self._applied, state_dict["param_groups"], strict=False):
             if rate.is_untouched():
                 saved["lr"] = rate.scheduled
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):
+        # In place: a captured or compiled step refers to the tensor, not to the group.
+        with torch.no_grad():
+            group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
 
 
 class LearningRateScaling(_Callback):
@@ -174,7 +161,7 @@ class LearningRateScaling(_Callback):
         self._num_warmup_steps = 0
         self._rates: list[EffectiveRates] = []
         self._steps_before: list[int] = []
-        self._monitors: list[Any] = []
+        self._attached = ExitStack()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": [rates.num_steps for rates in self._rates]}
@@ -255,21 +242,19 @@ class LearningRateScaling(_Callback):
         """Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
-                self._monitors.append(callback)
                 for hook in _MONITOR_HOOKS:
+                    self._attached.callback(delattr, callback, hook)
                     setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
 
     def _call_with_rates_applied(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with ExitStack() as applied:
             for rates in self._rates:
-                applied.enter_context(rates.applied())
+                applied.callback(rates.restore)
+                rates.apply()
             hook(*args, **kwargs)
 
     def _detach(self) -> None:
         for rates in self._rates:
             rates.close()
-        while self._monitors:
-            monitor = self._monitors.pop()
-            for hook in _MONITOR_HOOKS:
-                delattr(monitor, hook)
+        self._attached.close()
         self._batch = None

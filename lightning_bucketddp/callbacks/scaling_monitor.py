@@ -22,17 +22,11 @@ _NAME = "ScalingMonitor"
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step, over all ranks and accumulated batches.
-
-    Attributes:
-        num_ranks: the number of ranks.
-        over_ranks: the samples of one batch on every rank, added up.
-        num_micro_batches: the batches that each rank accumulates.
-    """
+    """The samples of one optimizer step, over all ranks and accumulated batches."""
 
     num_ranks: int
-    over_ranks: int
-    num_micro_batches: int
+    over_ranks: int  # the samples of one batch on every rank, added up
+    num_micro_batches: int  # that each rank accumulates
 
     @classmethod
     def of(cls, trainer: Trainer, *, batch_size_per_rank: int | None, asked_by: str) -> GlobalBatch:

@@ -50,17 +50,11 @@ class AllReduceCost:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Links between ranks.
+    """Links between ranks."""
 
-    Attributes:
-        name: for people.
-        bytes_per_s: what one rank's link carries in each direction.
-        hop_s: how long the shortest message takes to the next rank.
-    """
-
-    name: str
-    bytes_per_s: float
-    hop_s: float
+    name: str  # for people
+    bytes_per_s: float  # that one rank's link carries in each direction
+    hop_s: float  # that the shortest message takes to the next rank
 
     def all_reduce(self, num_ranks: int) -> AllReduceCost:
         """Return what an all-reduce between `num_ranks` costs."""

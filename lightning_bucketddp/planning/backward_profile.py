@@ -13,25 +13,15 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A backward on one rank. Times are seconds since it began.
+    """A backward on one rank. Times are seconds since it began."""
 
-    Attributes:
-        specs: the parameters, in order of arrival, and after them those whose gradients never came.
-        ready_s: when the gradient of each that arrived was there.
-        backward_s: when backward had ended, without reductions.
-        cost: what an all-reduce costs beside such a backward; None: it was not measured, or not well enough.
-        num_ranks: how many ranks there were.
-        forward_s: how long the forward before it took; 0: not known.
-        optimizer_s: how long the optimizer's step after it took; 0: not known.
-    """
-
-    specs: Sequence[ParameterSpec]
-    ready_s: Sequence[float]
-    backward_s: float
-    cost: AllReduceCost | None
+    specs: Sequence[ParameterSpec]  # in order of arrival, and after them those whose gradients never came
+    ready_s: Sequence[float]  # when the gradient of each that arrived was there
+    backward_s: float  # when backward had ended, without reductions
+    cost: AllReduceCost | None  # beside such a backward; None: it was not measured, or not well enough
     num_ranks: int
-    forward_s: float = 0.0
-    optimizer_s: float = 0.0
+    forward_s: float = 0.0  # how long the forward before it took; 0: not known
+    optimizer_s: float = 0.0  # how long the optimizer's step after it took; 0: not known
 
     @property
     def arrived(self) -> range:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -55,12 +55,8 @@ def optimal_plan(
 ) -> list[BucketSpec]:
     """Return the buckets for the parameters of `profile`, by position in it (Note: optimum).
 
-    Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it.
-
-    Args:
-        profile: when each gradient is ready.
-        cost: what an all-reduce costs; None: as the profile has it, which must know it then.
-        ceiling_bytes: the largest bucket; a larger parameter has one of its own.
+    Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it. A parameter larger than
+    `ceiling_bytes` has a bucket of its own. Without a `cost`, the profile must have one.
     """
     specs, cost = profile.specs, cost or profile.cost
     assert cost is not None
@@ -77,13 +73,7 @@ def optimal_plan(
             else:
                 together.append(i)
                 ready_s.append(now_s)
-    search = _Search(
-        sizes=[specs[i].num_bytes for i in together],
-        ready_s=ready_s,
-        kinds=[specs[i].kind for i in together],
-        cost=cost,
-        ceiling_bytes=ceiling_bytes,
-    )
+    search = _Search([specs[i] for i in together], ready_s, cost, ceiling_bytes=ceiling_bytes)
     stretches = search.stretches(until_s=now_s)
     buckets = [bucket for start, stop in stretches for bucket in _by_kind(specs, together[start:stop])]
     return complete_plan(
@@ -97,34 +87,31 @@ def optimal_plan(
 
 def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
     """Return one bucket of each kind."""
-    by_kind: dict[str, list[int]] = {}
-    for i in members:
-        by_kind.setdefault(specs[i].kind, []).append(i)
-    return list(by_kind.values())
+    kinds = dict.fromkeys(specs[i].kind for i in members)
+    return [[i for i in members if specs[i].kind == kind] for kind in kinds]
 
 
-@dataclass(slots=True)
 class _Search:
     """The search for the best stretches. Stretch (i, j) holds the gradients i, ..., j - 1."""
 
-    sizes: Sequence[int]
-    ready_s: Sequence[float]
-    kinds: Sequence[str]
-    cost: AllReduceCost
-    ceiling_bytes: int
-    # By number of gradients: their bytes, f, where its last stretch begins and could begin at the earliest, and behind
-    # which gradient each kind was seen last.
-    _bytes: list[int] = field(default_factory=list)
-    _end_s: list[float] = field(default_factory=lambda: [0.0])
-    _begin: list[int] = field(default_factory=lambda: [0])
-    _earliest_begin: list[int] = field(default_factory=lambda: [0])
-    _last_of_kinds: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    def __init__(
+        self, specs: Sequence[ParameterSpec], ready_s: Sequence[float], cost: AllReduceCost, *, ceiling_bytes: int
+    ) -> None:
+        self._ready_s = ready_s
+        self._cost = cost
+        # By number of gradients: their bytes, f, where its last stretch begins and could begin at the earliest, and
+        # behind which gradient each kind was seen last.
+        self._bytes = list(accumulate((spec.num_bytes for spec in specs), initial=0))
+        self._end_s = [0.0]
+        self._begin = [0]
+        self._earliest_begin = [0]
+        self._last_of_kinds: list[tuple[int, ...]] = [()]
+        self._find_ends([spec.kind for spec in specs], ceiling_bytes)
 
     def stretches(self, *, until_s: float) -> list[tuple[int, int]]:
         """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
-        self._find_ends()
         found: list[tuple[int, int]] = []
-        j, deadline_s = len(self.sizes), max(self._end_s[-1], until_s)
+        j, deadline_s = len(self._ready_s), max(self._end_s[-1], until_s)
         while j > 0:
             i = self._first_begin(j, deadline_s)
             found.append((i, j))
@@ -132,15 +119,13 @@ class _Search:
             j = i
         return found[::-1]
 
-    def _find_ends(self) -> None:
-        self._bytes = list(accumulate(self.sizes, initial=0))
+    def _find_ends(self, kinds: Sequence[str], ceiling_bytes: int) -> None:
         last_of_kind: dict[str, int] = {}
         last_done = earliest = 0
-        for j in range(1, len(self.sizes) + 1):
-            ready_s = self.ready_s[j - 1]
-            last_of_kind[self.kinds[j - 1]] = j
+        for j, (kind, ready_s) in enumerate(zip(kinds, self._ready_s, strict=True), start=1):
+            last_of_kind[kind] = j
             self._last_of_kinds.append(tuple(last_of_kind.values()))
-            while earliest < j - 1 and self._bytes[j] - self._bytes[earliest] > self.ceiling_bytes:
+            while earliest < j - 1 and self._bytes[j] - self._bytes[earliest] > ceiling_bytes:
                 earliest += 1
             while last_done < j - 1 and self._end_s[last_done + 1] <= ready_s:
                 last_done += 1
@@ -154,20 +139,19 @@ class _Search:
     def _first_begin(self, j: int, deadline_s: float) -> int:
         """Return the earliest begin of the last stretch of the first j gradients with which it ends by `deadline_s`."""
         deadline_s += 1e-9 * deadline_s  # sums in another order differ in their last digits
-        ready_s = self.ready_s[j - 1]
-        known = self._begin[j]
-        candidates = range(self._earliest_begin[j], known)
+        ready_s = self._ready_s[j - 1]
+        candidates = range(self._earliest_begin[j], self._begin[j])
         first = candidates.start + bisect_left(
             candidates, True, key=lambda i: ready_s + self._seconds(i, j) <= deadline_s
         )
-        return first if self._end_of(first, j) <= deadline_s else known
+        return first if self._end_of(first, j) <= deadline_s else self._begin[j]
 
     def _end_of(self, i: int, j: int) -> float:
-        return max(self._end_s[i], self.ready_s[j - 1]) + self._seconds(i, j)
+        return max(self._end_s[i], self._ready_s[j - 1]) + self._seconds(i, j)
 
     def _seconds(self, i: int, j: int) -> float:
         num_kinds = sum(last > i for last in self._last_of_kinds[j])
-        return num_kinds * self.cost.latency_s + (self._bytes[j] - self._bytes[i]) * self.cost.s_per_byte
+        return num_kinds * self._cost.latency_s + (self._bytes[j] - self._bytes[i]) * self._cost.s_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +166,11 @@ def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Pre
     """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`."""
     cost = _cost_in_reduce_dtype(profile, config, cost)
     plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
-    predicted = Prediction(plan, simulate(profile, plan, cost))
+    plans = [plan]
     if config.bucket_cap_mb == AUTO and has_choice(plan):
-        best = optimal_plan(profile, cost=cost)
-        timeline = simulate(profile, best, cost)
-        # Not with several kinds of parameters; the reducer keeps the better plan, too.
-        if timeline.end_s <= predicted.timeline.end_s:
-            return Prediction(best, timeline)
-    return predicted
+        # With several kinds of parameters it may be the worse one; the reducer keeps the better plan, too.
+        plans.insert(0, optimal_plan(profile, cost=cost))
+    return min((Prediction(p, simulate(profile, p, cost)) for p in plans), key=lambda p: p.timeline.end_s)
 
 
 def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:
@@ -198,10 +179,8 @@ def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllRedu
         return cost
     itemsize = REDUCE_DTYPES[config.reduce_dtype].itemsize
     own_bytes = sum(spec.num_bytes for spec in profile.specs)
-    wire_bytes = sum(spec.num_bytes // _itemsize(spec.kind) * itemsize for spec in profile.specs)
+    wire_bytes = 0
+    for spec in profile.specs:
+        dtype: torch.dtype = getattr(torch, spec.kind.split()[0].removeprefix("torch."))
+        wire_bytes += spec.num_bytes // dtype.itemsize * itemsize
     return AllReduceCost(cost.latency_s, cost.s_per_byte * wire_bytes / own_bytes)
-
-
-def _itemsize(kind: str) -> int:
-    dtype: torch.dtype = getattr(torch, kind.split()[0].removeprefix("torch."))
-    return dtype.itemsize

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_bucketddp.config import BucketCaps
 
@@ -13,21 +15,13 @@ _MAY_BE_LAST_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter.
-
-    Attributes:
-        name: its name.
-        num_bytes: the size of its gradient.
-        kind: what a bucket's members must share (dtype and device).
-        sparse: its gradient is sparse.
-        alone: its gradient is large enough to travel alone, from where it is.
-    """
+    """What the plan needs to know of a parameter and its gradient."""
 
     name: str
     num_bytes: int
-    kind: str
+    kind: str  # what a bucket's members must share (dtype and device)
     sparse: bool = False
-    alone: bool = False
+    alone: bool = False  # large enough to travel alone, from where it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +34,6 @@ class BucketSpec:
     members: tuple[int, ...]
     sparse: bool = False
     alone: bool = False
-
-
-@dataclass(slots=True)
-class _OpenBucket:
-    members: list[int] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 def plan_buckets(
@@ -61,7 +49,7 @@ def plan_buckets(
         caps: the sizes wanted.
     """
     dense = [i for i in arrived if not specs[i].sparse]
-    buckets = _by_last_arrival(_fill(specs, dense, caps), dense)
+    buckets = _fill(specs, dense, caps)
     if caps.last is not None and buckets and len(buckets[-1]) > 1:
         buckets[-1:] = _split_tail(specs, buckets[-1], caps.last)
     return complete_plan(specs, buckets, arrived=arrived, missing=missing, caps=caps)
@@ -77,7 +65,7 @@ def complete_plan(
 ) -> list[BucketSpec]:
     """Return the plan that begins with these `buckets` of dense gradients that arrived; see `plan_buckets`."""
     dense_missing = [i for i in missing if not specs[i].sparse]
-    dense = [*buckets, *_by_last_arrival(_fill(specs, dense_missing, caps), dense_missing)]
+    dense = [*buckets, *_fill(specs, dense_missing, caps)]
     sparse = [BucketSpec((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
     plan = [BucketSpec(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
     return _with_room_for_flags(plan, specs)
@@ -89,39 +77,33 @@ def has_choice(plan: Sequence[BucketSpec]) -> bool:
 
 
 def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Fill buckets of one kind each, in order; a bucket is closed by the parameter that no longer fits."""
+    """Fill buckets of one kind each, in order; a bucket is closed by the parameter that no longer fits.
+
+    They are returned in the order in which their last members come.
+    """
     full: list[list[int]] = []
-    num_full_by_kind: dict[str, int] = {}
-    open_by_kind: dict[str, _OpenBucket] = {}
+    open_by_kind: dict[str, list[int]] = {}
+    num_full, num_bytes = Counter[str](), Counter[str]()
     for i in order:
+        kind, size = specs[i].kind, specs[i].num_bytes
         if specs[i].alone:
             full.append([i])
             continue
-        kind, num_bytes = specs[i].kind, specs[i].num_bytes
-        bucket = open_by_kind.setdefault(kind, _OpenBucket())
-        num_full = num_full_by_kind.get(kind, 0)
-        if bucket.members and bucket.num_bytes + num_bytes > caps.at(num_full):
-            full.append(bucket.members)
-            num_full_by_kind[kind] = num_full + 1
-            bucket = open_by_kind[kind] = _OpenBucket()
-        bucket.members.append(i)
-        bucket.num_bytes += num_bytes
-    return full + [bucket.members for bucket in open_by_kind.values()]
-
-
-def _by_last_arrival(buckets: list[list[int]], order: Sequence[int]) -> list[list[int]]:
+        if kind in open_by_kind and num_bytes[kind] + size > caps.at(num_full[kind]):
+            full.append(open_by_kind.pop(kind))
+            num_full[kind] += 1
+            num_bytes[kind] = 0
+        open_by_kind.setdefault(kind, []).append(i)
+        num_bytes[kind] += size
     position = {i: n for n, i in enumerate(order)}
-    return sorted(buckets, key=lambda members: position[members[-1]])
+    return sorted([*full, *open_by_kind.values()], key=lambda members: position[members[-1]])
 
 
 def _split_tail(specs: Sequence[ParameterSpec], members: list[int], tail_bytes: int) -> list[list[int]]:
     """Cut a last bucket of at most `tail_bytes` off `members`: what leaves last is hidden by nothing."""
-    first_of_tail = len(members) - 1
-    num_bytes = specs[members[first_of_tail]].num_bytes
-    while first_of_tail > 0 and num_bytes + specs[members[first_of_tail - 1]].num_bytes <= tail_bytes:
-        first_of_tail -= 1
-        num_bytes += specs[members[first_of_tail]].num_bytes
-    head, tail = members[:first_of_tail], members[first_of_tail:]
+    bytes_from_the_end = accumulate(specs[i].num_bytes for i in reversed(members))
+    num_in_tail = max(sum(num_bytes <= tail_bytes for num_bytes in bytes_from_the_end), 1)
+    head, tail = members[:-num_in_tail], members[-num_in_tail:]
     return [head, tail] if head else [tail]
 
 

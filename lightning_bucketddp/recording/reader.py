@@ -137,7 +137,7 @@ def align(record: RunRecord, number: int) -> AlignedStep:
     """Return step `number`, with each rank's times shifted until its reductions end when those of the first rank do."""
     steps = {rank: ours.steps[number] for rank, ours in record.ranks.items() if number in ours.steps}
     reference = next(iter(steps.values()))
-    return AlignedStep(number, {rank: _shifted(step, _shift(step, reference)) for rank, step in steps.items()})
+    return AlignedStep(number, {rank: _shifted(step, reference) for rank, step in steps.items()})
 
 
 def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
@@ -151,14 +151,11 @@ def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
     return sorted({*numbers[::every], numbers[-1], slowest})
 
 
-def _shift(step: Step, reference: Step) -> float:
+def _shifted(step: Step, reference: Step) -> Step:
     pairs = zip(step.buckets, reference.buckets, strict=False)
     differences = [theirs.ended_s - ours.ended_s for ours, theirs in pairs]
     # Without reductions, ranks do not wait for each other: that they began together is a guess.
-    return statistics.median(differences) if differences else reference.start_s - step.start_s
-
-
-def _shifted(step: Step, shift_s: float) -> Step:
+    shift_s = statistics.median(differences) if differences else reference.start_s - step.start_s
     return replace(
         step,
         spans=[Span(span.name, span.start_s + shift_s, span.end_s + shift_s) for span in step.spans],

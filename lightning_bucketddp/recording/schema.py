@@ -89,27 +89,16 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step. Times are seconds on this rank's clock (Note: one clock).
+    """One optimizer step. Times are seconds on this rank's clock (Note: one clock)."""
 
-    Attributes:
-        step: the number of optimizer steps before this one.
-        plan: the version of the plan in use; 0 if there was none.
-        spans: the phases, in order and without overlap; each micro-batch has its own.
-        buckets: the times of each bucket, by its index.
-        bytes_on_wire: the bytes that this rank passed to reductions.
-        num_unused: parameters without a gradient on this rank.
-        num_skipped: ranks that had no batch to contribute.
-        memory_bytes: the peak memory so far.
-    """
-
-    step: int
-    plan: int
-    spans: Sequence[Span]
+    step: int  # the number of optimizer steps before this one
+    plan: int  # the version of the plan in use; 0 if there was none
+    spans: Sequence[Span]  # the phases, in order and without overlap; each micro-batch has its own
     buckets: Sequence[BucketTimes]
-    bytes_on_wire: int = 0
-    num_unused: int = 0
-    num_skipped: int = 0
-    memory_bytes: int = 0
+    bytes_on_wire: int = 0  # that this rank passed to reductions
+    num_unused: int = 0  # parameters without a gradient on this rank
+    num_skipped: int = 0  # ranks that had no batch to contribute
+    memory_bytes: int = 0  # the peak so far
 
     @property
     def start_s(self) -> float:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -32,6 +32,7 @@ from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.schema import RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
+from lightning_bucketddp.wording import list_names, pluralize
 
 _IN_WORDS = {
     "data": "waiting for data",
@@ -40,7 +41,6 @@ _IN_WORDS = {
     "exposed": "exposed communication",
     "optimizer": "optimizer",
 }
-_NUM_NAMED = 2
 _NUM_SUGGESTIONS = 3
 # A smaller share of a step is not worth a change.
 _WORTHWHILE = 0.02
@@ -65,19 +65,15 @@ class Summary:
         largest = max(typical.ranks, key=lambda rank: rank.memory_bytes)
         lines.append(f"Memory: {largest.memory_bytes / MIB:,.0f} MiB at most, on rank {largest.rank}.")
         lines += [f"Suggestion {n}: {text}" for n, text in enumerate(suggestions, start=1)]
-        num_steps, num_ranks = typical.ranks[0].num_steps, len(typical.ranks)
-        steps_in_words = "1 recorded step" if num_steps == 1 else f"{num_steps} recorded steps"
-        ranks_in_words = "on 1 rank" if num_ranks == 1 else f"on {num_ranks} ranks"
-        return cls(f"bucketddp: {steps_in_words} {ranks_in_words}", typical.phases, lines)
+        num_steps = pluralize(typical.ranks[0].num_steps, "recorded step")
+        return cls(f"bucketddp: {num_steps} on {pluralize(len(typical.ranks), 'rank')}", typical.phases, lines)
 
 
 def print_summary(summary: Summary) -> None:
     """Print to the terminal, a notebook or a file."""
     console = Console(highlight=False)
     console.print(summary.title)
-    table = Table()
-    for name in ("one step", "ms", "%"):
-        table.add_column(name, justify="left" if name == "one step" else "right")
+    table = Table("one step", Column("ms", justify="right"), Column("%", justify="right"))
     total = sum(summary.seconds.values())
     for phase, seconds in summary.seconds.items():
         table.add_row(_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
@@ -92,21 +88,18 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
     num_buckets = len(plan.buckets)
     lines = [
         f"Communication: {_ms(typical.communication_s)}, of which {typical.overlap:.0%} is hidden;"
-        f" {typical.bytes_on_wire / MIB:.2f} MiB in {num_buckets} bucket{'' if num_buckets == 1 else 's'} at"
+        f" {typical.bytes_on_wire / MIB:.2f} MiB in {pluralize(num_buckets, 'bucket')} at"
         f" {typical.bandwidth * 8 / 1e9:.2f} Gbit/s."
     ]
-    late = typical.late_bucket
-    if late is None or late.index >= num_buckets:
-        return lines
-    bucket = plan.buckets[late.index]
-    names = [f"`{name}`" for name in bucket.parameters]
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return [
-        *lines,
-        f"Late bucket: {late.index} of {num_buckets}, {bucket.num_bytes / MIB:.2f} MiB"
-        f" ({', '.join(names[:_NUM_NAMED])}{more}): {1e3 * late.wait_s:.2f} of the {_ms(typical.exposed_s)} exposed are"
-        " spent on it.",
-    ]
+    index, wait_s = typical.late_bucket or (num_buckets, 0.0)
+    if index < num_buckets:
+        bucket = plan.buckets[index]
+        lines.append(
+            f"Late bucket: {index} of {num_buckets}, {bucket.num_bytes / MIB:.2f} MiB"
+            f" ({list_names(bucket.parameters, limit=2)}): {1e3 * wait_s:.2f} of the {_ms(typical.exposed_s)} exposed"
+            " are spent on it."
+        )
+    return lines
 
 
 def _describe_straggler(typical: TypicalStep) -> str:
@@ -128,11 +121,7 @@ def suggestions(
 ) -> list[str]:
     """Return the changes that gain most, best first, with their gains (Note: expected gains).
 
-    Args:
-        typical: the typical step of the run.
-        plan: the plan in use.
-        measured: the backward that `bucket_cap_mb="auto"` measured, if it did.
-        options: the recorded options of the run.
+    `measured` is the backward that `bucket_cap_mb="auto"` measured, if it did.
     """
     found = list(_suggest_for_ranks(typical, options))
     if plan is not None:
@@ -191,10 +180,8 @@ def _simulate_options(
     predicted = {option: predict(profile, config, cost) for option, config in _other_sizes(options).items()}
     if predicted:
         option, best = min(predicted.items(), key=lambda item: item[1].timeline.exposed_s)
-        yield (
-            f"`{option}` ({len(best.plan)} instead of {len(plan.buckets)} buckets)",
-            wait_s - best.timeline.exposed_s,
-        )
+        text = f"`{option}` ({len(best.plan)} instead of {len(plan.buckets)} buckets)"
+        yield text, wait_s - best.timeline.exposed_s
 
 
 def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:

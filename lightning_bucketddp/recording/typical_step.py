@@ -20,9 +20,10 @@ Note: typical step
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean, median
 from typing import Any
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -59,21 +60,20 @@ class BackwardNumbers:
         ready_s = [[bucket.ready_s - backward.start_s for bucket in step.buckets] for step, backward in seen]
         reduction_s = [[reduction.seconds for reduction in step.reductions()] for step, _ in seen]
         return cls(
-            ready_s=[statistics.median(times) for times in zip(*ready_s, strict=True)],
-            reduction_s=[statistics.median(times) for times in zip(*reduction_s, strict=True)],
-            forward_s=statistics.median(step.seconds("forward") for step, _ in seen),
-            backward_s=statistics.median(backward.seconds for _, backward in seen),
-            optimizer_s=statistics.median(step.seconds("optimizer") for step, _ in seen),
+            ready_s=[median(times) for times in zip(*ready_s, strict=True)],
+            reduction_s=[median(times) for times in zip(*reduction_s, strict=True)],
+            forward_s=median(step.seconds("forward") for step, _ in seen),
+            backward_s=median(backward.seconds for _, backward in seen),
+            optimizer_s=median(step.seconds("optimizer") for step, _ in seen),
         )
 
     def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
         """Return the profile, with the parameters of `plan`, which the steps used (Note: profiles from buckets)."""
         arrivals = _arrivals(plan.buckets, self.ready_s)
-        ready_s = [at_s for _, at_s in arrivals]
         return Profile(
-            [spec for spec, _ in arrivals],
-            ready_s,
-            backward_s=max([self.backward_s, *ready_s]),
+            list(arrivals),
+            list(arrivals.values()),
+            backward_s=max([self.backward_s, *arrivals.values()]),
             cost=self._cost(plan),
             num_ranks=num_ranks,
             forward_s=self.forward_s,
@@ -99,13 +99,9 @@ def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> 
 def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
     """Return `plan` by position in `profile`; None if the profile is of other parameters."""
     position = {spec.name: i for i, spec in enumerate(profile.specs)}
-    members = [[position.get(name) for name in bucket.parameters] for bucket in plan.buckets]
-    if {i for bucket in members for i in bucket} != set(position.values()):
+    if {name for bucket in plan.buckets for name in bucket.parameters} != position.keys():
         return None
-    return [
-        BucketSpec(tuple(i for i in found if i is not None), sparse=bucket.sparse)
-        for found, bucket in zip(members, plan.buckets, strict=True)
-    ]
+    return [BucketSpec(tuple(position[name] for name in b.parameters), sparse=b.sparse) for b in plan.buckets]
 
 
 def reduced_backward(step: Step) -> Span | None:
@@ -119,17 +115,15 @@ def reduced_backward(step: Step) -> Span | None:
     return Span("backward", step.spans[first].start_s, step.spans[last].start_s)
 
 
-def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> list[tuple[ParameterSpec, float]]:
+def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> dict[ParameterSpec, float]:
     """Return each parameter with the time its gradient is taken to arrive."""
-    arrivals: list[tuple[ParameterSpec, float]] = []
+    arrivals: dict[ParameterSpec, float] = {}
     before_s = 0.0
     for ready, bucket in sorted(zip(ready_s, buckets, strict=True), key=lambda pair: pair[0]):
-        num_bytes = 0
-        for name, size in zip(bucket.parameters, bucket.sizes, strict=True):
-            num_bytes += size
-            share = num_bytes / bucket.num_bytes if bucket.num_bytes else 1.0
+        for name, size, so_far in zip(bucket.parameters, bucket.sizes, accumulate(bucket.sizes), strict=True):
+            share = so_far / bucket.num_bytes if bucket.num_bytes else 1.0
             spec = ParameterSpec(name, size, kind="", sparse=bucket.sparse)
-            arrivals.append((spec, before_s + (ready - before_s) * share))
+            arrivals[spec] = before_s + (ready - before_s) * share
         before_s = ready
     return arrivals
 
@@ -143,26 +137,18 @@ _NUM_ERRORS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNumbers:
-    """The typical step of one rank (Note: typical step). Times are seconds.
-
-    Attributes:
-        num_steps: how many recorded steps count.
-        phases: the time of each phase.
-        own_error_s: the standard error of `own_s`.
-        waits: by bucket of the last plan, the share of the exposed time in which its reduction ran.
-        backward: that of steps with the last plan; None if nothing was reduced.
-    """
+    """The typical step of one rank (Note: typical step). Times are seconds."""
 
     rank: int
     host: str
-    num_steps: int
+    num_steps: int  # how many recorded steps count
     phases: dict[str, float]
-    own_error_s: float = 0.0
+    own_error_s: float = 0.0  # the standard error of `own_s`
     communication_s: float = 0.0
     bytes_on_wire: float = 0.0
     memory_bytes: int = 0
-    waits: Sequence[float] = ()
-    backward: BackwardNumbers | None = None
+    waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
+    backward: BackwardNumbers | None = None  # of steps with the last plan; None if nothing was reduced
 
     @classmethod
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
@@ -174,20 +160,18 @@ class RankNumbers:
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
-            phases={phase: _mean([step.seconds(phase) for step in middle]) for phase in PHASES},
+            phases={phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES},
             own_error_s=_error([step.own_s for step in steps]),
-            communication_s=_mean([step.communication_s for step in middle]),
-            bytes_on_wire=_mean([step.bytes_on_wire for step in middle]),
+            communication_s=fmean([step.communication_s for step in middle] or [0.0]),
+            bytes_on_wire=fmean([step.bytes_on_wire for step in middle] or [0.0]),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
             waits=_waits(_middle(last)),
             backward=BackwardNumbers.of(last),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankNumbers:
+        """Return the numbers that `asdict` made this `content` of."""
         backward = content.pop("backward")
         return cls(**content, backward=None if backward is None else BackwardNumbers(**backward))
 
@@ -214,14 +198,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class LateBucket:
-    """The bucket of the last plan that steps wait for longest, and for how long."""
-
-    index: int
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class TypicalStep:
     """The typical step of a run, made of those of the ranks that are known (Note: typical step)."""
 
@@ -230,7 +206,7 @@ class TypicalStep:
 
     @property
     def phases(self) -> dict[str, float]:
-        return {phase: statistics.fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
+        return {phase: fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
 
     @property
     def step_s(self) -> float:
@@ -242,7 +218,7 @@ class TypicalStep:
 
     @property
     def communication_s(self) -> float:
-        return statistics.fmean(rank.communication_s for rank in self.ranks)
+        return fmean(rank.communication_s for rank in self.ranks)
 
     @property
     def overlap(self) -> float:
@@ -250,7 +226,7 @@ class TypicalStep:
 
     @property
     def bytes_on_wire(self) -> float:
-        return statistics.fmean(rank.bytes_on_wire for rank in self.ranks)
+        return fmean(rank.bytes_on_wire for rank in self.ranks)
 
     @property
     def bandwidth(self) -> float:
@@ -262,7 +238,7 @@ class TypicalStep:
         others = [rank.own_s for rank in self.ranks if rank is not slowest]
         if not others:
             return None
-        usual_s = statistics.median(others)
+        usual_s = median(others)
         noise_s = max(_LATE_BY * usual_s, _NUM_ERRORS * max(rank.own_error_s for rank in self.ranks))
         by_s = slowest.own_s - usual_s
         return Straggler(slowest, by_s) if by_s > noise_s else None
@@ -273,10 +249,11 @@ class TypicalStep:
         return self.straggler.rank.exposed_s if self.straggler is not None else self.exposed_s
 
     @property
-    def late_bucket(self) -> LateBucket | None:
+    def late_bucket(self) -> tuple[int, float] | None:
+        """Return the index of the bucket of the last plan that steps wait for longest, and for how many seconds."""
         num_buckets = min(len(rank.waits) for rank in self.ranks)
-        waits = [statistics.fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
-        return LateBucket(waits.index(max(waits)), max(waits)) if any(waits) else None
+        waits = [fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
+        return max(enumerate(waits), key=lambda late: late[1]) if any(waits) else None
 
     def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
         """Return the backward to simulate other plans with; None if it is not known.
@@ -317,10 +294,6 @@ def _error(seconds: Sequence[float]) -> float:
     """Return the standard error of the median, estimated from the median deviation because of outliers."""
     if not seconds:
         return 0.0
-    middle = statistics.median(seconds)
-    deviation = statistics.median(abs(s - middle) for s in seconds)
+    middle = median(seconds)
+    deviation = median(abs(s - middle) for s in seconds)
     return float(1.48 * deviation / math.sqrt(len(seconds)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0

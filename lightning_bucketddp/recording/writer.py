@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import TextIO
 
 from lightning_bucketddp.config import MIB
@@ -54,34 +55,26 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
 
 def plan_of(version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> RecordedPlan:
     """Return the line for a plan; `specs` are those of all parameters."""
-    return RecordedPlan(
-        version,
-        [
-            RecordedBucket(
-                [specs[i].name for i in bucket.members], [specs[i].num_bytes for i in bucket.members], bucket.sparse
-            )
-            for bucket in buckets
-        ],
-    )
+    recorded = []
+    for bucket in buckets:
+        members = [specs[i] for i in bucket.members]
+        recorded.append(RecordedBucket([m.name for m in members], [m.num_bytes for m in members], bucket.sparse))
+    return RecordedPlan(version, recorded)
 
 
 def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
     """Return the metrics to log: means over `steps`."""
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(steps)
-
     bandwidths = (bandwidth_of(step.bytes_on_wire, step.communication_s, num_ranks=num_ranks) for step in steps)
     return {
-        "step_ms": 1e3 * mean(step.step_s for step in steps),
-        "communication_ms": 1e3 * mean(step.communication_s for step in steps),
-        "exposed_ms": 1e3 * mean(step.exposed_s for step in steps),
-        "overlap_pct": 100 * mean(step.overlap for step in steps),
-        "mb_on_wire": mean(step.bytes_on_wire for step in steps) / MIB,
-        "bandwidth_gbit_s": 8e-9 * mean(bandwidths),
-        "buckets": mean(len(step.buckets) for step in steps),
-        "unused_parameters": mean(step.num_unused for step in steps),
-        "skipped_ranks": mean(step.num_skipped for step in steps),
+        "step_ms": 1e3 * fmean(step.step_s for step in steps),
+        "communication_ms": 1e3 * fmean(step.communication_s for step in steps),
+        "exposed_ms": 1e3 * fmean(step.exposed_s for step in steps),
+        "overlap_pct": 100 * fmean(step.overlap for step in steps),
+        "mb_on_wire": fmean(step.bytes_on_wire for step in steps) / MIB,
+        "bandwidth_gbit_s": 8e-9 * fmean(bandwidths),
+        "buckets": fmean(len(step.buckets) for step in steps),
+        "unused_parameters": fmean(step.num_unused for step in steps),
+        "skipped_ranks": fmean(step.num_skipped for step in steps),
         "plan_version": float(steps[-1].plan),
     }
 
@@ -108,11 +101,9 @@ class Thinning:
 
 
 class RecordFile:
-    """The file of one rank in one fit. If it cannot be written, warn once and let training go on.
+    """The file of one rank in one fit, in the folder of all ranks, or none; files of an earlier fit are replaced.
 
-    Args:
-        folder: where all ranks write; files of an earlier fit are replaced. None: write nothing.
-        rank: the rank that writes.
+    If it cannot be written, warn once and let training go on.
     """
 
     def __init__(self, folder: Path | None, *, rank: int) -> None:
@@ -121,40 +112,36 @@ class RecordFile:
             return
         self._path = path_of(folder, rank)
         self._rank = rank
-        try:
+        with self._giving_up_on_errors():
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
-        except OSError as error:
-            self._give_up(error)
 
     def write(self, line: Line) -> None:
         """Append `line`, if there is a file."""
-        if self._file is None:
-            return
-        try:
-            write(line, self._file)
-        except OSError as error:
-            self._give_up(error)
+        if self._file is not None:
+            with self._giving_up_on_errors():
+                write(line, self._file)
 
     def close(self) -> None:
         """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            try:
+            with self._giving_up_on_errors():
                 file.close()
-            except OSError as error:
-                self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
-        log.warning(
-            "bucketddp: rank %d cannot record its steps in `%s` (%s). Training goes on, without a record from here."
-            " Pass another `dirpath` to `BucketDDPMonitor`.",
-            self._rank,
-            self._path,
-            error,
-        )
-        file, self._file = self._file, None
-        if file is not None:
-            # Closing flushes, which may fail again.
-            with suppress(OSError):
-                file.close()
+    @contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning(
+                "bucketddp: rank %d cannot record its steps in `%s` (%s). Training goes on, without a record from here."
+                " Pass another `dirpath` to `BucketDDPMonitor`.",
+                self._rank,
+                self._path,
+                error,
+            )
+            file, self._file = self._file, None
+            if file is not None:
+                with suppress(OSError):  # closing flushes, which may fail again
+                    file.close()

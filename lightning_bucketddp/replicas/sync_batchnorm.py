@@ -32,7 +32,7 @@ def convert_sync_batchnorm(module: nn.Module, collectives: Collectives) -> None:
         )
     # A group of its own: gradient buckets leave in between, at moments that differ from rank to rank.
     own_collectives = collectives.side_group()
-    originals = {layer: _original_class(layer) for layer in layers.values()}
+    originals = {layer: getattr(layer, "_sync_original", type(layer)) for layer in layers.values()}
     synced_classes = {original: _synced_class(original, own_collectives) for original in originals.values()}
     for layer, original in originals.items():
         layer.__class__ = synced_classes[original]
@@ -75,7 +75,7 @@ class _SyncedBatchNorm(_BatchNorm):
     # The dynamo of older versions does not see the mode and would trace an ordinary `F.batch_norm`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_over_ranks(self, input: Tensor, collectives: Collectives) -> Tensor:
-        with _BatchNormOverRanks(self, collectives, is_idle=self._sync_is_idle):
+        with _BatchNormOverRanks(self, collectives):
             if self._sync_original.forward is nn.SyncBatchNorm.forward:
                 # It refuses CPU tensors, and its own collectives would use the group of the gradients.
                 return _BatchNorm.forward(self, input)
@@ -95,10 +95,6 @@ class _SyncedBatchNorm(_BatchNorm):
         return copied
 
 
-def _original_class(layer: _BatchNorm) -> type[_BatchNorm]:
-    return layer._sync_original if isinstance(layer, _SyncedBatchNorm) else type(layer)
-
-
 def _synced_class(original: type[_BatchNorm], collectives: Collectives) -> type[Any]:
     # torch's module name makes tools that trace a model take the layer as a leaf, as they do the original.
     attributes = {"__module__": original.__module__, "_sync_original": original, "_sync_collectives": collectives}
@@ -113,11 +109,10 @@ class _BatchNormOverRanks(TorchFunctionMode):
     keeps, and the activation or other work that a subclass adds in a `forward` of its own.
     """
 
-    def __init__(self, layer: nn.Module, collectives: Collectives, *, is_idle: bool) -> None:
+    def __init__(self, layer: _SyncedBatchNorm, collectives: Collectives) -> None:
         super().__init__()
         self._layer = layer
         self._collectives = collectives
-        self._is_idle = is_idle
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -130,25 +125,23 @@ class _BatchNormOverRanks(TorchFunctionMode):
     def _batch_norm(
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *, momentum: float, **options: Any
     ) -> Tensor:
-        batch = _statistics_over_ranks(x.detach()[:0] if self._is_idle else x.detach(), self._collectives)
+        collectives, is_idle = self._collectives, self._layer._sync_is_idle
+        batch = _statistics_over_ranks(x.detach()[:0] if is_idle else x.detach(), collectives)
         # Only where this rank has at most one value: elsewhere reading the count would make the host wait for nothing.
         if x.numel() <= x.shape[1]:
             count = int(batch.count)
             if count == 1:
-                raise ValueError(self._one_value_message(x))
+                raise ValueError(
+                    f"Expected more than 1 value per channel when training, got input size {x.shape} on rank"
+                    f" {collectives.rank} and 1 value per channel on all {collectives.world_size} ranks together in"
+                    f" {self._layer}. Use larger batches, or leave out the last incomplete one (`drop_last=True`)."
+                )
             if count == 0:
                 return F.batch_norm(x, running_mean, running_var, momentum=momentum, **options)
         _update(running_mean, batch.mean, momentum)
         _update(running_var, batch.var * (batch.count / (batch.count - 1)), momentum)
         normalize: Callable[..., Tensor] = _Normalize.apply
-        return normalize(x, options["weight"], options["bias"], batch, options["eps"], self._collectives, self._is_idle)
-
-    def _one_value_message(self, x: Tensor) -> str:
-        return (
-            f"Expected more than 1 value per channel when training, got input size {x.shape} on rank"
-            f" {self._collectives.rank} and 1 value per channel on all {self._collectives.world_size} ranks together in"
-            f" {self._layer}. Use larger batches, or leave out the last incomplete one (`drop_last=True`)."
-        )
+        return normalize(x, options["weight"], options["bias"], batch, options["eps"], collectives, is_idle)
 
 
 @dataclass(frozen=True, slots=True)

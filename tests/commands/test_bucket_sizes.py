@@ -28,36 +28,32 @@ def plan_of(*buckets: str) -> RecordedPlan:
 
 def test_predictions_follow_from_the_profile() -> None:
     sizes = predict_sizes(PROFILE, plan_of("dc", "ba"))
-    caps = {prediction.cap_mb: prediction for prediction in sizes.by_cap}
+    caps = {prediction["cap"]: prediction for prediction in sizes["byCap"]}
     assert min(caps) == 0.25
     assert max(caps) == 4
     # Alone: from 1 to 2.5, to 4, to 5.5, to 7.
-    assert (caps[1].num_buckets, caps[1].exposed_s) == (4, pytest.approx(3.0))
+    assert (caps[1]["buckets"], caps[1]["exposed"]) == (4, pytest.approx(3000))
     # d alone because the first is to leave early, a alone because the last is to be short: 2.5; from 3 to 5.5; to 7.
-    assert (caps[2].num_buckets, caps[2].exposed_s) == (3, pytest.approx(3.0))
-    assert sizes.current is not None
+    assert (caps[2]["buckets"], caps[2]["exposed"]) == (3, pytest.approx(3000))
     # From 2 to 4.5, to 7.
-    assert (sizes.current.cap_mb, sizes.current.num_buckets) == (2, 2)
-    assert sizes.current.exposed_s == pytest.approx(3.0)
+    assert sizes["current"] == {"cap": 2, "buckets": 2, "exposed": pytest.approx(3000)}
     # d from 1 to 2.5, c to 4, and what is left to 6.5.
-    assert (sizes.optimum.num_buckets, sizes.optimum.exposed_s) == (3, pytest.approx(2.5))
+    assert (sizes["optimum"]["buckets"], sizes["optimum"]["exposed"]) == (3, pytest.approx(2500))
 
 
 def test_the_optimum_is_as_good_as_any_size() -> None:
     profile = Profile(PROFILE.specs, [0.1, 0.2, 3.0, 4.0], 4.0, AllReduceCost(0.05, 0.4 / MIB), num_ranks=2)
-    sizes = predict_sizes(profile, None)
-    assert sizes.current is None
-    assert sizes.optimum.exposed_s <= min(prediction.exposed_s for prediction in sizes.by_cap) + 1e-9
+    sizes = predict_sizes(profile, plan_of("dc", "ba"))
+    assert sizes["optimum"]["exposed"] <= min(prediction["exposed"] for prediction in sizes["byCap"])
 
 
 def test_a_plan_of_other_parameters_is_not_predicted() -> None:
-    assert predict_sizes(PROFILE, plan_of("dc", "bx")).current is None
-    assert predict_sizes(PROFILE, plan_of("dc")).current is None
+    assert predict_sizes(PROFILE, plan_of("dc", "bx"))["current"] is None
+    assert predict_sizes(PROFILE, plan_of("dc"))["current"] is None
 
 
 def test_a_parameter_that_is_large_by_itself_does_not_count_as_the_size_of_buckets() -> None:
     specs = [ParameterSpec("d", 64 * MIB, "float32"), *PROFILE.specs[1:]]
     profile = Profile(specs, PROFILE.ready_s, 4.0, PROFILE.cost, num_ranks=2)
-    current = predict_sizes(profile, plan_of("d", "cba")).current
-    assert current is not None
-    assert current.cap_mb == 3
+    current = predict_sizes(profile, plan_of("d", "cba"))["current"]
+    assert current["cap"] == 3

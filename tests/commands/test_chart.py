@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from lightning_bucketddp.commands.plan.scaling import Axis, Series, draw
+from lightning_bucketddp.commands.plan.scaling import draw_chart
 
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _draw(*series: Series, x: Axis | None = None, y: Axis | None = None, title: str = "t") -> ElementTree.Element:
-    svg = draw(series, title=title, x=x or Axis(label="x"), y=y or Axis(label="y"))
-    return ElementTree.fromstring(svg)
+def _draw(title: str = "t", **lines: Mapping[int, float]) -> ElementTree.Element:
+    return ElementTree.fromstring(draw_chart(title, list(lines.items())))
 
 
 def _marks(chart: ElementTree.Element) -> list[tuple[float, float]]:
@@ -25,39 +25,32 @@ def _texts(chart: ElementTree.Element) -> list[str]:
     return ["".join(text.itertext()) for text in chart.iter(f"{_SVG}text")]
 
 
-def test_powers_are_equally_far_apart_on_a_logarithmic_axis() -> None:
-    ranks = [2**n for n in range(11)]
-    chart = _draw(Series("a", [(n, 1.0) for n in ranks]), x=Axis(label="ranks", log_base=2))
+def test_powers_of_two_are_equally_far_apart() -> None:
+    chart = _draw(a={2**n: 1.0 for n in range(11)})
     places = [right for right, _ in _marks(chart)]
     gaps = [b - a for a, b in pairwise(places)]
     assert max(gaps) - min(gaps) <= 0.2  # places are written with one digit
     assert {"1", "64", "1,024"} <= set(_texts(chart))
 
 
-def test_higher_values_are_higher_and_zero_is_on_the_axis() -> None:
-    chart = _draw(Series("a", [(0, 0.0), (1, 30.0), (2, 60.0)]), y=Axis(label="%", low=0, high=100))
+def test_ticks_do_not_crowd_on_very_many_ranks() -> None:
+    texts = set(_texts(_draw(a={1: 1.0, 20_000: 0.5})))
+    assert {"1", "4", "4,096", "16,384"} <= texts
+    assert not {"2", "8,192"} & texts
+
+
+def test_higher_efficiencies_are_higher_and_zero_is_on_the_axis() -> None:
+    chart = _draw(a={1: 0.0, 2: 0.3, 4: 0.6})
     low, middle, high = (down for _, down in _marks(chart))
     assert low - middle == pytest.approx(middle - high, abs=0.2)
     assert {"0", "20", "100"} <= set(_texts(chart))
+    axis = next(text for text in chart.iter(f"{_SVG}text") if text.text == "0")
+    assert low == float(axis.get("y", ""))
 
 
-def test_every_series_is_in_the_legend_with_its_own_colour() -> None:
+def test_every_line_is_in_the_legend_with_its_own_colour() -> None:
     names = ["one", "two <&>", "three"]
-    chart = _draw(*(Series(name, [(0, n), (1, n + 1)]) for n, name in enumerate(names)), title='a "b" <c>')
+    chart = _draw('a "b" <c>', **{name: {1: 1.0, 2: n / 3} for n, name in enumerate(names)})
     assert set(names) <= set(_texts(chart))
     assert len({line.get("stroke") for line in chart.iter(f"{_SVG}polyline")}) == 3
     assert chart.get("aria-label") == 'a "b" <c>'
-
-
-def test_a_single_point_and_equal_values_can_be_drawn() -> None:
-    chart = _draw(Series("line", [(1, 5.0), (2, 5.0)]), Series("mark", [(1, 5.0)]))
-    assert len(list(chart.iter(f"{_SVG}polyline"))) == 1
-    assert len(_marks(chart)) == 3
-
-
-def test_what_is_not_finite_is_left_out() -> None:
-    assert len(_marks(_draw(Series("a", [(1, 1.0), (2, float("nan")), (3, float("inf"))])))) == 1
-    with pytest.raises(ValueError, match="has no points"):
-        _draw(Series("a", []))
-    with pytest.raises(ValueError, match="'size' is logarithmic and cannot show 0"):
-        _draw(Series("a", [(0, 1.0)]), x=Axis(label="size", log_base=2))

@@ -195,8 +195,8 @@ def is_destroyed() -> bool:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt(), ValueError("a bug")], ids=repr)
 def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None) -> None:
-    with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as collectives:
-        assert collectives.hosts.gather_json(1) == [1]
+    with pytest.raises(type(error)) if error else nullcontext(), alone.join(timeout_s=20) as (hosts, _):
+        assert hosts.gather_json(1) == [1]
         if error is not None:
             raise error
     assert is_destroyed()

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -23,11 +24,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.nccl_sockets import host_of, nccl_settings
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.doctor import checkpoints, host, network
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Severity, Theme, counted
-from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeCollectives, ProbeGroup, within
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Severity, Theme, counted, one_per_host
+from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeGroup, within
 from lightning_bucketddp.startup.store import StartError
 
 HELP = """Check this machine, or this cluster, before a long run.
@@ -111,29 +113,20 @@ def _show_progress(text: str) -> None:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What the ranks observed and measured, and what follows from it.
+    """What the ranks observed and measured, and what follows from it."""
 
-    Attributes:
-        ranks: the observations of each rank; of this rank alone if they did not meet.
-        trouble: why ranks did not meet, or could not talk to each other.
-        clocks_s: how far each rank's clock is ahead of rank 0's.
-        all_reduce: the measured all-reduces; None if there was one rank, or they failed.
-        backend: the backend that was measured.
-        is_stuck: a thread hangs, and the process must end without waiting for it.
-    """
-
-    ranks: list[dict[str, Any]]
-    trouble: list[Finding] = field(default_factory=list)
-    clocks_s: list[float] = field(default_factory=list)
-    all_reduce: Observation | None = None
-    backend: str = ""
-    is_stuck: bool = False
+    ranks: list[dict[str, Any]]  # what each has observed; this rank alone if they did not meet
+    trouble: list[Finding] = field(default_factory=list)  # why they did not meet, or could not talk to each other
+    clocks_s: list[float] = field(default_factory=list)  # how far each rank's clock is ahead of rank 0's
+    all_reduce: Observation | None = None  # as measured; None if there was one rank, or it failed
+    backend: str = ""  # that was measured
+    is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, theme by theme."""
         yield from self.trouble
         if not self.trouble and len(self.ranks) > 1:
-            yield _RANKS.ok(f"{len(self.ranks)} ranks on {counted(self.num_hosts, 'host')} met.")
+            yield _RANKS.ok(f"{len(self.ranks)} ranks on {counted(len(one_per_host(self.ranks)), 'host')} met.")
         yield from host.judge_software(self.ranks)
         yield from host.judge_gpus(self.ranks)
         yield from network.judge_network(self.ranks)
@@ -144,10 +137,6 @@ class Diagnosis:
         if self.all_reduce is not None or not self.trouble:
             yield from network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
         yield from checkpoints.judge(self.ranks)
-
-    @property
-    def num_hosts(self) -> int:
-        return len({observed["host"] for observed in self.ranks})
 
     def to_json(self) -> dict[str, Any]:
         findings = list(self.findings())
@@ -171,15 +160,14 @@ def diagnose(
     """Observe this host, and measure with the other ranks if they come; no part takes much longer than `timeout_s`."""
     rank = group.store.rank
     progress("looking at this host ...")
-    mine = observe(group)
-    diagnosis = Diagnosis([mine])
+    diagnosis = Diagnosis([observe(group)])
     if rank > 0:  # before joining, and soon, because the others wait
         _check_directory(diagnosis, directory, rank=rank, timeout_s=timeout_s / 2)
     try:
         progress(f"waiting for {group.store.world_size} ranks ...")
-        with group.join(timeout_s=timeout_s) as collectives:
+        with group.join(timeout_s=timeout_s) as (hosts, gradients):
             limit_s = timeout_s + network.LONGEST_S
-            within(limit_s, lambda: _measure(diagnosis, mine, collectives, progress), what="talking to the others")
+            within(limit_s, lambda: _measure(diagnosis, hosts, gradients, progress), what="talking to the others")
     except StartError as error:
         what, _, remedy = str(error).partition(". ")
         diagnosis.trouble.append(_RANKS.error(f"{what}.", remedy))
@@ -216,16 +204,14 @@ def observe(group: ProbeGroup) -> dict[str, Any]:
     }
 
 
-def _measure(
-    diagnosis: Diagnosis, mine: Observation, collectives: ProbeCollectives, progress: Callable[[str], None]
-) -> None:
+def _measure(diagnosis: Diagnosis, hosts: Collectives, gradients: Collectives, progress: Callable[[str], None]) -> None:
     """Gather all observations and measure between ranks. Collective: every rank does the same, in the same order."""
-    diagnosis.ranks = collectives.hosts.gather_json(mine)
+    diagnosis.ranks = hosts.gather_json(diagnosis.ranks[0])
     if len(diagnosis.ranks) == 1:
         return
-    diagnosis.clocks_s = network.measure_clocks(collectives.hosts)
-    diagnosis.backend = collectives.backend
-    diagnosis.all_reduce = network.measure_all_reduce(collectives.gradients, progress=progress)
+    diagnosis.clocks_s = network.measure_clocks(hosts)
+    diagnosis.backend = "gloo" if gradients is hosts else "NCCL"
+    diagnosis.all_reduce = network.measure_all_reduce(gradients, progress=progress)
 
 
 def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int, timeout_s: float) -> None:
@@ -258,7 +244,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Finding]:
     """Merge good findings of several hosts that differ in numbers only."""
-    hosts = {observed["hostname"] for observed in diagnosis.ranks} if diagnosis.num_hosts > 1 else set()
+    hosts = {observed["hostname"] for observed in diagnosis.ranks} if len(one_per_host(diagnosis.ranks)) > 1 else set()
     alike: dict[tuple[str, Severity, str], list[Finding]] = {}
     for index, finding in enumerate(findings):
         pattern = str(index)
@@ -297,10 +283,9 @@ def _all_reduce_table(measured: Observation) -> Table:
 
 
 def _conclusion(findings: Sequence[Finding]) -> Text:
-    num_errors = sum(finding.severity == Severity.ERROR for finding in findings)
-    num_warnings = sum(finding.severity == Severity.WARNING for finding in findings)
-    parts = [counted(number, name) for number, name in ((num_errors, "error"), (num_warnings, "warning")) if number]
+    numbers = Counter(finding.severity for finding in findings)
+    parts = [counted(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
     what = " and ".join(parts) or "Nothing is wrong"
-    end = ": do not start a long run like this." if num_errors else "."
-    style = _STYLES[max(finding.severity for finding in findings)] if parts else _STYLES[Severity.OK]
+    end = ": do not start a long run like this." if numbers[Severity.ERROR] else "."
+    style = _STYLES[max(numbers) if parts else Severity.OK]
     return Text(f"{what}{end}", style=style)

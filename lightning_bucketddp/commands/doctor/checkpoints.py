@@ -19,7 +19,6 @@ from lightning_bucketddp.wording import list_some_ranks
 _THEME = Theme("Checkpoints")
 _TRIAL_BYTES = 64 * MIB
 _BLOCK_BYTES = 4 * MIB
-_TRIAL_NAME = ".bucketddp-doctor-{pid}"
 _SLOW_BYTES_PER_S = 50e6
 _LITTLE_SPACE = 10 * GIB
 # By type of file system: what its files do not survive.
@@ -103,7 +102,7 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
 
 def _write_trial(directory: Path) -> dict[str, Any]:
     """Write a file in the way checkpoints are written, and time it."""
-    path = directory / _TRIAL_NAME.format(pid=os.getpid())
+    path = directory / f".bucketddp-doctor-{os.getpid()}"
     block = os.urandom(_BLOCK_BYTES)  # which no file system can compress
     start = time.perf_counter()
     try:

@@ -6,6 +6,7 @@ import os
 import socket
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -317,8 +318,7 @@ def _expect_network(hosts: Sequence[Observation], *, backend: str) -> dict[str, 
             or observed["network"]["towards_main_address"]
             for observed in hosts
         ]
-        interfaces = [observed["network"]["interfaces"].get(n) for observed, n in zip(hosts, names, strict=True)]
-        gbit = [interface["gbit"] if interface else None for interface in interfaces]
+        gbit = [o["network"]["interfaces"].get(name, {}).get("gbit") for o, name in zip(hosts, names, strict=True)]
         origin = f"the slowest of {', '.join(sorted({str(n) for n in names}))}, says /sys/class/net"
     if not all(gbit):
         return _expect(None, "the system does not tell the speed of the network that connects the hosts", 0.0, "")
@@ -345,11 +345,7 @@ def _memory_speed(collectives: Collectives) -> float:
     source, target = torch.zeros(_COPIED_BYTES // 4), torch.empty(_COPIED_BYTES // 4)
     target.copy_(source)  # so that the memory is mapped
     collectives.sum(torch.zeros(1))
-    times = []
-    for _ in range(_NUM_REPETITIONS):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
+    times = timeit.repeat(lambda: target.copy_(source), number=1, repeat=_NUM_REPETITIONS)
     return _COPIED_BYTES / min(times)  # the best that is possible
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
@@ -29,7 +30,6 @@ from lightning_bucketddp.startup.store import StoreAddress
 T = TypeVar("T")
 
 _LOCAL = "127.0.0.1"
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HAS_GPU = "bucketddp/doctor/has_gpu"
 
 
@@ -55,39 +55,32 @@ def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeGroup:
-    """The ranks that probe together, as one of them sees them.
-
-    Attributes:
-        store: the address of their store, and this rank's place.
-        is_spawned: rank 0 starts the others, on this host.
-        children: the processes that this one has started.
-        listener: the socket of the store, if this process listens already.
-    """
+    """The ranks that probe together, as one of them sees them."""
 
     store: StoreAddress
-    is_spawned: bool
-    children: Sequence[subprocess.Popen[bytes]] = ()
-    listener: socket.socket | None = None
+    is_spawned: bool  # rank 0 starts the others, on this host
+    children: Sequence[subprocess.Popen[bytes]] = ()  # that this process has started
+    listener: socket.socket | None = None  # of the store, if this process listens already
 
     @classmethod
     def from_environment(cls) -> ProbeGroup | None:
         """Return the group of the launcher that started this process, or None without one."""
-        given = {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
+        given = os.environ
         if "RANK" not in given or "WORLD_SIZE" not in given:
             return None
-        if missing := [name for name in _LAUNCHER_VARIABLES if name not in given]:
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
             raise UsageError(
                 f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: set them, or none of them."
             )
         try:
             rank, world_size, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-            local_rank = int(os.environ.get("LOCAL_RANK", rank))
+            local_rank = int(given.get("LOCAL_RANK", rank))
         except ValueError as error:
             raise UsageError(f"RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: {error}.") from None
         address = StoreAddress(
             address=given["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, local_rank=local_rank
         )
-        return cls(store=address, is_spawned=LAUNCHER_PID in os.environ)
+        return cls(store=address, is_spawned=LAUNCHER_PID in given)
 
     @classmethod
     @contextmanager
@@ -112,8 +105,11 @@ class ProbeGroup:
                 child.wait()
 
     @contextmanager
-    def join(self, *, timeout_s: float) -> Iterator[ProbeCollectives]:
-        """Form a process group of all ranks, and destroy it at the end; `StartError` if some do not come."""
+    def join(self, *, timeout_s: float) -> Iterator[tuple[Collectives, Collectives]]:
+        """Form a process group of all ranks, and destroy it at the end; `StartError` if some do not come.
+
+        Yield the collectives between the hosts' CPUs, and those between the devices that gradients are on.
+        """
         rendezvous = Rendezvous(self.store, timeout_s=timeout_s, option="--timeout")
         launched = ChildProcesses(self, rank=self.store.rank, local_rank=self.store.local_rank)
         store = rendezvous.meet(listener=self.listener, find_failure=launched.find_failure)
@@ -130,7 +126,7 @@ class ProbeGroup:
             raise
         _destroy_group(timeout_s=timeout_s, is_broken=False)
 
-    def _init_group(self, store: dist.Store, *, timeout_s: float) -> ProbeCollectives:  # type: ignore[name-defined]
+    def _init_group(self, store: Store, *, timeout_s: float) -> tuple[Collectives, Collectives]:
         rank, world_size = self.store.rank, self.store.world_size
         has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > self.store.local_rank
         store.set(f"{_HAS_GPU}/{rank}", json.dumps(has_gpu))
@@ -147,20 +143,7 @@ class ProbeGroup:
                 timeout=timedelta(seconds=timeout_s),
             )
         hosts = Collectives(torch.device("cpu"))
-        device = torch.device("cuda", self.store.local_rank)
-        return ProbeCollectives(hosts, gradients=Collectives(device) if on_gpus else hosts)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeCollectives:
-    """Collectives between hosts' CPUs, and between the devices that gradients are on."""
-
-    hosts: Collectives
-    gradients: Collectives
-
-    @property
-    def backend(self) -> str:
-        return "gloo" if self.gradients is self.hosts else "NCCL"
+        return hosts, Collectives(torch.device("cuda", self.store.local_rank)) if on_gpus else hosts
 
 
 def _destroy_group(*, timeout_s: float, is_broken: bool) -> None:

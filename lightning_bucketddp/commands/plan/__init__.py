@@ -16,10 +16,11 @@ from rich.text import Text
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, estimated, measured, recorded, without_times
 from lightning_bucketddp.commands.plan.named_module import NamedModule
-from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network, scale
+from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.optimal_plan import NETWORKS
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+from lightning_bucketddp.wording import pluralize
 
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
 
@@ -28,6 +29,7 @@ measured here, if the module has an `example_input_array`. The output says which
 about training on GPUs."""
 
 _DEFAULT_NETWORK = "eth-100g"
+_NUMBERS_OF_RANKS = [2**n for n in range(11)]  # 1 to 1,024
 _BAR_LENGTH = 30
 _ABOUT_CPUS = (
     "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
@@ -95,8 +97,13 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     times = _times(named, device, arguments)
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
-    assumed = [find_network(name, profile) for name in networks]
-    scalings = [scale(times, config, one, num_ranks=arguments.ranks) for one in assumed if profile.backward_s > 0]
+    found = [find_network(name, profile) for name in networks]
+    numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
+    scalings = [
+        Scaling(network, origin, {n: predict(profile, config, network.all_reduce(n)) for n in numbers_of_ranks})
+        for network, origin in found
+        if profile.backward_s > 0
+    ]
     if scalings:
         buckets = scalings[0].by_ranks[arguments.ranks].plan
     else:
@@ -119,8 +126,8 @@ def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: in
         return f"bucket_cap_mb={cap}"
     if not scalings:
         return "bucket_cap_mb=auto begins with buckets of up to 25 MiB; after 17 backwards it computes its own"
-    network = scalings[0].assumed.network.name
-    return f"bucket_cap_mb=auto, computed for {num_ranks:,} ranks on {network}; training measures its own network"
+    network = scalings[0].network
+    return f"bucket_cap_mb=auto, computed for {num_ranks:,} ranks on {network.name}; training measures its own network"
 
 
 def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespace) -> BackwardTimes:
@@ -170,7 +177,7 @@ def print_plan(plan: ModulePlan) -> None:
         if plan.scalings and plan.times.is_of_cpu:
             console.print(Text(_ABOUT_CPUS, style="bold yellow"))
         for scaling in plan.scalings:
-            console.print(Text(f"\n{scaling.assumed}", style="bold"))
+            console.print(Text(f"\n{_describe_network(scaling)}", style="bold"))
             console.print(_describe_step(scaling, plan.num_ranks), markup=False)
             console.print(_scaling_table(scaling))
         if plan.scalings:
@@ -182,12 +189,11 @@ def print_plan(plan: ModulePlan) -> None:
 
 
 def _headline(plan: ModulePlan) -> str:
-    profile = plan.profile
-    mib = sum(spec.num_bytes for spec in profile.specs) / MIB
-    buckets = f"{len(plan.buckets)} bucket{'' if len(plan.buckets) == 1 else 's'}"
+    specs = plan.profile.specs
+    mib = sum(spec.num_bytes for spec in specs) / MIB
     return (
-        f"{plan.module}: {len(profile.specs):,} parameter tensors, {mib:,.2f} MiB of gradients in {buckets},"
-        f" for training on {plan.device}"
+        f"{plan.module}: {len(specs):,} parameter tensors, {mib:,.2f} MiB of gradients in"
+        f" {pluralize(len(plan.buckets), 'bucket')}, for training on {plan.device}"
     )
 
 
@@ -222,6 +228,12 @@ def _describe_times(plan: ModulePlan) -> str:
     unknown = " and ".join(name for name, seconds in parts.items() if seconds <= 0)
     rest = f" Not known, and counted as nothing: {unknown}." if unknown else ""
     return f"{known}; {plan.times.origin}.{rest}"
+
+
+def _describe_network(scaling: Scaling) -> str:
+    network = scaling.network
+    speed = f"{network.bytes_per_s / 1e9:.4g} GB/s from each rank, {network.hop_s * 1e6:.3g} us per hop"
+    return f"{network.name}: {speed} ({scaling.origin})"
 
 
 def _describe_step(scaling: Scaling, num_ranks: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -89,16 +89,12 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
 def _read_record(path: Path) -> tuple[Profile | None, str]:
     """Return the last profile in a record, or one made from steps with the last plan, and the device."""
     lines = list(read(path))
-    runs = [line for line in lines if isinstance(line, Run)]
-    device = runs[-1].device if runs else ""
-    profiles = [line for line in lines if isinstance(line, Profile)]
-    if profiles:
-        return profiles[-1], device
-    plans = [line for line in lines if isinstance(line, RecordedPlan)]
-    if not (runs and plans):
-        return None, device
-    steps = [line for line in lines if isinstance(line, Step)]
-    return profile_of(plans[-1], steps, num_ranks=runs[-1].world_size), device
+    last: dict[type, Any] = {type(line): line for line in lines}
+    run, plan, profile = last.get(Run), last.get(RecordedPlan), last.get(Profile)
+    if profile is None and run is not None and plan is not None:
+        steps = [line for line in lines if isinstance(line, Step)]
+        profile = profile_of(plan, steps, num_ranks=run.world_size)
+    return profile, "" if run is None else run.device
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:
@@ -175,12 +171,10 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
     run = _Run(forward_start, start=clock.mark(), end=None)
     trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
-    handles = [hook(param, partial(_mark_arrival, run, name, clock)) for name, param in trainable.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, param in trainable.items():
+            hooks.enter_context(hook(param, partial(_mark_arrival, run, name, clock)))
         torch.autograd.backward(loss)
-    finally:
-        for handle in handles:
-            handle.remove()
     run.end = clock.mark()
     return run
 
@@ -190,12 +184,8 @@ def _mark_arrival(run: _Run, name: str, clock: Clock, _param: Tensor) -> None:
     run.arrivals[name] = clock.mark()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for inner in value:
-            yield from _tensors(inner)
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for one in inner for tensor in _tensors(one)]

@@ -31,23 +31,20 @@ class NamedModule:
 
     @classmethod
     def find(cls, name: str, arguments: Sequence[str], *, config: Path | None = None) -> NamedModule:
-        """Find a class or function `MODULE:NAME`, or the model of a LightningCLI config.
+        """Find a class or function `MODULE:NAME`, or the model of a LightningCLI config if `name` is its path.
 
-        Args:
-            name: `MODULE:NAME`, or the path of a config that names the class.
-            arguments: JSON objects or `key=value`; they override those of the config.
-            config: a config with the arguments of `name`.
+        `arguments` are JSON objects or `key=value`; they override those of the config.
         """
         given = _parse(arguments)
         if name.endswith(_CONFIG_SUFFIXES):
             config = Path(name)
             maker, values = _class_of(config)
+        elif config is not None:
+            maker, values = _find(name), _model_of(config)
         else:
-            maker, values = _find(name), {}
-            if config is None:
-                _check_arguments(maker, given)
-                return cls(_name_of(maker), lambda: maker(**given))
-            values = _model_of(config)
+            maker = _find(name)
+            _check_arguments(maker, given)
+            return cls(_name_of(maker), lambda: maker(**given))
         return cls(_name_of(maker), _with_config(maker, values, given, config=config))
 
     def without_memory(self) -> nn.Module:
@@ -103,13 +100,12 @@ def _import(module_name: str) -> Any:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
-        raise UsageError(
-            f"There is no module {error.name!r}. Run the command in the folder of your project, or set PYTHONPATH."
-        ) from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"There is no module {missing!r}. Run the command in the folder of your project, or set PYTHONPATH."
+            ) from error
         raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
 
 

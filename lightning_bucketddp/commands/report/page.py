@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import optimal_plan
-from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+from lightning_bucketddp.planning.optimal_plan import optimal_plan, predict
+from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.reader import AlignedStep, RunRecord, align, shown_steps
-from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, Step
+from lightning_bucketddp.recording.schema import RecordedPlan, Step
 from lightning_bucketddp.recording.summary import suggestions
 from lightning_bucketddp.recording.typical_step import NO_COST, RankNumbers, TypicalStep, plan_in
 
@@ -63,7 +63,7 @@ def page_content(record: RunRecord) -> Json:
         "typical": _typical(typical),
         "suggestions": suggestions(typical, record.last_plan, record.first.profile, options=record.first.run.options),
         "steps": [_step(align(record, number), ranks=record.ranks) for number in shown_steps(record)],
-        "plans": {str(version): [_bucket(b) for b in plan.buckets] for version, plan in record.first.plans.items()},
+        "plans": {str(version): [asdict(b) for b in plan.buckets] for version, plan in record.first.plans.items()},
         "history": _history(record),
         "sizes": _sizes(record, typical),
         "noSizes": _why_no_sizes(record),
@@ -118,18 +118,13 @@ def _step(step: AlignedStep, *, ranks: Iterable[int]) -> Json:
 
 def _lanes(step: Step, zero_s: float) -> Json:
     """Return spans as [name, start, end] and buckets as [ready, launched, start, end]."""
-    reductions = step.reductions()
     return {
         "spans": [[span.name, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)] for span in step.spans],
         "buckets": [
             [_ms(s - zero_s) for s in (times.ready_s, times.launched_s, span.start_s, span.end_s)]
-            for times, span in zip(step.buckets, reductions, strict=True)
+            for times, span in zip(step.buckets, step.reductions(), strict=True)
         ],
     }
-
-
-def _bucket(bucket: RecordedBucket) -> Json:
-    return {"parameters": list(bucket.parameters), "sizes": list(bucket.sizes), "sparse": bucket.sparse}
 
 
 def _history(record: RunRecord) -> Json:
@@ -146,14 +141,9 @@ def _history(record: RunRecord) -> Json:
 def _sizes(record: RunRecord, typical: TypicalStep) -> Json | None:
     plan = record.last_plan
     profile = None if plan is None else typical.profile(plan, record.first.profile)
-    if profile is None or profile.cost is None or not profile.dense_bytes:
+    if plan is None or profile is None or profile.cost is None or not profile.dense_bytes:
         return None
-    sizes = predict_sizes(profile, plan)
-    return {
-        "byCap": [_prediction(prediction) for prediction in sizes.by_cap],
-        "current": sizes.current and _prediction(sizes.current),
-        "optimum": _prediction(sizes.optimum),
-    }
+    return predict_sizes(profile, plan)
 
 
 def _why_no_sizes(record: RunRecord) -> str:
@@ -166,10 +156,6 @@ def _why_no_sizes(record: RunRecord) -> str:
     )
 
 
-def _prediction(prediction: Prediction) -> Json:
-    return {"cap": prediction.cap_mb, "buckets": prediction.num_buckets, "exposed": _ms(prediction.exposed_s)}
-
-
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
@@ -177,37 +163,19 @@ def _ms(seconds: float) -> float:
 # --- Bucket sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """How long a step would wait with a plan; `cap_mb` is its largest bucket of several parameters."""
+def predict_sizes(profile: Profile, current: RecordedPlan) -> Json:
+    """Simulate the recorded backward with a grid of bucket sizes, with the plan in use, and with the best plan.
 
-    cap_mb: float
-    num_buckets: int
-    exposed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSizes:
-    """Predictions for a grid of sizes, for the plan in use (None if it has other parameters), and for the best one."""
-
-    by_cap: Sequence[Prediction]
-    current: Prediction | None
-    optimum: Prediction
-
-
-def predict_sizes(profile: Profile, current: RecordedPlan | None) -> BucketSizes:
-    """Simulate the recorded backward with other bucket sizes; `profile` must have a cost."""
-    grid = []
-    for cap_mb in _caps_mb(profile):
-        caps = ReducerConfig(bucket_cap_mb=cap_mb).caps
-        plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=caps)
-        grid.append(_predict(profile, plan, cap_mb=cap_mb))
-    used = plan_in(profile, current) if current is not None else None
-    return BucketSizes(
-        by_cap=grid,
-        current=_predict(profile, used) if used is not None else None,
-        optimum=_predict(profile, optimal_plan(profile)),
-    )
+    The plan in use is left out if it has other parameters; `profile` must have a cost.
+    """
+    assert profile.cost is not None
+    configs = {cap_mb: ReducerConfig(bucket_cap_mb=cap_mb) for cap_mb in _caps_mb(profile)}
+    used = plan_in(profile, current)
+    return {
+        "byCap": [_predict(profile, predict(profile, c, profile.cost).plan, cap_mb=mb) for mb, c in configs.items()],
+        "current": None if used is None else _predict(profile, used),
+        "optimum": _predict(profile, optimal_plan(profile)),
+    }
 
 
 def _caps_mb(profile: Profile) -> list[float]:
@@ -217,10 +185,10 @@ def _caps_mb(profile: Profile) -> list[float]:
     return [_SMALLEST_MB * 2 ** (i / _PER_DOUBLING) for i in range(num_steps + 1)]
 
 
-def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Prediction:
+def _predict(profile: Profile, plan: Sequence[BucketSpec], *, cap_mb: float | None = None) -> Json:
+    """Return how long a step would wait; the cap is by default the largest bucket of several parameters."""
     assert profile.cost is not None
-    timeline = simulate(profile, plan, profile.cost)
     if cap_mb is None:
         shared = [bucket for bucket in plan if len(bucket.members) > 1] or plan
         cap_mb = max(sum(profile.specs[i].num_bytes for i in bucket.members) for bucket in shared) / MIB
-    return Prediction(cap_mb, len(plan), timeline.exposed_s)
+    return {"cap": cap_mb, "buckets": len(plan), "exposed": _ms(simulate(profile, plan, profile.cost).exposed_s)}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_bucketddp.recording.reader import AlignedStep, RunRecord, align, shown_steps
-from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, Span
+from lightning_bucketddp.recording.schema import Span
+from lightning_bucketddp.wording import list_some
 
 _COMPUTE, _COMMUNICATION = 1, 2
 _NUM_NAMED = 3
@@ -22,10 +23,7 @@ def make_trace(record: RunRecord) -> str:
     """
     steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
     zero_s = min((step.start_s for step in steps), default=0.0)
-    events = [
-        *_names(record),
-        *(event for step in steps for event in _step_events(record, step, zero_s)),
-    ]
+    events = [*_names(record), *(event for step in steps for event in _step_events(record, step, zero_s))]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
@@ -46,27 +44,19 @@ def _step_events(record: RunRecord, step: AlignedStep, zero_s: float) -> Iterato
             bar = {**_bar(span, zero_s), "pid": rank, "tid": _COMPUTE}
             yield {**bar, "cat": "compute", "args": {"step": step.number}}
         buckets = plan.buckets if plan is not None else []
-        for index, reduction in enumerate(ours.reductions()):
-            known = {"step": step.number, **(_describe(buckets[index]) if index < len(buckets) else {})}
+        for index, (times, reduction) in enumerate(zip(ours.buckets, ours.reductions(), strict=True)):
+            known: Event = {"step": step.number}
+            if index < len(buckets):
+                names = list_some(buckets[index].parameters, limit=_NUM_NAMED)
+                known |= {"bytes": buckets[index].num_bytes, "parameters": names}
+            known["ready to launch (ms)"] = round(1e3 * (times.launched_s - times.ready_s), 3)
+            known["launch to start (ms)"] = round(1e3 * (reduction.start_s - times.launched_s), 3)
             bar = {**_bar(reduction, zero_s), "pid": rank, "tid": _COMMUNICATION}
-            yield {**bar, "cat": "reduction", "args": {**known, **_waits(ours.buckets[index], reduction)}}
+            yield {**bar, "cat": "reduction", "args": known}
             # An arrow from the moment in backward when the bucket was complete.
             arrow = {"name": "ready", "cat": "ready", "id": f"{step.number}.{rank}.{index}", "pid": rank}
-            yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": _us(ours.buckets[index].ready_s - zero_s)}
+            yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": _us(times.ready_s - zero_s)}
             yield {**arrow, "ph": "f", "bp": "e", "tid": _COMMUNICATION, "ts": bar["ts"]}
-
-
-def _waits(times: BucketTimes, reduction: Span) -> Event:
-    return {
-        "ready to launch (ms)": round(1e3 * (times.launched_s - times.ready_s), 3),
-        "launch to start (ms)": round(1e3 * (reduction.start_s - times.launched_s), 3),
-    }
-
-
-def _describe(bucket: RecordedBucket) -> Event:
-    more = len(bucket.parameters) - _NUM_NAMED
-    names = ", ".join(bucket.parameters[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return {"bytes": bucket.num_bytes, "parameters": names}
 
 
 def _bar(span: Span, zero_s: float) -> Event:
