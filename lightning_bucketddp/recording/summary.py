@@ -156,13 +156,15 @@ def _suggest_for_network(
 ) -> Iterator[tuple[str, float]]:
     """Yield options that shorten the wait for the network, each with the seconds that it gains."""
     wait_s, straggler = typical.network_wait_s, typical.straggler
-    whose = "exposed" if straggler is None else f"that rank {straggler.rank.rank}, the slowest, waits"
+    wait = f"the {_ms(wait_s)} exposed"
+    if straggler is not None:
+        wait = f"the {_ms(wait_s)} that rank {straggler.rank.rank}, the slowest, waits"
     profile = typical.profile(plan, measured)
     if profile is not None:
         for option, gain_s in _simulate_options(typical.fitted(profile, plan), plan, options, wait_s=wait_s):
-            yield f"{option} would hide {1e3 * gain_s:.2f} of the {_ms(wait_s)} {whose}", gain_s
+            yield f"{option} would hide {1e3 * gain_s:.2f} of {wait}", gain_s
     accumulated = f"`accumulate_grad_batches={2 * options.get('accumulate_grad_batches', 1)}`"
-    yield f"{accumulated}, with twice the global batch, would halve the {_ms(wait_s)} {whose}", wait_s / 2
+    yield f"{accumulated}, with twice the global batch, would halve {wait}", wait_s / 2
 
 
 def _simulate_options(
