@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +33,6 @@ _FIRST = (
     *("callbacks/test_large_batch.py", "test_install.py", "test_examples.py", "reducer/test_compile.py"),
 )
 
-# What has been told to end, or has lost its parent, may need a moment.
-_ENDS_WITHIN_S = 10.0
 # Set anew by pytest for each test.
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
 
@@ -73,10 +70,7 @@ def _ranks_belong_to_one_file() -> Iterator[None]:
 def _no_process_is_left() -> Iterator[None]:
     yield
     warm.close()
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    while (left := _children()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    assert _children() == []
 
 
 def _children() -> list[str]:

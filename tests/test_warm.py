@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,9 @@ def test_a_signal_reaches_the_script_and_no_process_is_left(number: int) -> None
     assert process.returncode == -number
     while processes_of(run_id):
         time.sleep(0.01)
+
+
+def test_programs_that_are_started_at_once_share_a_server() -> None:
+    warm.close()
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(lambda _: warm.python(), range(2)))) == 1

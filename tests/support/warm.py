@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 # All processes of a run have it in their environment; a server whose children are to be found has room for it.
@@ -63,6 +64,7 @@ class _Server:
 
 
 _servers: dict[str, _Server] = {}
+_lock = threading.Lock()
 
 
 def python() -> str:
@@ -76,11 +78,12 @@ def python_without_lightning() -> str:
 
 
 def _server(imported: str) -> _Server:
-    if imported in _servers and not _servers[imported].is_running:  # a script has killed its parent
-        _servers.pop(imported).close()
-    if imported not in _servers:
-        _servers[imported] = _Server(imported)
-    return _servers[imported]
+    with _lock:  # some tests start several programs at once
+        if imported in _servers and not _servers[imported].is_running:  # a script has killed its parent
+            _servers.pop(imported).close()
+        if imported not in _servers:
+            _servers[imported] = _Server(imported)
+        return _servers[imported]
 
 
 def close() -> None:
