@@ -16,6 +16,7 @@ FOLDERS = [
     "comm",
     "planning",
     "replicas",
+    "data",
     "reducer",
     "faults",
     "startup",

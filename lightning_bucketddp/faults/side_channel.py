@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.faults.failure import Failure
@@ -11,18 +15,35 @@ from lightning_bucketddp.faults.failure import Failure
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+_LOOKS_EVERY_S = 0.2
+
+
+class StoreSilentError(RuntimeError):
+    """The store does not answer now; it may later."""
+
 
 class SideChannel:
     """Keys in the store that begin with `name`, which is that of one run: the store outlives it.
 
-    Over a connection of its own: a thread that waits for an answer of the store keeps others waiting.
+    Over a connection of its own: a thread that waits for an answer of the store keeps others waiting. And by a thread
+    of its own: the process of the store may be stopped after it was asked, and then the one that asks waits for ever.
+
+    Attributes:
+        is_silent: returns whether the store cannot answer; whoever waits for it then gets a `StoreSilentError`.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.is_silent: Callable[[], bool] = lambda: False
         self._store = store
         self._name = name
+        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=[self._questions], name="bucketddp-store", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread that asks the store, as soon as the store has answered it."""
+        self._questions.put(None)
 
     def introduce(self, identity: dict[str, Any]) -> None:
         """Tell the others which process this rank is."""
@@ -52,7 +73,7 @@ class SideChannel:
 
     def count_raised(self) -> int:
         """Count this rank among those that have raised by themselves; return how many have by now."""
-        return int(self._store.add(self._key("num_raised"), 1))
+        return int(self._ask(lambda: self._store.add(self._key("num_raised"), 1)))
 
     def decide(self, decision: str) -> str:
         """Write what becomes of the process group; return what the first rank to write has decided."""
@@ -96,12 +117,32 @@ class SideChannel:
         return f"{self._name}/{key}"
 
     def _set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), json.dumps(value))
+        self._ask(lambda: self._store.set(self._key(key), json.dumps(value)))
 
     def _set_first(self, key: str, value: Any) -> Any:
         """Write `value` unless there is one; return the one that is there."""
-        return json.loads(self._store.compare_set(self._key(key), "", json.dumps(value)))
+        return json.loads(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
 
     def _get(self, key: str) -> Any:
-        # Asking for a key that is not there would wait for it.
-        return json.loads(self._store.get(self._key(key))) if self._store.check([self._key(key)]) else None
+        def question() -> Any:
+            # Asking for a key that is not there would wait for it.
+            return json.loads(self._store.get(self._key(key))) if self._store.check([self._key(key)]) else None
+
+        return self._ask(question)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._questions.put((question, answer))
+        while not wait([answer], timeout=_LOOKS_EVERY_S).done:
+            if self.is_silent():
+                raise StoreSilentError(f"The store does not answer rank {self.rank}.")
+        return answer.result()
+
+
+def _answer(questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (asked := questions.get()) is not None:
+        question, answer = asked
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)

@@ -23,7 +23,7 @@ from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.shutdown import Shutdown
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.faults.stragglers import StragglerDetector
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._stragglers = StragglerDetector(channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s)
         self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
+        channel.is_silent = lambda: actions.store_rank in self._local_ranks.frozen()
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
@@ -191,6 +192,7 @@ class Watchdog:
         if self._failure is not None and self._actions.store_rank == self._channel.rank:
             self._asking(self._let_others_learn)
         self._asking(self._channel.leave)
+        self._channel.close()
         self._local_ranks.close()
 
     def _let_others_learn(self) -> None:
@@ -206,17 +208,28 @@ class Watchdog:
     @property
     def _can_ask(self) -> bool:
         """Return whether the store answers. It never does while its process is frozen, and whoever asks it waits."""
-        return not self._store_is_lost and self._actions.store_rank not in self._local_ranks.frozen()
+        return not self._store_is_lost and not self._channel.is_silent()
 
     def _asking(self, exchange: Callable[[], _Answer]) -> _Answer | None:
         """Return what `exchange` gets from the store; None if the store does not answer."""
         if self._can_ask:
             try:
                 return exchange()
+            except StoreSilentError:
+                pass
             except RuntimeError as error:  # torch's network errors are no `OSError`s
                 self._store_is_lost = True
                 log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
         return None
+
+    def _with_or_without_store(self, act: Callable[..., _Answer]) -> _Answer:
+        """Return what `act` does, given the frozen ranks and whether the store answers, which may end meanwhile."""
+        if self._can_ask:
+            try:
+                return act(self._local_ranks.frozen(), can_ask=True)
+            except StoreSilentError:
+                pass
+        return act(self._local_ranks.frozen(), can_ask=False)
 
     def _look(self) -> None:
         for number in self._actions.signals_received():
@@ -258,7 +271,8 @@ class Watchdog:
 
     def _has_left(self, rank: int, status: int | None) -> bool:
         """Return whether a rank that has ended was through; without the store, its exit status has to tell."""
-        return self._channel.has_left(rank) if self._can_ask else status == 0
+        left = self._asking(lambda: self._channel.has_left(rank))
+        return status == 0 if left is None else left
 
     def _tell(self, failure: Failure) -> None:
         if failure.kind is Kind.STALLED and failure.rank == self._channel.rank:
@@ -279,7 +293,7 @@ class Watchdog:
 
     def _blame(self, failure: Failure) -> Failure:
         """Return the failure of the straggler for which this rank has waited until the time-out, if there is one."""
-        stragglers = self._stragglers.find_stragglers(self._local_ranks.frozen(), can_ask=self._can_ask)
+        stragglers = self._with_or_without_store(self._stragglers.find_stragglers)
         if not stragglers:
             return failure
         waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
@@ -295,7 +309,7 @@ class Watchdog:
         if self._failure is None:
             self._stop_if_asked(now)
             if self._stragglers.waits_too_long():
-                self._stragglers.warn(self._local_ranks.frozen(), can_ask=self._can_ask)
+                self._with_or_without_store(self._stragglers.warn)
             if self._stragglers.nears_timeout():
                 self._asking(self._stragglers.anticipate_timeout)
             return

@@ -5,21 +5,32 @@ from __future__ import annotations
 import inspect
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.faults.stragglers import StragglerDetector
+from lightning_bucketddp.processes import process_state
 from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.scripts.faults import LINGERING_S, Fault, fit
 
+SERVE_STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
 # Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
 SOON_S = 20
 
@@ -191,6 +202,27 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
     [behind] = stalls.find_stragglers([], can_ask=True)
     assert behind.what == "it has been there for 10 s"
+
+
+def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        channel = SideChannel(store, name="run", rank=0, world_size=1)
+        channel.is_silent = lambda: process_state(server.pid) == "T"
+        channel.leave()
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreSilentError, match="does not answer rank 0"):
+            channel.has_left(0)
+        server.send_signal(signal.SIGCONT)
+        while channel.is_silent():
+            time.sleep(0.01)
+        assert channel.has_left(0)
+        channel.close()
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
