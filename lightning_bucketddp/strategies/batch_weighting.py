@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.reducer.weighting import Weighting
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
