@@ -13,7 +13,6 @@ TRAINER_PROCESS_SETUP = (
     "root_device",
     "num_nodes",
     "num_processes",
-    "distributed_sampler_kwargs",
     "process_group_backend",
     "setup_distributed",
     "_get_process_group_backend",
@@ -22,7 +21,6 @@ TRAINER_PROCESS_SETUP = (
     "model_to_device",
     "barrier",
     "broadcast",
-    "reduce",
     "_enable_model_averaging",
 )
 FABRIC_PROCESS_SETUP = (

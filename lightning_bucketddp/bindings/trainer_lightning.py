@@ -47,6 +47,7 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _default_checkpoint_io = BucketDDPCheckpointIO
     _async_checkpoint_io = AsyncCheckpointIO
     _init_dist_connection = staticmethod(_init_dist_connection)
+    _lightning_reduce = DDPStrategy.reduce
     _batch_size_of = staticmethod(extract_batch_size)
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher, LightningEnvironment)
     _sigterm_exception = SIGTERMException

@@ -205,7 +205,7 @@ class Collectives:
             return
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
-        raw = tensor.view(-1).view(torch.uint8)
+        raw = self._lend(tensor.view(-1).view(torch.uint8))
         operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, other), self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()

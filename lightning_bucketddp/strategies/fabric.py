@@ -13,11 +13,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.data.exact_batches import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
@@ -30,6 +32,7 @@ from lightning_bucketddp.replicas.consistency import (
     training_state,
 )
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.strategies.exact_evaluation import common_seed
 from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, scaler_of, withhold_nonfinite
 from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions, check_devices
@@ -197,6 +200,19 @@ class FabricStrategy(FabricCheckpointHooks):
         """Compare the state of `optimizer` between the ranks from now on."""
         self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
+
+    def exact_dataloader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return `loader` for `fabric.setup_dataloaders`, so that every sample is evaluated once, by one of the ranks.
+
+        All ranks get as many batches wherever there are enough samples to split; else some get one less. Call it on all
+        ranks, after `fabric.launch()`.
+        """
+        if self._collectives is None:
+            raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")
+        collectives = self._collectives
+        part = Part(collectives.rank, collectives.world_size, seed=common_seed(collectives), repeats=False)
+        exact: DataLoader[Any] = divided(loader, part)
+        return exact
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())

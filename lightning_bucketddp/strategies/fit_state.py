@@ -16,6 +16,7 @@ from lightning_bucketddp.replicas.consistency import NoReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.strategies.batch_weighting import EqualBatches
+from lightning_bucketddp.strategies.exact_evaluation import PaddedEvaluation
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -141,6 +142,7 @@ class FitState:
         buffers: when the ranks get rank 0's.
         layers: those that are synchronised between ranks.
         checks: compare the replicas.
+        evaluation: which samples this rank evaluates.
     """
 
     is_fit: bool = False
@@ -151,11 +153,13 @@ class FitState:
     buffers: NoBufferSync = field(default_factory=NoBufferSync)
     layers: NoLayerSync = field(default_factory=NoLayerSync)
     checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
+    evaluation: PaddedEvaluation = field(default_factory=PaddedEvaluation)
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""
         if self.reducer is not None:
             self.reducer.close()
+        self.evaluation.close()
         layers, self.layers = self.layers, NoLayerSync()
         return model if model is None else layers.revert(model)
 

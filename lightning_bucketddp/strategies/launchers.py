@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_bucketddp.startup.child_processes import LAUNCHER_PID
@@ -121,6 +123,25 @@ class Guarded:
             raise
 
 
+class SavedPredictions:
+    """Predictions in a file, on their way to the process that has launched the ranks.
+
+    Through the queue that Lightning has for results they would be stuck: nobody reads it before the ranks have ended.
+    """
+
+    def __init__(self, predictions: Any) -> None:
+        with tempfile.NamedTemporaryFile(prefix="bucketddp-predictions-", delete=False) as file:
+            torch.save(predictions, file)
+        self._path = file.name
+
+    def take(self) -> Any:
+        """Return the predictions, and remove the file."""
+        try:
+            return torch.load(self._path, weights_only=False)
+        finally:
+            os.unlink(self._path)
+
+
 class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
     """Starts a process for each rank of this host; this one only waits for them."""
 
@@ -143,7 +164,13 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
             self._end_processes(signal.SIGINT)
             raise KeyboardInterrupt from None
         strategy.trains_elsewhere = False
-        return result
+        return result.take() if isinstance(result, SavedPredictions) else result
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        output = super()._collect_rank_zero_results(trainer, results)
+        if output is None or results is None or trainer.state.fn != "predict":
+            return output
+        return output._replace(trainer_results=SavedPredictions(results))
 
     def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The next launch of this program chooses a port of its own.

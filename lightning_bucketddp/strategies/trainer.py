@@ -21,6 +21,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
+from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
@@ -61,6 +62,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        exact_evaluation: Evaluate every sample once in validation, test and prediction, instead of repeating some until
+            all ranks have as many.
+        gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
@@ -93,6 +97,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
     _callback: ClassVar[type]
     _monitor_class: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
+    _lightning_reduce: ClassVar[Any]
     _batch_size_of: ClassVar[Any]
 
     def __init__(
@@ -122,6 +127,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        exact_evaluation: bool = True,
+        gather_predictions: bool = False,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
@@ -198,6 +205,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._restored()
         # What is left of an earlier fit is told by `reducer`, also after an evaluation.
         self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
+        self._prepare_evaluation(trainer)
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
@@ -206,6 +214,31 @@ class TrainerStrategy(TrainerCheckpointHooks):
         super().setup(trainer)
         if self._state.is_fit and self._differs_by_design:
             self._enable_model_averaging()
+
+    def _prepare_evaluation(self, trainer: Trainer) -> None:
+        assert self._collectives is not None
+        options = self.options
+        if self._collectives.world_size > 1 and (options.exact_evaluation or options.gather_predictions):
+            self._state.evaluation = ExactEvaluation(
+                trainer,
+                self._collectives,
+                pads=not options.exact_evaluation,
+                keeps_batches=options.gather_predictions,
+            )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
+        ranks = {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return self._state.evaluation.sampler_kwargs() or ranks
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return `tensor` reduced over the ranks, in place if it can be."""
+        is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
+        if is_mean and isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong.
+            return self._lightning_reduce(tensor, group, "sum") / self.world_size
+        return self._lightning_reduce(tensor, group, reduce_op)
 
     def _prepare_fit(self, trainer: Trainer) -> None:
         """Make what belongs to a fit and does not need the parameters."""

@@ -19,6 +19,7 @@ from lightning_bucketddp.replicas.consistency import TrainingState, training_sta
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fit_state import FitState
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, withhold_nonfinite
+from lightning_bucketddp.strategies.predictions import gather_predictions
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.signals import StopSignals
 
@@ -66,6 +67,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
             self._state.weighting.see(batch)
+        elif self._is_evaluating():
+            self._state.evaluation.see_batch(dataloader_idx)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         # Validation has batches of its own.
         if self._is_training():
@@ -74,6 +77,9 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def _is_training(self) -> bool:
         return self.lightning_module is not None and self._trainer.training
+
+    def _is_evaluating(self) -> bool:
+        return self.lightning_module is not None and self._trainer.evaluating
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._progress.epoch, self._progress.batch = self._module.current_epoch, batch_idx
@@ -163,25 +169,42 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def on_validation_start(self) -> None:
         self._state.buffers.begin_validation()
+        self._state.evaluation.begin()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("validation")
         self._state.buffers.before_validation_step()
-        return super().validation_step(*args, **kwargs)
+        with self._state.evaluation.step():
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("test")
-        return super().test_step(*args, **kwargs)
+        with self._state.evaluation.step():
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("prediction")
         return super().predict_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
+        self._state.evaluation.begin()
         self._state.buffers.before_evaluation()
 
     def on_predict_start(self) -> None:
         self._state.buffers.before_evaluation()
+        if self._gathers_predictions:
+            # Lightning returns none where it has launched processes by itself.
+            self._trainer.predict_loop._return_predictions |= self._start_method != "popen"
+
+    def on_predict_end(self) -> None:
+        loop = self._trainer.predict_loop
+        if self._gathers_predictions and loop.return_predictions:
+            assert self._collectives is not None
+            gather_predictions(loop._predictions, self._collectives)
+
+    @property
+    def _gathers_predictions(self) -> bool:
+        return self.options.gather_predictions and self.world_size > 1
 
     def on_train_start(self) -> None:
         if self._state.checks.are_periodic:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd import Variable
+from torchmetrics import MeanMetric
 
 from lightning_bucketddp.bindings.process_setup import FABRIC_PROCESS_SETUP, TRAINER_PROCESS_SETUP
 
@@ -78,7 +79,23 @@ LIGHTNING_ATTRIBUTES = {
     "_sigterm_notifier_fn": "trainer.connectors.signal_connector",
     "_slurm_sigusr_handler_fn": "trainer.connectors.signal_connector",
     "received_sigterm": "loops.training_epoch_loop",
+    # replaced by us on the connector of a run, and what it gives to samplers
+    "_data_connector": "trainer.trainer",
+    "_prepare_dataloader": "trainer.connectors.data_connector",
+    "distributed_sampler_kwargs": "trainer.connectors.data_connector",
+    "_batch_sampler": "overrides.distributed",
+    # read by us in an evaluation
+    "_evaluation_loop": "trainer.trainer",
+    "_results": "trainer.trainer",
+    "_combined_loader": "loops.evaluation_loop",
+    "_mode": "utilities.combined_loader",
+    # written by us in a prediction
+    "_return_predictions": "loops.prediction_loop",
+    "_predictions": "loops.prediction_loop",
+    # overridden by us
+    "_collect_rank_zero_results": "strategies.launchers.multiprocessing",
 }
+METRICS = {"_computed", "_defaults"}
 FABRIC = {"_init_dist_connection": "utilities.distributed"}
 FABRIC_ATTRIBUTES = {
     # written by us
@@ -92,7 +109,7 @@ FABRIC_ATTRIBUTES = {
 NEWER = {"_broadcast_sigterm_tensor"}
 # Names that look private to the scanner but are ours or the standard library's.
 OURS = {"_sync_original", "_sync_collectives", "_sync_is_idle", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
-STANDARD = {"_current_frames", "_exit"}
+STANDARD = {"_current_frames", "_exit", "_replace"}
 
 
 @pytest.mark.parametrize(("name", "module"), TORCH.items())
@@ -108,6 +125,10 @@ def test_torch_classes_still_have(name: str, owner: object) -> None:
 
 def test_the_autograd_engine_still_queues_callbacks() -> None:
     assert callable(Variable._execution_engine.queue_callback)
+
+
+def test_metrics_still_have() -> None:
+    assert METRICS <= vars(MeanMetric()).keys()
 
 
 @pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
@@ -156,6 +177,7 @@ def test_the_list_is_complete() -> None:
         *TORCH,
         *TORCH_ATTRIBUTES,
         *LAUNCHERS,
+        *METRICS,
         *LIGHTNING,
         *LIGHTNING_ATTRIBUTES,
         *FABRIC,

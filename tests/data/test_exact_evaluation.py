@@ -1,0 +1,196 @@
+"""Validation, test and prediction on several ranks see every sample once, and log what one process logs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.programs import SCRIPTS, run
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.evaluations import Case, evaluate, evaluate_with_fabric, predict
+
+# Where nothing has to be repeated.
+CASES = {
+    "more batches on some ranks": Case((103,)),
+    "one sample more than full batches": Case((9,), batch_size=4),
+    "as many on all ranks": Case((24,)),
+    "fewer batches than ranks": Case((6,), batch_size=64),
+    "shuffled": Case((21,), shuffle=True),
+    "drawn by the user's sampler": Case((41,), kind="subset"),
+    "the user's batches": Case((17,), kind="custom batches", batch_size=3),
+    "two loaders": Case((20, 9)),
+    "two loaders at once, the longer one counts": Case((21, 10), mode="max_size"),
+}
+# Where a rank has to repeat a batch, which must not count.
+REPEATING = {
+    "one sample": Case((1,)),
+    "fewer samples than ranks": Case((3,), batch_size=2),
+    "batches of one": Case((7,), batch_size=1),
+    "no batches": Case((10,), batch_size=None),
+    "two loaders, one sample in the second": Case((9, 1)),
+}
+
+
+@functools.cache
+def alone(name: str) -> dict[str, Any]:
+    [outcome] = run_on_ranks(evaluate, world_size=1, cases=[{**CASES, **REPEATING}[name]])[0]
+    return outcome
+
+
+def assert_logged_as_alone(outcome: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
+    assert outcome["logged"].keys() == expected["logged"].keys()
+    # Sums of whole numbers are exact, and halves and quarters of them.
+    for name, value in expected["logged"].items():
+        if world_size in (2, 4) and not name.startswith(("accuracy", "auroc")):
+            assert outcome["logged"][name] == value, name
+        else:
+            assert outcome["logged"][name] == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_sample_counts_once(world_size: int) -> None:
+    cases = {**CASES, **REPEATING}
+    ranks = run_on_ranks(evaluate, world_size=world_size, cases=list(cases.values()))
+    for number, (name, case) in enumerate(cases.items()):
+        outcomes = [rank[number] for rank in ranks]
+        assert len({outcome["num_steps"] for outcome in outcomes}) == 1, name
+        for outcome in outcomes:
+            assert_logged_as_alone(outcome, alone(name), world_size)
+        if name in CASES:
+            seen = sorted(index for outcome in outcomes for batch in outcome["seen"] for index in batch)
+            assert seen == sorted(index for batch in alone(name)["seen"] for index in batch), name
+            assert all(len(batch) <= case.batch_size for outcome in outcomes for batch in outcome["seen"])
+
+
+def test_last_batches_that_are_not_full_are_dropped() -> None:
+    ranks = run_on_ranks(evaluate, cases=[Case((21,), drop_last=True), Case((7,), drop_last=True)])
+    full, nothing = zip(*ranks, strict=True)
+    assert [outcome["seen"] for outcome in full] == [
+        [list(range(rank, 16, 2))[:4], list(range(rank, 16, 2))[4:]] for rank in (0, 1)
+    ]
+    assert [outcome["seen"] for outcome in nothing] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_batches", "num_asked"),
+    [
+        ({}, [4], 1),
+        ({"limit_val_batches": 3}, [3], 1),
+        ({"limit_val_batches": 0.5}, [2], 1),
+        ({"overfit_batches": 2}, [2], 1),
+        ({"num_sanity_val_steps": 1}, [1, 4], 1),
+        ({"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}, [4, 4, 4], 2),
+    ],
+    ids=str,
+)
+def test_validation_in_a_fit(trainer: dict[str, Any], num_batches: list[int], num_asked: int) -> None:
+    ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((31,), trainer=trainer)], stage="fit")]
+    for rank, outcome in enumerate(ranks):
+        share = list(range(rank, 31, 2))
+        batches = [share[at : at + 4] for at in range(0, len(share), 4)]
+        assert outcome["seen"] == [batch for num in num_batches for batch in batches[:num]]
+        assert outcome["num_asked"] == num_asked
+    assert ranks[0]["logged"] == ranks[1]["logged"]
+
+
+def test_test_is_as_exact_as_validation() -> None:
+    case = CASES["more batches on some ranks"]
+    for [outcome] in run_on_ranks(evaluate, cases=[case], stage="test"):
+        assert_logged_as_alone(outcome, alone("more batches on some ranks"), world_size=2)
+
+
+def test_what_lightning_leaves_alone_is_left_alone() -> None:
+    untouched = Case((5,), trainer={"use_distributed_sampler": False})
+    ranks = run_on_ranks(evaluate, cases=[untouched, Case((5,), kind="stream"), Case((5,), kind="distributed")])
+    for rank, [all_samples, stream, of_user] in enumerate(ranks):
+        assert all_samples["seen"] == stream["seen"] == [[0, 1, 2, 3], [4]]
+        assert of_user["seen"] == [[[0, 2, 4], [1, 3, 0]][rank]]
+
+
+def test_samples_are_repeated_as_ddp_does_if_asked() -> None:
+    ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((5,), exact=False)])]
+    assert [outcome["seen"] for outcome in ranks] == [[[0, 2, 4]], [[1, 3, 0]]]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"kind": "custom batches"}, {"batch_size": None}], ids=str)
+def test_fabric_evaluates_every_sample_once(options: dict[str, Any]) -> None:
+    num_samples = [1, 9, 10, 31]
+    ranks = run_on_ranks(evaluate_with_fabric, num_samples=num_samples, **options)
+    for number, *batches in zip(num_samples, *ranks, strict=True):
+        samples = itertools.chain.from_iterable
+        assert sorted(samples(samples(batches))) == list(range(number))
+        if number > 1 and options.get("batch_size", 4) is not None:
+            assert len(batches[0]) == len(batches[1])
+
+
+# --- predictions
+
+PREDICTED = {
+    "more batches on some ranks": Case((23,)),
+    "fewer batches than ranks": Case((3,)),
+    "the user's batches": Case((13,), kind="custom batches", batch_size=3),
+    "two loaders": Case((9, 4), batch_size=2),
+}
+
+
+def batches_in(outcome: dict[str, Any], case: Case) -> list[dict[str, Any]]:
+    by_loader = [outcome["returned"]] if len(case.num_samples) == 1 else outcome["returned"]
+    return list(itertools.chain.from_iterable(by_loader))
+
+
+def plain(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.tolist() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_predictions_of_all_ranks_are_those_of_one_process(world_size: int) -> None:
+    cases = list(PREDICTED.values())
+    [expected] = run_on_ranks(predict, world_size=1, cases=cases)
+    ranks = run_on_ranks(predict, world_size=world_size, cases=cases, gather_predictions=True)
+    for case, alone, *outcomes in zip(cases, expected, *ranks, strict=True):
+        returned = batches_in(outcomes[0], case)
+        assert [plain(batch) for batch in returned] == [plain(batch) for batch in batches_in(alone, case)]
+        # What another rank has made a view of a larger tensor comes alone.
+        assert {batch["view"].untyped_storage().nbytes() == batch["view"].nbytes for batch in returned[1:2]} <= {True}
+        for kind in ("by_batch", "by_epoch"):
+            assert sorted(sample for outcome in outcomes for sample in outcome[kind]) == sorted(alone[kind])
+
+
+def test_a_limit_of_predicted_batches_is_one_of_each_rank() -> None:
+    [limited], _ = run_on_ranks(
+        predict, cases=[Case((40,), trainer={"limit_predict_batches": 2})], gather_predictions=True
+    )
+    assert [name for batch in limited["returned"] for name in batch["names"]] == [f"sample {i}" for i in range(16)]
+
+
+def test_predictions_stay_where_they_are_made_by_default() -> None:
+    cases = [Case((5,), batch_size=2), Case((1,))]
+    ranks = run_on_ranks(predict, cases=cases)
+    assert [sorted(index for rank in ranks for index, _ in rank[number]["by_batch"]) for number in (0, 1)] == [
+        list(range(5)),
+        [0],
+    ]
+    assert [[len(batch["value"]) for batch in rank[0]["returned"]] for rank in ranks] == [[2, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("launcher", ["popen", "fork", "torchrun", pytest.param("spawn", marks=pytest.mark.long)])
+def test_every_launcher(launcher: str, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher]
+    root = "pytorch_lightning" if launcher in ("spawn", "torchrun") else "lightning.pytorch"
+    finished = run(*command, root=root, directory=tmp_path)
+    assert finished.returncode == 0, finished.output
+    told = finished.results["evaluated"]
+    assert told["predicted"] == [[2.0 * number for number in range(at, min(at + 4, 103))] for at in range(0, 103, 4)]
+    if launcher == "spawn":
+        return
+    [tested] = told["tested"]
+    assert tested == pytest.approx({"mean": sum(i * i % 97 for i in range(103)) / 103, "count": 103})
+    assert finished.results["steps"] == [13, 13]
+    assert finished.output.count("`test_dataloader` has 103 samples for 2 ranks; each is evaluated once") == 1
+    assert "it is recommended to use `Trainer(devices=1" not in finished.output
