@@ -58,6 +58,12 @@ EXAMPLES = {
         numbers=r"([\d.]+)% with the backbone frozen, ([\d.]+)% at the end",
         have_trained=lambda frozen, unfrozen: 20 < frozen < unfrozen - 15,  # without unfreezing the head gains 2
     ),
+    "exact_evaluation": Example(
+        ["python exact_evaluation.py"],
+        # On two ranks, on one, and from what they have predicted.
+        numbers=r"(?:103 images, accuracy|rank 0: 103, all in order, accuracy) ([\d.]+)%",
+        have_trained=lambda ranks, alone, predicted: 50 < ranks == alone == predicted,
+    ),
     "cli": Example(
         ["cd cli && python train.py fit -c config.yaml --trainer.max_epochs 2 && cat lightning_logs/*/metrics.csv"],
         numbers=r"^(0\.\d+),1,,\d+$",  # after the second epoch

@@ -97,13 +97,15 @@ class ExactEvaluation(PaddedEvaluation):
         is_prediction = mode == _PREDICTING
         part = Part(self._rank, self._world_size, self._seed, repeats=not is_prediction)
         divide(loader, part, keeps_batches=self._keeps_batches and is_prediction)
-        name, num_samples = f"{mode.dataloader_prefix}_dataloader", len(loader.dataset)
-        if num_samples % self._world_size != 0 and not is_prediction and name not in self._told:
-            self._told.add(name)
-            rank_zero_info(
-                f"bucketddp: `{name}` has {num_samples} samples for {self._world_size} ranks; each is evaluated once,"
-                " and batches differ in size. `exact_evaluation=False` repeats samples, as `ddp` does."
-            )
+        name, share = f"{mode.dataloader_prefix}_dataloader", share_of(loader)
+        sampler = getattr(share, "sampler", None)
+        if is_prediction or sampler is None or len(sampler) % self._world_size == 0 or name in self._told:
+            return
+        self._told.add(name)
+        rank_zero_info(
+            f"bucketddp: `{name}` has {len(sampler)} samples for {self._world_size} ranks; each is evaluated once, and"
+            " batches differ in size. `exact_evaluation=False` repeats samples, as `ddp` does."
+        )
 
     def begin(self) -> None:
         self._num_seen.clear()
