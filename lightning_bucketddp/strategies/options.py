@@ -37,7 +37,7 @@ WHY_WITHOUT_EFFECT = {
 
 
 _FLAGS = {
-    *("overlap", "broadcast_buffers", "init_sync", "rank_seeds", "uneven_data"),
+    *("overlap", "broadcast_buffers", "init_sync", "rank_seeds", "uneven_data", "shard_iterable"),
     *("async_checkpoints", "check_gradients", "monitor"),
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
@@ -69,6 +69,7 @@ class StrategyOptions:
     rank_seeds: bool = False
     gradient_weight: GradientWeightOption = None
     uneven_data: bool = False
+    shard_iterable: bool = False
     monitor: bool = False
 
     @classmethod

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.data.first_batches import FirstBatches
+from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
@@ -61,6 +63,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        shard_iterable: Deal out each `IterableDataset` of a `DataLoader`, which every rank and worker would read in
+            full: sample by sample to the ranks, batch by batch to the workers of a rank.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
@@ -122,6 +126,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        shard_iterable: bool = False,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
@@ -198,6 +203,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._restored()
         # What is left of an earlier fit is told by `reducer`, also after an evaluation.
         self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
+        if self.options.shard_iterable:
+            self._state.sharding = IterableSharding(
+                rank=self.global_rank, world_size=self.world_size, warn=rank_zero_warn
+            )
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
@@ -223,6 +232,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 weight_of=self._batch_size_of if weight == "batch_size" else weight,
                 extends_uneven_data=self.options.uneven_data,
             )
+            # To overfit on the same batches everywhere is a way to test a model.
+            if self._collectives.world_size > 1 and not trainer.overfit_batches:  # type: ignore[attr-defined]
+                state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
             if self._signals is not None:
                 self._signals.travel_with(state.exchange)
         if self._layer_sync is not None:
