@@ -158,10 +158,12 @@ def resume(*, stream: Stream, directory: Path, step: int, interrupted: str = "af
     saves, ends = INTERRUPTIONS[interrupted](step)
     checkpoint = ModelCheckpoint(directory, save_top_k=-1, filename="{step}", **saves)
     trainer = _make_trainer(stream, enable_checkpointing=True, callbacks=checkpoint, **ends)
-    trainer.fit(before, stream.loader(), stream.loader(4))
+    validation = stream.but(is_sized=True)  # old versions of Lightning cannot resume where it has no length
+    trainer.fit(before, stream.loader(), validation.loader(4))
 
     after = Reader()
-    _make_trainer(stream).fit(after, stream.loader(), stream.loader(4), ckpt_path=directory / f"step={step}.ckpt")
+    trainer = _make_trainer(stream)
+    trainer.fit(after, stream.loader(), validation.loader(4), ckpt_path=directory / f"step={step}.ckpt")
     return uninterrupted.seen["train"], before.seen["train"], after.seen["train"]
 
 
