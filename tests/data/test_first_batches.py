@@ -100,7 +100,7 @@ def test_nothing_is_compared_where_data_is_split_or_meant_to_be_the_same(kind: s
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:
-    [alone] = run_on_ranks(fit, world_size=1, kind="rows")
+    [alone] = run_on_ranks(fit, world_size=1, kind="rows", options={"gradient_weight": "batch_size"})
     assert (alone.texts, alone.num_steps) == ([], 0)
 
 
@@ -115,6 +115,7 @@ class Pair:
 
 BATCHES: dict[str, Any] = {
     "large": torch.arange(4 * 3 * 64 * 64.0).reshape(4, 3, 64, 64),
+    "long": torch.arange(5000),
     "a view": torch.arange(1000.0).reshape(10, 100).t()[::3],
     "expanded": torch.arange(3.0).expand(5000, 3),
     "bfloat16": torch.arange(9.0).bfloat16(),
