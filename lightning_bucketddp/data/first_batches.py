@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -69,13 +69,14 @@ class FirstBatches(NoFirstBatches):
             self._decide()
         if not self._is_decided:
             # All micro-batches of a step have one digest.
-            self._exchange.batch_digest = digest_of(batch, before=self._exchange.batch_digest)
+            digest = digest_of(batch, before=self._exchange.batch_digest)
+            self._exchange.batch_digest = digest
+            self._is_decided = digest == 0  # such batches have nothing to compare
 
     def _decide(self) -> None:
         same = self._ranks_with_the_same()
         self._is_decided = not same or len(self._steps) == _NUM_STEPS
-        changes = len({step[same[0]] for step in self._steps}) > 1 if same else False
-        if self._is_decided and changes:
+        if same and self._is_decided and len({step[same[0]] for step in self._steps}) > 1:
             whose = "All ranks" if len(same) == len(self._steps[0]) else list_some_ranks(same).capitalize()
             loaders, remedies = " and ".join(self._loaders), " ".join(dict.fromkeys(self._loaders.values()))
             self._warn(
@@ -128,7 +129,7 @@ def _tensors_of(tree: Any) -> Iterator[Tensor]:
         if tree.device.type == "cpu":
             yield tree.detach()
     elif is_dataclass(tree):
-        yield from _tensors_of(vars(tree))
+        yield from _tensors_of([getattr(tree, field.name, None) for field in fields(tree)])
     elif isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors_of(value)

@@ -27,9 +27,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.wording import list_names
 
-# Names that code asks by which part of the data is its own: in a worker, or on a rank.
+# Names by which code asks which part of the data is its own: in a worker, or on a rank.
 _OF_WORKERS = {"get_worker_info"}
-_OF_RANKS = {"get_rank", "get_world_size", "global_rank", "world_size", "num_replicas", "DistributedSampler"}
+_OF_RANKS = {
+    *("get_rank", "get_world_size", "global_rank", "world_size", "num_replicas", "DistributedSampler"),
+    *("RANK", "WORLD_SIZE"),
+}
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -197,5 +200,7 @@ def _names_used_by(function: object, *, owner: type) -> set[str]:
 
 
 def _names_in(code: CodeType) -> set[str]:
+    """Return the names of variables and attributes, and the strings, among which are those of the environment."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return {*code.co_names, *code.co_freevars}.union(*map(_names_in, inner))
+    strings = [const for const in code.co_consts if isinstance(const, str)]
+    return {*code.co_names, *code.co_freevars, *strings}.union(*map(_names_in, inner))

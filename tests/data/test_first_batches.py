@@ -107,7 +107,7 @@ def test_one_process_has_nobody_to_compare_with() -> None:
 # --- Digests
 
 
-@dataclass
+@dataclass(slots=True)
 class Pair:
     first: Any
     second: Any

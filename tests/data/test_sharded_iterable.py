@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,11 @@ class ByArgument(Numbers):
         return itertools.islice(super().__iter__(), self.rank, None, self.world_size)
 
 
+class ByVariable(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), int(os.environ.get("RANK", 0)), None, 2)
+
+
 def set_part(_: int) -> None:
     worker: Any = get_worker_info()
     worker.dataset.num_samples //= worker.num_workers
@@ -171,10 +177,11 @@ class AsksElsewhere(Numbers):
         (ByRank(8), {}, "`get_rank`"),
         (Inherited(8), {}, "`get_rank`"),
         (ByArgument(8), {}, "`world_size`"),
+        (ByVariable(8), {}, "`RANK`"),
         (ChainDataset([Numbers(8), ByRank(8)]), {}, "`get_rank`"),
         (Numbers(8), {"num_workers": 2, "worker_init_fn": set_part}, "`get_worker_info`"),
     ],
-    ids=["worker", "rank", "inherited", "argument", "chain", "worker_init_fn"],
+    ids=["worker", "rank", "inherited", "argument", "variable", "chain", "worker_init_fn"],
 )
 def test_a_dataset_that_asks_for_its_part_is_named(dataset: Any, options: dict[str, Any], names: str) -> None:
     said: list[str] = []

@@ -100,5 +100,6 @@ def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: 
         trainer.fit(Module(), loader_of(kind))
     strategy: Any = trainer.strategy
     compared = strategy._state.first_batches
+    assert not isinstance(compared, FirstBatches) or compared._is_decided or not compared._loaders  # at no more cost
     num_steps = len(compared._steps) if isinstance(compared, FirstBatches) else 0
     return Said([str(one.message) for one in caught if "same data" in str(one.message)], num_steps)
