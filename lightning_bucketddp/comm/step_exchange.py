@@ -49,6 +49,7 @@ class StepMessage:
         is_alert: something has gone wrong there that all ranks have to hear of before their next step.
         trainable: identifies its set of trainable parameters.
         digest: of its weights and optimizer state, in the step in which they are compared; else 0.
+        batch_digest: of the batches of the step, as long as the first ones are compared; else 0.
     """
 
     kind: MessageKind
@@ -62,11 +63,12 @@ class StepMessage:
     is_alert: bool = False
     trainable: int = 0
     digest: int = 0
+    batch_digest: int = 0
 
     @classmethod
     def from_floats(cls, values: Sequence[float]) -> StepMessage:
         """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int)
+        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int, int)
         return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
 
 
@@ -75,7 +77,8 @@ class StepExchange:
 
     What a signal handler sets here goes out with the next message, so that all ranks learn of it in the same step.
     `digest` goes out with the next message of a step. When messages with different digests have come in,
-    `digests_differ` is set; whoever reads that resets it.
+    `digests_differ` is set; whoever reads that resets it. `batch_digest` goes out in the same way, and those that have
+    come in are `batch_digests`, by rank.
 
     Args:
         has_alert: asked before each message whether it has to alert the others.
@@ -93,6 +96,8 @@ class StepExchange:
         self._has_alert = has_alert
         self.digest = 0
         self.digests_differ = False
+        self.batch_digest = 0
+        self.batch_digests: list[int] = []
         self._hosts: Collectives | None = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
 
@@ -106,10 +111,11 @@ class StepExchange:
         trainable: int = 0,
     ) -> None:
         """Send a message to all ranks; `receive` returns theirs."""
-        digest = 0
+        digests = (0, 0)
         if kind == MessageKind.STEP:
-            digest, self.digest = self.digest, 0
-        flags = (self.stop_signal, self.wants_requeue, self._has_alert(), trainable, digest)
+            digests = (self.digest, self.batch_digest)
+            self.digest = self.batch_digest = 0
+        flags = (self.stop_signal, self.wants_requeue, self._has_alert(), trainable, *digests)
         assert self._hosts is not None  # not closed yet
         message = StepMessage(kind, self.epoch, self.num_batches, weight, full_weight, num_skipped, *flags)
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(message), dtype=torch.float64)))
@@ -125,6 +131,8 @@ class StepExchange:
             self.all_requeue = self.all_requeue or any(message.wants_requeue for message in messages)
             self.is_alerted |= any(message.is_alert for message in messages)
             self.digests_differ |= len({message.digest for message in messages}) > 1
+            if any(message.batch_digest for message in messages):
+                self.batch_digests = [message.batch_digest for message in messages]
         return messages
 
     def close(self) -> bool:

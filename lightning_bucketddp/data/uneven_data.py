@@ -46,7 +46,7 @@ class UnevenData:
 
     def prepare(self, loader: Any, *, is_only_loader: Callable[[Any], bool]) -> Any:
         """Return a loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
-        if _is_even(loader):
+        if is_even(loader):
             return loader
         prepared = copy.copy(loader) if _has_own_class(loader) else _Batches(loader)
         original: Any = getattr(prepared, "_even_original", type(prepared))
@@ -54,10 +54,14 @@ class UnevenData:
         length = self._agreed_length(prepared)
 
         def iterate(this: Any) -> Iterator[Any]:
+            # Those that a run that is resumed had read before; asked before the next pass begins.
+            num_read: int = getattr(this, "num_batches_read", 0)
             batches: Iterator[Any] = original.__iter__(this)
             if not is_only_loader(this):
                 return self._one_of_several(batches)
-            return self._extended(batches) if self._extends else self._watched(batches, length)
+            if not self._extends:
+                return self._watched(batches, length, num_read=num_read)
+            return self._extended(batches, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
         members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__, "_even_original": original}
         if self._extends and length is not None:
@@ -78,9 +82,9 @@ class UnevenData:
         lengths = [int(message.weight) for message in self._exchange.receive()]
         return None if -1 in lengths else max(lengths)
 
-    def _watched(self, batches: Iterator[Any], length: int | None) -> Iterator[Any]:
+    def _watched(self, batches: Iterator[Any], length: int | None, *, num_read: int) -> Iterator[Any]:
         has_told = False
-        for num_given, batch in enumerate(batches, start=1):
+        for num_given, batch in enumerate(batches, start=num_read + 1):
             if num_given == length:  # nobody will ask for another
                 self._exchange.send(MessageKind.OUT_OF_DATA)
                 has_told = True
@@ -88,13 +92,15 @@ class UnevenData:
         if not has_told:
             self._exchange.send(MessageKind.OUT_OF_DATA)
 
-    def _extended(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _extended(
+        self, batches: Iterator[Any], *, num_read: int, begin_again: Callable[[], Iterator[Any]]
+    ) -> Iterator[Any]:
         self._num_own_batches = None
-        self._num_batches_begun = 0
+        self._num_batches_begun = num_read
         nothing = object()
         batch: Any = nothing
-        for num_given in itertools.count():
-            following = next(batches, nothing)
+        for num_given in itertools.count(num_read):
+            following = nothing if self._num_own_batches is not None else next(batches, nothing)
             if following is not nothing:
                 batch = following
             elif self._num_own_batches is None:
@@ -108,6 +114,8 @@ class UnevenData:
                     f"Rank {having.index(False)} has no training data at all. `uneven_data` needs at least one batch on"
                     " every rank."
                 )
+            if batch is nothing:  # its data had ended before the run was resumed: any batch will do, with weight zero
+                batch = next(begin_again())
             yield batch
 
     def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -135,7 +143,7 @@ def _has_own_class(loader: Any) -> bool:
     return bool(type(loader).__flags__ & _DEFINED_IN_PYTHON)
 
 
-def _is_even(loader: Any) -> bool:
+def is_even(loader: Any) -> bool:
     """Return whether a sampler gives every rank the same number of samples."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]

@@ -10,6 +10,8 @@ from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.data.first_batches import NoFirstBatches
+from lightning_bucketddp.data.sharded_iterable import NoSharding
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.consistency import NoReplicaChecks
@@ -143,6 +145,8 @@ class FitState:
         layers: those that are synchronised between ranks.
         checks: compare the replicas.
         evaluation: which samples this rank evaluates.
+        first_batches: compares the ranks' training data.
+        sharding: gives each rank its part of a stream.
     """
 
     is_fit: bool = False
@@ -154,6 +158,8 @@ class FitState:
     layers: NoLayerSync = field(default_factory=NoLayerSync)
     checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
     evaluation: PaddedEvaluation = field(default_factory=PaddedEvaluation)
+    first_batches: NoFirstBatches = field(default_factory=NoFirstBatches)
+    sharding: NoSharding = field(default_factory=NoSharding)
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""

@@ -37,8 +37,8 @@ WHY_WITHOUT_EFFECT = {
 
 
 _FLAGS = {
-    *("overlap", "broadcast_buffers", "init_sync", "rank_seeds", "uneven_data"),
-    *("exact_evaluation", "gather_predictions"),
+    *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
+    *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
     *("async_checkpoints", "check_gradients", "monitor"),
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
@@ -70,6 +70,7 @@ class StrategyOptions:
     rank_seeds: bool = False
     gradient_weight: GradientWeightOption = None
     uneven_data: bool = False
+    shard_iterable: bool = False
     exact_evaluation: bool = True
     gather_predictions: bool = False
     monitor: bool = False

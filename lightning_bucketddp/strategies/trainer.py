@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.data.first_batches import FirstBatches
+from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
@@ -62,6 +64,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        shard_iterable: Deal out each `IterableDataset` of a `DataLoader`, which every rank and worker would read in
+            full: sample by sample to the ranks, batch by batch to the workers of a rank.
         exact_evaluation: Evaluate every sample once in validation, test and prediction, instead of repeating some until
             all ranks have as many.
         gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
@@ -127,6 +131,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        shard_iterable: bool = False,
         exact_evaluation: bool = True,
         gather_predictions: bool = False,
         start_timeout_s: float = 300.0,
@@ -206,6 +211,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         # What is left of an earlier fit is told by `reducer`, also after an evaluation.
         self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
         self._prepare_evaluation(trainer)
+        if self.options.shard_iterable:
+            self._state.sharding = IterableSharding(
+                rank=self.global_rank, world_size=self.world_size, warn=rank_zero_warn
+            )
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
@@ -256,6 +265,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 weight_of=self._batch_size_of if weight == "batch_size" else weight,
                 extends_uneven_data=self.options.uneven_data,
             )
+            # To overfit on the same batches everywhere is a way to test a model.
+            if self._collectives.world_size > 1 and not trainer.overfit_batches:  # type: ignore[attr-defined]
+                state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
             if self._signals is not None:
                 self._signals.travel_with(state.exchange)
         if self._layer_sync is not None:

@@ -62,11 +62,23 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return None if self._fault_handler is None else self._fault_handler.signals
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self._state.weighting.prepare(dataloader) if self._is_training() else dataloader
+        state = self._state
+        if not self._is_training():
+            return state.sharding.prepare(dataloader)
+        dataloader = state.sharding.prepare(dataloader, num_batches_trained=self._num_batches_trained)
+        state.first_batches.prepare(dataloader)
+        return state.weighting.prepare(dataloader)
+
+    def _num_batches_trained(self) -> int:
+        """Return how many batches of an epoch a run that is resumed from a checkpoint of now must not see again."""
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        is_over = progress.is_last_batch and progress.current.processed == progress.current.ready
+        return 0 if is_over else int(progress.current.processed)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
             self._state.weighting.see(batch)
+            self._state.first_batches.see(batch)
         elif self._is_evaluating():
             self._state.evaluation.see_batch(dataloader_idx)
         batch = super().batch_to_device(batch, device, dataloader_idx)

@@ -1,0 +1,206 @@
+"""Streams that are dealt out: each rank and each worker takes its part of an `IterableDataset`.
+
+Note: dealing
+    Every process reads the whole stream. Sample i goes to rank i % world_size; of the samples of a rank, as many in a
+    row as make a batch go to one worker, the next ones to the next worker. So a rank gets the same batches in the same
+    order with any number of workers, `len` is right, and only its last batch may be incomplete. The stream has to be
+    the same in every process: it may be shuffled by a seed, but not by the random numbers of the process.
+
+Note: reading on
+    A checkpoint holds how many samples of the stream all ranks together have trained on. A run that is resumed begins
+    its first pass behind them, on any number of ranks and workers. The count is the training loop's, because loaders
+    are ahead of it. It is kept for one pass: a loader that is shorter than another one beside it, and has begun again
+    within the epoch, begins once more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sized
+from inspect import unwrap
+from itertools import islice
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch.utils.data
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_bucketddp.wording import list_names
+
+# Names by which code asks which part of the data is its own: in a worker, or on a rank.
+_OF_WORKERS = {"get_worker_info"}
+_OF_RANKS = {
+    *("get_rank", "get_world_size", "global_rank", "world_size", "num_replicas", "DistributedSampler"),
+    *("RANK", "WORLD_SIZE"),
+}
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """The part of `dataset` that this process reads (Note: dealing). Attributes are those of `dataset`.
+
+    Attributes:
+        num_read: how many samples of the whole stream are left out at the beginning of the next pass.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, batch_size: int) -> None:
+        self.dataset = dataset
+        self.num_read = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        # For one pass. A worker may live longer, and has a copy of its own.
+        start, self.num_read = self.num_read + self._rank, 0
+        own = islice(self.dataset, start, None, self._world_size)
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return own
+        num_workers, number, size = worker.num_workers, worker.id, self._batch_size
+        return (sample for index, sample in enumerate(own) if index // size % num_workers == number)
+
+    def __len__(self) -> int:
+        return len(range(self._rank, len(cast(Sized, self.dataset)), self._world_size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class NoSharding:
+    """Streams are read as they are."""
+
+    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int] | None = None) -> object:
+        """Return `loader`, or one like it over this rank's part.
+
+        Args:
+            num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: nothing trains.
+        """
+        return loader
+
+
+class IterableSharding(NoSharding):
+    """Deals out the streams of a run (Note: dealing)."""
+
+    def __init__(self, *, rank: int, world_size: int, warn: Callable[[str], None]) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._warn = warn
+        self._warnings: set[str] = set()
+
+    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int] | None = None) -> object:
+        loader = getattr(loader, "dealt_from", loader)  # one that was prepared before
+        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+            return loader
+        if (reason := _why_dealt_already(loader.dataset)) is not None:
+            self._warn_once(f"bucketddp: `shard_iterable=True` leaves a dataset as it is: {reason}")
+            return loader
+        if names := _asks_for_its_part(loader):
+            self._warn_once(
+                f"bucketddp: `{type(loader.dataset).__name__}` asks by {list_names(names)} which samples to read, and"
+                " `shard_iterable=True` deals out what it reads. If it takes a part of the samples by itself, the rest"
+                " is never used: let it read all of them, or leave `shard_iterable` out."
+            )
+        return self._deal(loader, num_batches_trained)
+
+    def _deal(self, loader: DataLoader[Any], num_batches_trained: Callable[[], int] | None) -> object:
+        batch_size = loader.batch_size or 1
+        dataset = cast(IterableDataset[Any], loader.dataset)
+        dealt = ShardedIterable(dataset, rank=self._rank, world_size=self._world_size, batch_size=batch_size)
+        prepared = copy.copy(loader)
+        # `DataLoader` forbids to set `dataset`. Workers that are there have the old one.
+        vars(prepared).update(dataset=dealt, dealt_from=loader, _iterator=None)
+        original: Any = type(loader)
+
+        def iterate(this: Any) -> Iterator[Any]:
+            batches: Iterator[Any] = original.__iter__(this)
+            this.dataset.num_read = 0  # workers have copies
+            return batches
+
+        members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__}
+        if num_batches_trained is not None:
+            members.update(_stateful(num_batches_trained, samples_per_batch=batch_size * self._world_size))
+        # Still an instance of its own class, as users and Lightning expect.
+        prepared.__class__ = type(original.__name__, (original,), members)
+        return prepared
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            self._warn(text)
+
+
+def _stateful(num_batches_trained: Callable[[], int], *, samples_per_batch: int) -> dict[str, Any]:
+    """Return the members by which Lightning saves and restores the position of a loader (Note: reading on)."""
+
+    def state_dict(this: Any) -> dict[str, int]:
+        return {"num_samples": num_batches_trained() * samples_per_batch}
+
+    def load_state_dict(this: Any, state: dict[str, int]) -> None:
+        this.dataset.num_read = state.get("num_samples", 0)
+
+    return {
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "num_batches_read": property(lambda this: this.dataset.num_read // samples_per_batch),
+    }
+
+
+def is_dealt(loader: object) -> bool:
+    """Return whether each rank has its own part of what `loader` reads."""
+    return isinstance(getattr(loader, "dataset", None), ShardedIterable)
+
+
+def _why_dealt_already(dataset: object) -> str | None:
+    """Return who gives each rank and worker its own part of `dataset` already; None: nobody is known to."""
+    # torch will not have it for ever.
+    if isinstance(dataset, getattr(torch.utils.data, "IterDataPipe", ())):
+        return (
+            "`DataLoader` itself deals out an `IterDataPipe`, at its `sharding_filter`. One that has none is read in"
+            " full by every rank."
+        )
+    # Hugging Face's, which is not imported for this.
+    if getattr(dataset, "_distributed", None) is not None:
+        return f"`split_by_node` has given each rank its part of this `{type(dataset).__name__}`."
+    return None
+
+
+def _asks_for_its_part(loader: DataLoader[Any]) -> list[str]:
+    """Return the names by which the code that reads samples seems to find out which ones are its own."""
+    # Nobody is a worker where there are none.
+    wanted = _OF_RANKS | _OF_WORKERS if loader.num_workers > 0 else _OF_RANKS
+    used = _names_used_by(loader.worker_init_fn, owner=object)
+    datasets: list[Any] = [loader.dataset]
+    for dataset in datasets:
+        used |= _names_used_by(type(dataset).__iter__, owner=type(dataset))
+        # Those that it reads from: one, or several (`ChainDataset`).
+        for value in getattr(dataset, "__dict__", {}).values():
+            inner = value if isinstance(value, list | tuple) else [value]
+            datasets += [one for one in inner if isinstance(one, IterableDataset) and one not in datasets]
+    return sorted(used & wanted)
+
+
+def _names_used_by(function: object, *, owner: type) -> set[str]:
+    """Return the names in the code of `function` and of what it calls: methods of `owner`, functions of its module."""
+    names: set[str] = set()
+    functions = [function]
+    for one in functions:
+        one = getattr(one, "func", getattr(one, "__func__", one))  # of a `partial`, of a static or bound method
+        if not isinstance(one, FunctionType):
+            continue
+        code = unwrap(one)
+        found = _names_in(code.__code__) - names
+        names |= found
+        for name in found:
+            functions += [vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)]
+            called = code.__globals__.get(name)
+            functions += [called] if getattr(called, "__module__", None) == code.__module__ else []
+    return names
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of variables and attributes, and the strings, among which are those of the environment."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    strings = [const for const in code.co_consts if isinstance(const, str)]
+    return {*code.co_names, *code.co_freevars, *strings}.union(*map(_names_in, inner))

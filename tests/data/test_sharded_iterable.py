@@ -1,0 +1,337 @@
+"""Streams that are dealt out by rank and worker: every sample once, and read on where a run was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from torch import Tensor
+from torch.utils.data import ChainDataset, DataLoader, TensorDataset, get_worker_info
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
+from lightning_bucketddp.data.uneven_data import UnevenData
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.streams import (
+    Numbers,
+    SizedNumbers,
+    Stream,
+    read,
+    refusal,
+    resume,
+    resume_after_failure,
+)
+
+SIZES = [0, 1, 3, 8, 23, 48]
+BATCH_SIZES = [None, 1, 3, 8]
+
+
+def deal(loader: Any, *, rank: int = 0, world_size: int = 2, warnings: list[str] | None = None) -> Any:
+    said = [] if warnings is None else warnings
+    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append)
+    return sharding.prepare(loader, num_batches_trained=lambda: 0)
+
+
+def numbers_in(batches: Iterator[Tensor]) -> list[list[int]]:
+    return [batch.flatten().int().tolist() for batch in batches]
+
+
+def batches_of(samples: list[int], size: int) -> list[list[int]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+# --- Every sample once
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_each_sample_is_read_once_in_the_same_batches_by_any_number_of_workers(
+    num_workers: int, world_size: int
+) -> None:
+    cases = list(itertools.product(SIZES, BATCH_SIZES, [False, True]))
+    # Workers are processes: not all cases with all numbers of them.
+    for num_samples, batch_size, drop_last in cases if num_workers == 0 else cases[num_workers + world_size :: 11]:
+        drop_last = drop_last and batch_size is not None
+        seen: list[int] = []
+        for rank in range(world_size):
+            loader = DataLoader(
+                SizedNumbers(num_samples), batch_size=batch_size, drop_last=drop_last, num_workers=num_workers
+            )
+            dealt = deal(loader, rank=rank, world_size=world_size)
+            batches = numbers_in(iter(dealt))
+            expected = batches_of(list(range(rank, num_samples, world_size)), batch_size or 1)
+            if drop_last:
+                expected = [batch for batch in expected if len(batch) == batch_size]
+            assert batches == expected
+            assert len(dealt) == len(batches)
+            seen += itertools.chain(*batches)
+        if not drop_last:
+            assert sorted(seen) == list(range(num_samples))
+
+
+def test_workers_may_be_spawned() -> None:
+    dealt = ShardedIterable(Numbers(10), rank=1, world_size=2, batch_size=2)
+    dealt.num_read = 4
+    copied = pickle.loads(pickle.dumps(dealt))
+    assert numbers_in(iter(copied)) == [[5], [7], [9]]
+
+
+def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
+    class OwnLoader(DataLoader[Tensor]):
+        color = "red"
+
+    loader = OwnLoader(Numbers(10), batch_size=2)
+    loader.owner = "user"
+    dealt = deal(loader)
+    assert isinstance(dealt, OwnLoader)
+    assert (type(dealt).__name__, dealt.color, dealt.owner, dealt.batch_size) == ("OwnLoader", "red", "user", 2)
+    assert dealt.dataset.num_samples == 10
+    assert not hasattr(dealt.dataset, "missing")
+    # What the user has is as before.
+    assert type(loader) is OwnLoader
+    assert numbers_in(iter(loader))[0] == [0, 1]
+
+
+def test_a_loader_that_was_dealt_is_not_dealt_twice() -> None:
+    dealt = deal(deal(DataLoader(Numbers(10), batch_size=None)), rank=1)
+    assert numbers_in(iter(dealt)) == [[1], [3], [5], [7], [9]]
+
+
+def test_workers_from_before_are_not_kept() -> None:
+    loader = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
+    assert numbers_in(iter(loader)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert numbers_in(iter(deal(loader))) == [[0, 2], [4, 6]]
+
+
+@pytest.mark.parametrize("loader", [DataLoader(TensorDataset(torch.arange(3))), [1, 2, 3]], ids=["rows", "list"])
+def test_other_data_is_left_alone(loader: Any) -> None:
+    assert deal(loader) is loader
+
+
+def test_a_stream_without_a_length_has_none() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(deal(DataLoader(Numbers(3))))
+
+
+# --- Datasets that take their part by themselves
+
+
+class ByWorker(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), *self._part())
+
+    def _part(self) -> tuple[int, None, int]:
+        worker = get_worker_info()
+        return (0, None, 1) if worker is None else (worker.id, None, worker.num_workers)
+
+
+class ByRank(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (sample for number, sample in enumerate(super().__iter__()) if number % 2 == own_rank())
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+class Inherited(ByRank):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from super().__iter__()
+
+
+class ByArgument(Numbers):
+    rank, world_size = 0, 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), self.rank, None, self.world_size)
+
+
+class ByVariable(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(super().__iter__(), int(os.environ.get("RANK", 0)), None, 2)
+
+
+def set_part(_: int) -> None:
+    worker: Any = get_worker_info()
+    worker.dataset.num_samples //= worker.num_workers
+
+
+class AsksElsewhere(Numbers):
+    def describe(self) -> str:
+        return f"rank {dist.get_rank()}"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "names"),
+    [
+        (ByWorker(8), {"num_workers": 2}, "`get_worker_info`"),
+        (ByRank(8), {}, "`get_rank`"),
+        (Inherited(8), {}, "`get_rank`"),
+        (ByArgument(8), {}, "`world_size`"),
+        (ByVariable(8), {}, "`RANK`"),
+        (ChainDataset([Numbers(8), ByRank(8)]), {}, "`get_rank`"),
+        (Numbers(8), {"num_workers": 2, "worker_init_fn": set_part}, "`get_worker_info`"),
+    ],
+    ids=["worker", "rank", "inherited", "argument", "variable", "chain", "worker_init_fn"],
+)
+def test_a_dataset_that_asks_for_its_part_is_named(dataset: Any, options: dict[str, Any], names: str) -> None:
+    said: list[str] = []
+    deal(DataLoader(dataset, **options), warnings=said)
+    assert said == [
+        f"bucketddp: `{type(dataset).__name__}` asks by {names} which samples to read, and `shard_iterable=True` deals"
+        " out what it reads. If it takes a part of the samples by itself, the rest is never used: let it read all of"
+        " them, or leave `shard_iterable` out."
+    ]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(8), ByWorker(8), AsksElsewhere(8)], ids=lambda it: type(it).__name__)
+def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> None:
+    said: list[str] = []
+    assert isinstance(deal(DataLoader(dataset), warnings=said).dataset, ShardedIterable)
+    assert said == []
+
+
+def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
+    said: list[str] = []
+    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
+    for _ in range(3):
+        sharding.prepare(DataLoader(ByRank(8)))
+    assert len(said) == 1
+
+
+class SplitByNode(Numbers):
+    """As Hugging Face's `split_by_node` leaves a dataset."""
+
+    _distributed = (0, 2)
+
+
+def test_a_dataset_that_is_dealt_already_is_left_as_it_is() -> None:
+    said: list[str] = []
+    pipe = torch.utils.data.datapipes.iter.IterableWrapper(range(8)).sharding_filter()
+    for dataset in (pipe, SplitByNode(8)):
+        loader: DataLoader[Any] = DataLoader(dataset)
+        assert deal(loader, warnings=said) is loader
+    assert said == [
+        "bucketddp: `shard_iterable=True` leaves a dataset as it is: `DataLoader` itself deals out an `IterDataPipe`,"
+        " at its `sharding_filter`. One that has none is read in full by every rank.",
+        "bucketddp: `shard_iterable=True` leaves a dataset as it is: `split_by_node` has given each rank its part of"
+        " this `SplitByNode`.",
+    ]
+
+
+# --- With a Trainer
+
+
+@pytest.mark.parametrize("is_sized", [False, True], ids=["stream", "sized"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_trainer_reads_each_sample_once(num_workers: int, is_sized: bool) -> None:
+    stream = Stream(21, is_sized=is_sized, num_workers=num_workers, options={"uneven_data": True})
+    ranks = run_on_ranks(read, stream=stream)
+    for stage, num_samples, num_passes in (("train", 21, 2), ("val", 7, 2), ("test", 8, 1), ("predict", 9, 1)):
+        for number, rank in enumerate(ranks):
+            own = list(range(number, num_samples, 2))
+            assert rank.batches[stage] == batches_of(own, 2) * num_passes
+    assert [rank.loader_type for rank in ranks] == ["DataLoader"] * 2
+    assert [rank.warnings for rank in ranks] == [[], []]
+
+
+def test_a_stream_is_read_as_it_is_by_default() -> None:
+    everything = batches_of(list(range(22)), 2) * 2
+    for rank in run_on_ranks(read, stream=Stream(22, options={"shard_iterable": False})):
+        assert rank.batches["train"] == everything
+
+
+@pytest.mark.parametrize("is_sized", [False, True], ids=["stream", "sized"])
+def test_an_uneven_end_is_explained(is_sized: bool) -> None:
+    text = (
+        "OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on after 5 batches. Give every rank the"
+        " same number of batches, or pass `uneven_data=True` to the strategy: a rank that has run out then takes part"
+        " with weight zero until all have."
+    )
+    assert run_on_ranks(refusal, stream=Stream(21, is_sized=is_sized)) == [text] * 2
+
+
+# --- Reading on
+
+EVEN, UNEVEN = Stream(24), Stream(21, options={"uneven_data": True})
+
+
+@pytest.mark.parametrize(
+    ("stream", "step"),
+    [
+        # 24 samples are 6 batches per rank and epoch.
+        (EVEN.but(num_workers=2), 2),
+        (EVEN.but(is_sized=True), 8),
+        (EVEN.but(is_sized=True, num_workers=2, persistent=True, trainer={"max_epochs": 3}), 2),
+        # at the end of an epoch
+        (EVEN, 6),
+        (EVEN.but(is_sized=True), 6),
+        (EVEN.but(trainer={"max_steps": 11}), 6),
+        (EVEN.but(trainer={"limit_train_batches": 4}), 4),
+        # rank 1 has only 5 batches
+        (UNEVEN.but(num_workers=2), 5),
+        (UNEVEN.but(is_sized=True), 3),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_resumed_reads_on(stream: Stream, step: int, tmp_path: Path) -> None:
+    for uninterrupted, before, after in run_on_ranks(resume, stream=stream, step=step, directory=tmp_path):
+        assert before + after == uninterrupted
+        assert before
+        assert after
+
+
+def test_a_run_reads_on_after_a_checkpoint_of_a_validation(tmp_path: Path) -> None:
+    job = {"stream": EVEN, "step": 3, "interrupted": "after a validation", "directory": tmp_path}
+    for uninterrupted, before, after in run_on_ranks(resume, **job):
+        assert before + after == uninterrupted
+
+
+def test_a_step_that_failed_is_read_again(tmp_path: Path) -> None:
+    for rank, (before, after) in enumerate(run_on_ranks(resume_after_failure, directory=tmp_path)):
+        assert before + after == batches_of(list(range(rank, 24, 2)), 2)
+        assert len(before) == 2
+
+
+def tell_the_end() -> list[str]:
+    """What the ranks are told when the last batch is given of a stream that was read on."""
+    exchange = StepExchange(Collectives(torch.device("cpu")))
+    loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
+    loader.load_state_dict({"num_samples": 4})  # a batch of each rank
+    watched = UnevenData(exchange, extends=False).prepare(loader, is_only_loader=lambda _: True)
+    batches = iter(watched)
+    for _ in range(len(watched) - 1):
+        assert exchange.receive() == []
+        next(batches)
+    return [message.kind.name for message in exchange.receive()]
+
+
+def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
+    assert run_on_ranks(tell_the_end) == [["OUT_OF_DATA"] * 2] * 2
+
+
+@pytest.mark.parametrize("later", [1, 3])
+def test_another_number_of_ranks_reads_on(later: int) -> None:
+    earlier = [
+        IterableSharding(rank=rank, world_size=2, warn=print).prepare(
+            DataLoader(Numbers(23), batch_size=2), num_batches_trained=lambda: 3
+        )
+        for rank in range(2)
+    ]
+    seen = [number for dealt in earlier for batch in list(dealt)[:3] for number in batch.flatten().int().tolist()]
+    for rank in range(later):
+        dealt = deal(DataLoader(Numbers(23), batch_size=4), rank=rank, world_size=later)
+        dealt.load_state_dict(earlier[1].state_dict())
+        seen += itertools.chain(*numbers_in(iter(dealt)))
+        # The next pass is a whole one.
+        assert numbers_in(iter(dealt))[0][0] == rank
+    assert sorted(seen) == list(range(23))
