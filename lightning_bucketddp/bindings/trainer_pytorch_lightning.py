@@ -48,6 +48,7 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _async_checkpoint_io = AsyncCheckpointIO
     _init_dist_connection = staticmethod(_init_dist_connection)
     _batch_size_of = staticmethod(extract_batch_size)
+    _barrier_of_ddp = DDPStrategy.barrier
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher, LightningEnvironment)
     _sigterm_exception = SIGTERMException
     _normal_ends = (_TunerExitException,)

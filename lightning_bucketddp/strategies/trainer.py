@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
@@ -61,6 +62,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
+        global_batch_size: How many samples of all ranks make an optimizer's step. Sets each rank's batch size, up to
+            that of the `DataLoader`, and the accumulation. By default both are yours.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
@@ -122,6 +125,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
+        global_batch_size: int | None = None,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
@@ -155,6 +159,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._state = FitState()
         self._recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
+        size = self.options.global_batch_size
+        weighs = self.options.gradient_weight is None
+        self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
         self._is_restoring = False
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state
@@ -201,8 +208,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
-        elif self._rank_seeds is not None:
-            self._rank_seeds.forget_checkpoint()
+        else:
+            self._batch_size.forget_checkpoint()
+            if self._rank_seeds is not None:
+                self._rank_seeds.forget_checkpoint()
         super().setup(trainer)
         if self._state.is_fit and self._differs_by_design:
             self._enable_model_averaging()
@@ -211,6 +220,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         """Make what belongs to a fit and does not need the parameters."""
         assert self._collectives is not None
         assert self.model is not None
+        self._batch_size.begin(trainer)
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
@@ -272,11 +282,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
         super().setup_optimizers(trainer)
 
     def on_train_start(self) -> None:
+        self._batch_size.resume()
         super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._trainer, self.root_device)
 
     def teardown(self) -> None:
+        self._batch_size.end()
         self.model = self._state.close(self.model)
         has_raised = self._fault_handler is not None and self._fault_handler.has_raised
         self._end_watching()

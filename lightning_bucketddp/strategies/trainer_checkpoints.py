@@ -135,6 +135,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self._is_restoring and self._collectives is not None:
             self._is_restoring = False
             checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+            self._batch_size.take_from(checkpoint)
         else:
             checkpoint = read()
         if self._rank_seeds is not None:
@@ -229,6 +230,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             state["model_averager_step"] = self._model_averager.step
         if self._rank_seeds is not None:
             state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+        if (batch_size := self._batch_size.state()) is not None:
+            state["global_batch_size"] = batch_size
         if state:
             checkpoint[_OURS] = state
 

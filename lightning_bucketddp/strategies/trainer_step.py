@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -38,6 +39,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _state: FitState
     _recording: StepRecording
     _model_averager: Any
+    _batch_size: OwnBatchSize
+    _is_loading_training_data = False
+    # Lightning's own.
+    _barrier_of_ddp: Callable[..., None]
 
     @property
     def reducer(self) -> Reducer | None:
@@ -61,7 +66,17 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return None if self._fault_handler is None else self._fault_handler.signals
 
     def process_dataloader(self, dataloader: object) -> object:
+        if self._is_loading_training_data:
+            dataloader = self._batch_size.prepare(dataloader)
         return self._state.weighting.prepare(dataloader) if self._is_training() else dataloader
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        # Lightning says so what it does next, and nothing else tells loaders of a fit apart: it gets those for
+        # validation while it trains, and may get those for training at any time.
+        self._is_loading_training_data = name == "train_dataloader()"
+        if self._is_loading_training_data:
+            self._batch_size.begin_loaders()
+        self._barrier_of_ddp(name, *args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
@@ -106,7 +121,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             reducer = self.reducer
             if reducer is not None:
                 reducer.finiteness.see_loss(closure_loss)
-            closure_loss = self._state.weighting.weigh(closure_loss)
+            closure_loss = self._state.weighting.weigh(self._batch_size.weigh(closure_loss))
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             with nullcontext() if reducer is None else reducer.backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
