@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,11 +16,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
@@ -97,6 +99,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
     _monitor_class: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
     _batch_size_of: ClassVar[Any]
+    _is_oom_error: ClassVar[Any]
 
     def __init__(
         self,
@@ -259,7 +262,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 say=rank_zero_info,
             )
             self._progress.describe_backward = state.reducer.describe_backward
-            if state.exchange is not None and self._collectives.world_size > 1 and not self._differs_by_design:
+            state.checks = NoReplicaChecks()
+            # In a search some ranks may make a step that others do not. It ends with what it began with.
+            may_differ = self._differs_by_design or self._trials is not None
+            if state.exchange is not None and self._collectives.world_size > 1 and not may_differ:
                 state.checks = ReplicaChecks(
                     self._collectives, self.options.replica_checks, exchange=state.exchange, has_messages=True
                 )
@@ -281,6 +287,28 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
 
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Search inside for a setting by trials; afterwards training begins as if there had been none."""
+        assert self._collectives is not None
+        self._trials = Trials(self._collectives, is_out_of_memory=self._is_oom_error)
+        try:
+            yield
+        finally:
+            self._trials = None
+        self.forget_step()
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Try what is inside on all ranks; if it raises on one, it does so on all (Note: failing together)."""
+        assert self._trials is not None
+        return self._trials.attempt()
+
+    def forget_step(self) -> None:
+        """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
+        self._state.weighting.forget_step()
+        if self._state.is_fit:
+            self._setup_model(self._module)
+
     def on_train_start(self) -> None:
         self._batch_size.resume()
         super().on_train_start()
@@ -300,7 +328,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        return {**super().__getstate__(), "_collectives": None, "_fault_handler": None, "_state": FitState()}
+        return {
+            **super().__getstate__(),
+            "_collectives": None,
+            "_fault_handler": None,
+            "_state": FitState(),
+            "_trials": None,
+        }
 
 
 accept_in_every_root(TrainerStrategy)

@@ -66,9 +66,9 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return None if self._fault_handler is None else self._fault_handler.signals
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._is_loading_training_data:
-            dataloader = self._batch_size.prepare(dataloader)
-        return self._state.weighting.prepare(dataloader) if self._is_training() else dataloader
+        if not self._is_loading_training_data:
+            return dataloader
+        return self._state.weighting.prepare(self._batch_size.prepare(dataloader))
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         # Lightning says so what it does next, and nothing else tells loaders of a fit apart: it gets those for
