@@ -12,10 +12,12 @@ from lightning_bucketddp_autoload import register_when_imported
 
 if TYPE_CHECKING:
     from lightning_bucketddp.bindings.trainer_lightning import (
+        BatchSizeFinder,
         BucketDDPMonitor,
         BucketDDPStrategy,
         ScaleLearningRate,
         ScalingMonitor,
+        Tuner,
     )
     from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
     from lightning_bucketddp.comm.step_exchange import OutOfStepError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchSizeFinder",
     "BucketDDPMonitor",
     "BucketDDPStrategy",
     "CheckpointReadError",
@@ -41,10 +44,14 @@ __all__ = [
     "ScaleLearningRate",
     "ScalingMonitor",
     "StartError",
+    "Tuner",
     "UnsafeCheckpointError",
     "__version__",
 ]
 
+_BOUND_TO_ROOT = (
+    *("BatchSizeFinder", "BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "Tuner"),
+)
 # Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
 _MODULE_OF_ERROR = {
     "CheckpointReadError": "checkpoint.errors",
@@ -63,7 +70,7 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor"):
+    if name in _BOUND_TO_ROOT:
         return getattr(binding_of(_trainer_root()), name)
     if name in _MODULE_OF_ERROR:
         return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF_ERROR[name]}"), name)

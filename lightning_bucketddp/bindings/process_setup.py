@@ -19,7 +19,6 @@ TRAINER_PROCESS_SETUP = (
     "set_world_ranks",
     "determine_ddp_device_ids",
     "model_to_device",
-    "barrier",
     "broadcast",
     "_enable_model_averaging",
 )

@@ -14,8 +14,9 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _Su
 from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
+from pytorch_lightning.utilities.memory import is_oom_error
 
-from lightning_bucketddp.bindings.callbacks import bound_callback
+from lightning_bucketddp.bindings.callbacks import bound_class
 from lightning_bucketddp.bindings.process_setup import TRAINER_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
@@ -24,7 +25,7 @@ from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
 def __getattr__(name: str) -> Any:
-    return bound_callback(name, Callback, __name__)
+    return bound_class(name, "pytorch_lightning", __name__)
 
 
 class BucketDDPCheckpointIO(AtomicCheckpointIO, TorchCheckpointIO):
@@ -47,8 +48,10 @@ class BucketDDPStrategy(TrainerStrategy, ParallelStrategy):
     _default_checkpoint_io = BucketDDPCheckpointIO
     _async_checkpoint_io = AsyncCheckpointIO
     _init_dist_connection = staticmethod(_init_dist_connection)
+    _lightning_barrier = DDPStrategy.barrier
     _lightning_reduce = DDPStrategy.reduce
     _batch_size_of = staticmethod(extract_batch_size)
+    _is_oom_error = staticmethod(is_oom_error)
     _launchers = Launchers(_ScriptLauncher, _ProcessLauncher, LightningEnvironment)
     _sigterm_exception = SIGTERMException
     _normal_ends = (_TunerExitException,)

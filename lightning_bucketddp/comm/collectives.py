@@ -120,6 +120,10 @@ class Collectives:
         """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
         return self._further_group("host", torch.device("cpu"), backend="gloo")
 
+    def agreement_group(self) -> Collectives:
+        """Return the same ranks for tensors in host memory, over connections that nothing else goes through."""
+        return self._further_group("agreement", torch.device("cpu"), backend="gloo")
+
     def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
         if name not in self._further:
             ranks = dist.get_process_group_ranks(self.group)

@@ -73,6 +73,12 @@ class Weighting(EqualWeights):
         self._weights.append(weight)
         self._num_skipped += skipped
 
+    def forget(self) -> None:
+        """Drop the weights of a step that does not end, and what was put aside for it."""
+        self._weights.clear()
+        self._num_skipped = 0
+        self._put_aside = None
+
     def refuse_unweighted(self) -> None:
         if self._needs_every_weight:
             raise RuntimeError(

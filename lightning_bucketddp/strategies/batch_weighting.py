@@ -74,6 +74,9 @@ class EqualBatches:
     def begin_batch(self, batch_idx: int) -> None:
         """Turn to another batch."""
 
+    def forget_step(self) -> None:
+        """Drop what belongs to a step that does not end."""
+
     def skip(self) -> SkippedStep | None:
         """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
         return None
@@ -142,6 +145,10 @@ class BatchWeighting(EqualBatches):
         self._exchange.epoch = self._trainer.current_epoch
         self._exchange.num_batches = batch_idx + 1
         self._uneven_data.begin_batch()
+
+    def forget_step(self) -> None:
+        self.weighting.forget()
+        self._skipped_loss = None
 
     def skip(self) -> SkippedStep | None:
         if self._collectives.world_size == 1:

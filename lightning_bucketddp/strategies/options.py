@@ -73,6 +73,7 @@ class StrategyOptions:
     shard_iterable: bool = False
     exact_evaluation: bool = True
     gather_predictions: bool = False
+    global_batch_size: int | None = None
     monitor: bool = False
 
     @classmethod
@@ -102,7 +103,8 @@ class StrategyOptions:
             start_method=_resolve_start_method(given["start_method"]),
             start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
             stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
-            model_averaging_period=_check_period(given.get("model_averaging_period")),
+            model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
+            global_batch_size=_check_count("global_batch_size", given, of="samples"),
             gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
         )
         return cls(**own)
@@ -195,10 +197,11 @@ def _check_backend(backend: str | None) -> str | None:
     return backend
 
 
-def _check_period(steps: int | None) -> int | None:
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise ValueError(f"`model_averaging_period` must be a positive number of steps, got {steps!r}.")
-    return steps
+def _check_count(name: str, given: Mapping[str, Any], *, of: str) -> int | None:
+    count: int | None = given.get(name)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ValueError(f"`{name}` must be a positive number of {of}, got {count!r}.")
+    return count
 
 
 def _choose_bucket_sizes(

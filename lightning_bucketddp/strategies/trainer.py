@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,12 +16,14 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO
 from lightning_bucketddp.data.first_batches import FirstBatches
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
@@ -69,6 +72,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         exact_evaluation: Evaluate every sample once in validation, test and prediction, instead of repeating some until
             all ranks have as many.
         gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
+        global_batch_size: How many samples of all ranks make an optimizer's step. Sets each rank's batch size, up to
+            that of the `DataLoader`, and the accumulation. By default both are yours.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
         async_checkpoints: Write checkpoints while training goes on.
@@ -103,6 +108,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
     _torch_sync_batchnorm: ClassVar[type]
     _lightning_reduce: ClassVar[Any]
     _batch_size_of: ClassVar[Any]
+    _is_oom_error: ClassVar[Any]
 
     def __init__(
         self,
@@ -134,6 +140,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         shard_iterable: bool = False,
         exact_evaluation: bool = True,
         gather_predictions: bool = False,
+        global_batch_size: int | None = None,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         async_checkpoints: bool = False,
@@ -167,6 +174,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._state = FitState()
         self._recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
+        size = self.options.global_batch_size
+        weighs = self.options.gradient_weight is None
+        self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
         self._is_restoring = False
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state
@@ -218,8 +228,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
-        elif self._rank_seeds is not None:
-            self._rank_seeds.forget_checkpoint()
+        else:
+            self._batch_size.forget_checkpoint()
+            if self._rank_seeds is not None:
+                self._rank_seeds.forget_checkpoint()
         super().setup(trainer)
         if self._state.is_fit and self._differs_by_design:
             self._enable_model_averaging()
@@ -253,6 +265,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         """Make what belongs to a fit and does not need the parameters."""
         assert self._collectives is not None
         assert self.model is not None
+        self._batch_size.begin(trainer)
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
@@ -294,7 +307,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 say=rank_zero_info,
             )
             self._progress.describe_backward = state.reducer.describe_backward
-            if state.exchange is not None and self._collectives.world_size > 1 and not self._differs_by_design:
+            state.checks = NoReplicaChecks()
+            # In a search some ranks may make a step that others do not. It ends with what it began with.
+            may_differ = self._differs_by_design or self._trials is not None
+            if state.exchange is not None and self._collectives.world_size > 1 and not may_differ:
                 state.checks = ReplicaChecks(
                     self._collectives, self.options.replica_checks, exchange=state.exchange, has_messages=True
                 )
@@ -316,12 +332,36 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
 
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Search inside for a setting by trials; afterwards training begins as if there had been none."""
+        assert self._collectives is not None
+        self._trials = Trials(self._collectives, is_out_of_memory=self._is_oom_error)
+        try:
+            yield
+        finally:
+            self._trials = None
+        self.forget_step()
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Try what is inside on all ranks; if it raises on one, it does so on all (Note: failing together)."""
+        assert self._trials is not None
+        return self._trials.attempt()
+
+    def forget_step(self) -> None:
+        """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
+        self._state.weighting.forget_step()
+        if self._state.is_fit:
+            self._setup_model(self._module)
+
     def on_train_start(self) -> None:
+        self._batch_size.resume()
         super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._trainer, self.root_device)
 
     def teardown(self) -> None:
+        self._batch_size.end()
         self.model = self._state.close(self.model)
         has_raised = self._fault_handler is not None and self._fault_handler.has_raised
         self._end_watching()
@@ -333,7 +373,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        return {**super().__getstate__(), "_collectives": None, "_fault_handler": None, "_state": FitState()}
+        return {
+            **super().__getstate__(),
+            "_collectives": None,
+            "_fault_handler": None,
+            "_state": FitState(),
+            "_trials": None,
+        }
 
 
 accept_in_every_root(TrainerStrategy)

@@ -19,6 +19,7 @@ from lightning_bucketddp.checkpoint.finite_weights import (
 )
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.strategies.fault_handling import torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
@@ -39,6 +40,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
     # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
     _is_restoring: bool
+    # None: nobody searches for a batch size.
+    _trials: Trials | None = None
     # None: nothing was trained.
     _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.
@@ -132,9 +135,13 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
         if self._saves_in_background:
             self.wait_for_checkpoints()
+        if self._trials is not None:
+            # Lightning gives the file a name of its own on each rank.
+            checkpoint_path = self.broadcast(checkpoint_path)
         if self._is_restoring and self._collectives is not None:
             self._is_restoring = False
             checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+            self._batch_size.take_from(checkpoint)
         else:
             checkpoint = read()
         if self._rank_seeds is not None:
@@ -229,6 +236,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             state["model_averager_step"] = self._model_averager.step
         if self._rank_seeds is not None:
             state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+        if (batch_size := self._batch_size.state()) is not None:
+            state["global_batch_size"] = batch_size
         if state:
             checkpoint[_OURS] = state
 

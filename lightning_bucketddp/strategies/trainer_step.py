@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -39,6 +40,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _state: FitState
     _recording: StepRecording
     _model_averager: Any
+    _batch_size: OwnBatchSize
+    _is_loading_training_data = False
+    # Lightning's own.
+    _lightning_barrier: Callable[..., None]
 
     @property
     def reducer(self) -> Reducer | None:
@@ -63,11 +68,20 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         state = self._state
-        if not self._is_training():
+        if not self._is_loading_training_data:
             return state.sharding.prepare(dataloader)
+        dataloader = self._batch_size.prepare(dataloader)
         dataloader = state.sharding.prepare(dataloader, num_batches_trained=self._num_batches_trained)
         state.first_batches.prepare(dataloader)
         return state.weighting.prepare(dataloader)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        # Lightning says so what it does next, and nothing else tells loaders of a fit apart: it gets those for
+        # validation while it trains, and may get those for training at any time.
+        self._is_loading_training_data = name == "train_dataloader()"
+        if self._is_loading_training_data:
+            self._batch_size.begin_loaders()
+        self._lightning_barrier(name, *args, **kwargs)
 
     def _num_batches_trained(self) -> int:
         """Return how many batches of an epoch a run that is resumed from a checkpoint of now must not see again."""
@@ -124,7 +138,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             reducer = self.reducer
             if reducer is not None:
                 reducer.finiteness.see_loss(closure_loss)
-            closure_loss = self._state.weighting.weigh(closure_loss)
+            closure_loss = self._state.weighting.weigh(self._batch_size.weigh(closure_loss))
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             with nullcontext() if reducer is None else reducer.backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)

@@ -70,6 +70,12 @@ LIGHTNING_ATTRIBUTES = {
     "automatic_optimization": "loops.training_epoch_loop",
     # replaced by us on the loop of a fit that is recorded
     "_on_before_fetch": "loops.training_epoch_loop",
+    # asked by us for what a search for a batch size runs, and what its trials are limited by
+    "_active_loop": "trainer.trainer",
+    "_combined_loader": "loops.fit_loop",
+    "_dataset_length": "utilities.combined_loader",
+    # answered by us to Lightning's search, and set by it
+    "_accelerator_connector": "callbacks.batch_size_finder",
     # asked by us when to log, as Lightning's own monitors do
     "_logger_connector": "trainer.trainer",
     # read and reset by us
@@ -87,7 +93,6 @@ LIGHTNING_ATTRIBUTES = {
     # read by us in an evaluation
     "_evaluation_loop": "trainer.trainer",
     "_results": "trainer.trainer",
-    "_combined_loader": "loops.evaluation_loop",
     "_mode": "utilities.combined_loader",
     # written by us in a prediction
     "_return_predictions": "loops.prediction_loop",

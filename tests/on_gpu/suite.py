@@ -147,7 +147,13 @@ SYNC_BATCHNORM = [
 ]
 
 
-TRAINER_RUNS = ["tests.on_gpu.fit", "tests.on_gpu.resuming", "tests.on_gpu.compiling", "tests.on_gpu.evaluating"]
+TRAINER_RUNS = [
+    "tests.on_gpu.fit",
+    "tests.on_gpu.resuming",
+    "tests.on_gpu.compiling",
+    "tests.on_gpu.evaluating",
+    "tests.on_gpu.batch_sizes",
+]
 
 
 def doctor_leaves_no_group(world_size: int) -> list[None]:

@@ -117,7 +117,7 @@ def train(
     """Train and tell what was random."""
     seen = Randomness()
     callbacks = [ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **CHECKPOINTS[save])] if save else []
-    with _workers_allowed(), said_about("rank_seeds", seen.lines):
+    with workers_allowed(), said_about("rank_seeds", seen.lines):
         torch.manual_seed(100 + dist.get_rank())  # what processes have that nobody has seeded
         if seed is not None:
             seed_everything(seed, verbose=False)
@@ -152,7 +152,7 @@ def _weights(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _workers_allowed() -> Iterator[None]:
+def workers_allowed() -> Iterator[None]:
     """Let a process of the pool, which ends with the tests, start workers, which end with the training."""
     with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
         yield

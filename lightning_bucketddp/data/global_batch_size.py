@@ -1,0 +1,277 @@
+"""A number of samples per optimizer step that stays, whatever the number of ranks.
+
+Note: incomplete step
+    The last step of an epoch may have fewer samples than the others. Lightning divides each loss by the number of
+    batches of a whole step, and counts a short batch like a full one. Here the losses of such a step are multiplied so
+    that it is the mean over the samples that it has, which is what one process would do with them. With `drop_last` it
+    is left out. The length of a stream is not known: there Lightning's way stays, unless `gradient_weight` says more.
+
+Note: position in an epoch
+    Lightning counts the batches of one rank. A checkpoint that is saved within an epoch is resumed, on any number of
+    ranks, after the whole steps that it holds: its counters are converted, and their samples are not read again. Each
+    rank takes every n-th sample of an order that does not depend on the number of ranks, so steps keep their samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Where a checkpoint holds what is ours.
+_OURS = "bucketddp"
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a global batch is divided: what a rank takes at once, and how often in each step."""
+
+    batch_size: int
+    batches_per_step: int
+
+
+def divide(size: int, *, num_ranks: int, largest: int) -> Division:
+    """Return the division of `size` samples with the fewest batches, none with more than `largest` samples."""
+    per_rank, rest = divmod(size, num_ranks)
+    if rest:
+        multiples = [str(multiple) for multiple in (size - rest, size - rest + num_ranks) if multiple > 0]
+        raise ValueError(
+            f"`global_batch_size` is {size}, which {num_ranks} ranks cannot share evenly. Choose a multiple of"
+            f" {num_ranks}, for example {' or '.join(multiples)}."
+        )
+    fewest = -(-per_rank // largest)
+    batches_per_step = next(count for count in range(fewest, per_rank + 1) if per_rank % count == 0)
+    return Division(per_rank // batches_per_step, batches_per_step)
+
+
+class StepSampler(BatchSampler):
+    """Batches of which `batches_per_step` make an optimizer's step; with `drop_last`, as many as make whole steps."""
+
+    def __init__(self, sampler: Any, division: Division, *, drop_last: bool, num_to_skip: int = 0) -> None:
+        super().__init__(sampler, division.batch_size, drop_last)
+        self._batches_per_step = division.batches_per_step
+        self._num_to_skip = num_to_skip
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        is_cut = self.drop_last and isinstance(self.sampler, Sized)
+        # In the first epoch only: that is the one that was interrupted. Not before the first batch is asked for: a
+        # loader with workers makes two iterators and drops one.
+        num_to_skip, self._num_to_skip = self._num_to_skip, 0
+        yield from itertools.islice(super().__iter__(), num_to_skip, len(self) if is_cut else None)
+
+    def __len__(self) -> int:
+        if not self.drop_last:
+            return super().__len__()
+        sampler: Any = self.sampler
+        # Without the samples that a distributed sampler gives twice.
+        shared = isinstance(sampler, DistributedSampler)
+        num_samples = len(sampler.dataset) // sampler.num_replicas if shared else len(sampler)
+        return num_samples // (self.batch_size * self._batches_per_step) * self._batches_per_step
+
+    def loss_factor(self, index: int, *, num_batches: float) -> float:
+        """Return what makes a loss count by the samples of its batch (Note: incomplete step)."""
+        first = index - index % self._batches_per_step
+        step = range(first, int(min(first + self._batches_per_step, num_batches)))
+        return self._size_of(index) * self._batches_per_step / sum(map(self._size_of, step))
+
+    def _size_of(self, index: int) -> int:
+        return min(self.batch_size, len(self.sampler) - index * self.batch_size)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where a checkpoint was saved (Note: position in an epoch)."""
+
+    epoch: int
+    num_samples: int
+    is_end_of_epoch: bool
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> _Position | None:
+        saved = checkpoint.get(_OURS, {}).get("global_batch_size")
+        loop = checkpoint.get("loops", {}).get("fit_loop")
+        if saved is None or loop is None:
+            return None
+        progress = loop["epoch_loop.batch_progress"]
+        num_steps = progress["current"]["processed"] // saved["batches_per_step"]
+        epoch = loop["epoch_progress"]["current"]["processed"]
+        return cls(epoch, num_steps * saved["size"], progress["is_last_batch"])
+
+
+class OwnBatchSize:
+    """Each rank takes the batches that its loader makes, and the user says how many are accumulated."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a fit."""
+
+    def end(self) -> None:
+        """Leave the Trainer as it was."""
+
+    def begin_loaders(self) -> None:
+        """Expect training dataloaders."""
+
+    def prepare(self, loader: Any) -> Any:
+        """Return a training dataloader with the batches that a rank shall have."""
+        return loader
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return `loss` as backward shall see it."""
+        return loss
+
+    def take_from(self, checkpoint: Mapping[str, Any]) -> None:
+        """Remember where `checkpoint` was saved, for the training that may begin with it."""
+
+    def forget_checkpoint(self) -> None:
+        """Forget the checkpoint that was loaded: no training begins with it."""
+
+    def resume(self) -> None:
+        """Call before the first batch: count batches as this run has them."""
+
+    def state(self) -> dict[str, int] | None:
+        """Return what goes into a checkpoint."""
+        return None
+
+
+class GlobalBatchSize(OwnBatchSize):
+    """Sets batch size and accumulation so that `size` samples make an optimizer's step.
+
+    Args:
+        weighs: weigh the losses of an incomplete step; nothing else does.
+    """
+
+    def __init__(self, size: int, *, weighs: bool) -> None:
+        self._size = size
+        self._weighs = weighs
+        self._trainer: Trainer | None = None
+        self._division: Division | None = None
+        self._sampler: StepSampler | None = None
+        self._position: _Position | None = None
+        self._num_loaders = 0
+
+    def begin(self, trainer: Trainer) -> None:
+        schedulers = [type(it).__name__ for it in _callbacks(trainer) if hasattr(it, "get_accumulate_grad_batches")]
+        if trainer.accumulate_grad_batches != 1 or schedulers:
+            found = schedulers[0] if schedulers else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            raise ValueError(
+                f"`global_batch_size` says how many batches are accumulated, and so does `{found}`. Leave one of them"
+                " out."
+            )
+        divide(self._size, num_ranks=trainer.world_size, largest=self._size)
+        self._trainer, self._division = trainer, None
+
+    def end(self) -> None:
+        if self._trainer is not None:
+            self._trainer.accumulate_grad_batches = 1
+        self._trainer, self._sampler = None, None
+
+    def begin_loaders(self) -> None:
+        self._num_loaders = 0
+
+    def prepare(self, loader: Any) -> Any:
+        self._num_loaders += 1
+        self._check(loader)
+        assert self._trainer is not None  # there is a fit
+        num_ranks = self._trainer.world_size
+        division = divide(self._size, num_ranks=num_ranks, largest=loader.batch_size)
+        if division.batches_per_step > 1 and not self._trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"With `global_batch_size={self._size}` each of {num_ranks} ranks would accumulate"
+                f" {division.batches_per_step} batches of {division.batch_size} samples, but with manual optimization"
+                f" that is left to you. Give the `DataLoader` a `batch_size` of {self._size // num_ranks} or more."
+            )
+        if division != self._division:
+            rank_zero_info(f"bucketddp: {self._describe(division, num_ranks)}")
+        self._division = division
+        self._trainer.accumulate_grad_batches = division.batches_per_step
+        return self._with_batches(loader, division)
+
+    def _check(self, loader: Any) -> None:
+        if not isinstance(loader, DataLoader):
+            found = f"a `{type(loader).__name__}`"
+        elif self._num_loaders > 1:
+            found = "several"
+        elif loader.batch_sampler is None:
+            found = "one with `batch_size=None`"
+        elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+            found = f"one with a `{type(loader.batch_sampler).__name__}` of its own"
+        else:
+            return
+        raise ValueError(
+            f"`global_batch_size` needs one training `DataLoader` that makes batches by its `batch_size`, and there is"
+            f" {found}."
+        )
+
+    def _describe(self, division: Division, num_ranks: int) -> str:
+        ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "1 rank"
+        count = division.batches_per_step
+        accumulated = f", accumulated over {count} batches" if count > 1 else ""
+        return f"global batch of {self._size}: {division.batch_size} samples on {ranks}{accumulated}"
+
+    def _with_batches(self, loader: DataLoader[Any], division: Division) -> DataLoader[Any]:
+        is_sized = isinstance(loader.sampler, Sized)
+        position = self._position
+        num_to_skip = 0
+        # A stream, or a loader that has a state in the checkpoint, knows best where it was.
+        if position is not None and is_sized and not hasattr(loader, "load_state_dict"):
+            num_to_skip = 0 if position.is_end_of_epoch else self._num_batches_before(position, division)
+            if isinstance(loader.sampler, DistributedSampler):
+                # Workers ask for the first samples before Lightning says which epoch it is.
+                loader.sampler.set_epoch(position.epoch)
+        sampler = StepSampler(loader.sampler, division, drop_last=loader.drop_last, num_to_skip=num_to_skip)
+        self._sampler = sampler if is_sized else None
+        prepared = copy.copy(loader)
+        # A `DataLoader` does not let these be set. What workers there are know the old ones.
+        vars(prepared).update(batch_size=division.batch_size, batch_sampler=sampler, _iterator=None)
+        return prepared
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        if self._sampler is None or not self._weighs:
+            return loss
+        assert self._trainer is not None
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        factor = self._sampler.loss_factor(index, num_batches=self._trainer.num_training_batches)
+        return loss if factor == 1 else loss * factor
+
+    def take_from(self, checkpoint: Mapping[str, Any]) -> None:
+        self._position = _Position.of(checkpoint)
+
+    def forget_checkpoint(self) -> None:
+        self._position = None
+
+    def resume(self) -> None:
+        assert self._trainer is not None
+        position, self._position = self._position, None
+        num_batches = self._trainer.num_training_batches
+        if position is None or not self._trainer.fit_loop.restarting:
+            return
+        assert self._division is not None  # the data is there
+        num_before = self._num_batches_before(position, self._division)
+        if position.is_end_of_epoch and isinstance(num_batches, int):
+            num_before = num_batches
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        shift = num_before - progress.current.processed
+        for counts in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counts, name, getattr(counts, name) + shift)
+
+    def _num_batches_before(self, position: _Position, division: Division) -> int:
+        return position.num_samples // self._size * division.batches_per_step
+
+    def state(self) -> dict[str, int] | None:
+        if self._division is None:
+            return None
+        return {"size": self._size, "batches_per_step": self._division.batches_per_step}
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

@@ -1,0 +1,228 @@
+"""Jobs that look for a batch size, with memory that is used up on one rank only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_bucketddp
+from lightning_bucketddp.reducer.stats import ReducerStats
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+
+WIDTH = 4
+SAMPLES_PER_RANK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """A rank runs out of memory when its batch is larger than `largest`.
+
+    Attributes:
+        rank: which one does.
+        where: in what.
+        step: of a trial; the first backward launches nothing before it ends, later ones do.
+        error: what is raised.
+    """
+
+    rank: int = 1
+    largest: int = 24
+    where: str = "forward"
+    step: int = 0
+    error: type[Exception] = torch.OutOfMemoryError
+
+    def use(self, where: str, batch: Tensor, module: LightningModule) -> None:
+        is_used_up = len(batch) > self.largest and module.global_rank == self.rank
+        if is_used_up and where == self.where and module.global_step == self.step:
+            raise self.error("CUDA out of memory. Not really.")
+
+
+class Hungry(LightningModule):
+    """Talks to the other ranks in forward and after it."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+        self.batch_size = 2
+        self.sizes: list[int] = []
+        self.trained_in_mode: set[bool] = set()
+        self._memory = memory
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self._batch = batch[0]
+        self._see(batch[0])
+        self.trained_in_mode.add(self.net.training)
+        self._memory.use("forward", batch[0], self)
+        hidden = self.net[:3](batch[0])
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._memory.use("backward", batch[0], self))
+        outputs = self.net[3:](hidden)
+        everywhere = self.all_gather(outputs.detach())
+        self.log("mean", everywhere.mean(), sync_dist=True)
+        return outputs.square().mean()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self._memory.use("before_backward", self._batch, self)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._memory.use("optimizer", self._batch, self)
+
+    def reduce(self, _state: object, bucket: Any) -> Any:
+        """Reduce as a communication hook does, but for a bucket in the middle."""
+        if bucket.index() == 1:
+            self._memory.use("bucket", self._batch, self)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        if self.trainer.state.fn != "fit":
+            self._see(batch[0])
+        self._memory.use("validation", batch[0], self)
+        self.log("loss", self.net(batch[0]).mean(), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        self.validation_step(batch)
+
+    def predict_step(self, batch: list[Tensor]) -> Tensor:
+        self._see(batch[0])
+        self._memory.use("validation", batch[0], self)
+        outputs: Tensor = self.net(batch[0])
+        return outputs
+
+    def _see(self, batch: Tensor) -> None:
+        if self.sizes[-1:] != [len(batch)]:
+            self.sizes.append(len(batch))
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(SAMPLES_PER_RANK * self.trainer.world_size, WIDTH, generator=torch.Generator())
+        return DataLoader(TensorDataset(inputs), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How a batch size is looked for.
+
+    Attributes:
+        is_ours: by our classes, else by Lightning's.
+        fixed: nothing is looked for, and this is the batch size.
+    """
+
+    memory: Memory = field(default_factory=Memory)
+    is_ours: bool = True
+    by: str = "callback"
+    method: str = "fit"
+    mode: str = "power"
+    fixed: int | None = None
+    sync_batchnorm: bool = False
+    validates_after: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    size: int | None
+    sizes: list[int]
+    weights: list[Any]
+    num_steps: int
+    num_backwards: int
+    trained_in_mode: set[bool]
+    files: list[str]
+
+
+def _make_trainer(search: Search, directory: Path, module: Hungry, finders: list[Any]) -> Trainer:
+    strategy: Any = "auto"
+    if search.is_ours:
+        hook = module.reduce if search.memory.where == "bucket" else None
+        strategy = lightning_bucketddp.BucketDDPStrategy(
+            bucket_cap_mb=SMALL_BUCKETS_MB, ddp_comm_hook=hook, **search.options
+        )
+    return make_trainer(
+        strategy,
+        max_epochs=1,
+        limit_val_batches=4,
+        val_check_interval=search.validates_after,
+        num_sanity_val_steps=0,
+        sync_batchnorm=search.sync_batchnorm,
+        default_root_dir=directory,
+        callbacks=finders,
+    )
+
+
+@like_torchrun()
+def find(*, search: Search, directory: Path) -> Found:
+    """Look for a batch size, then do with it what it was looked for."""
+    module = Hungry(search.memory)
+    package: Any = lightning_bucketddp if search.is_ours else callbacks
+    finder = package.BatchSizeFinder(mode=search.mode) if search.by == "callback" else None
+    if search.fixed is not None:
+        finder, module.batch_size = None, search.fixed
+    trainer = _make_trainer(search, directory, module, [] if finder is None else [finder])
+    size = None
+    if search.by == "tuner":
+        size = lightning_bucketddp.Tuner(trainer).scale_batch_size(module, method=search.method, mode=search.mode)  # type: ignore[arg-type]
+    tried = list(module.sizes)
+    getattr(trainer, search.method)(module)
+    if finder is not None:
+        size, tried = finder.optimal_batch_size, module.sizes
+    assert type(vars(dist.ProcessGroup)["allreduce"]).__name__ == "instancemethod"  # torch's own again
+    assert search.fixed is not None or module.batch_size == size
+    return Found(
+        size,
+        tried,
+        [value.tolist() for value in module.state_dict().values()],
+        trainer.global_step,
+        getattr(getattr(trainer.strategy, "reducer", None), "stats", ReducerStats()).num_backwards,
+        module.trained_in_mode,
+        sorted(file.name for file in directory.iterdir()),
+    )
+
+
+@like_torchrun()
+def refusal(*, search: Search, directory: Path) -> str:
+    """What is raised by a search that fails."""
+    finder = lightning_bucketddp.BatchSizeFinder(mode=search.mode)
+    module = Hungry(search.memory)
+    trainer = _make_trainer(search, directory, module, [finder])
+    try:
+        trainer.fit(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "found"
+
+
+def main() -> None:
+    """Look on two ranks that Lightning starts, as a script does."""
+    module = Hungry(Memory())
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="bucketddp",
+        max_epochs=1,
+        default_root_dir=os.environ["RESULTS"],
+        callbacks=[lightning_bucketddp.BatchSizeFinder(mode="binsearch")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    result = {"size": module.batch_size, "sizes": module.sizes}
+    Path(os.environ["RESULTS"], f"found.rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
