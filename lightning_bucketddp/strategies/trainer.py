@@ -258,7 +258,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
         if is_mean and isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
             # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong.
-            return self._lightning_reduce(tensor, group, "sum") / torch.distributed.get_world_size(group)
+            total = self._lightning_reduce(tensor, group, "sum")
+            # A run that was aborted has no process group, and nothing was added up.
+            return total / (torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1)
         return self._lightning_reduce(tensor, group, reduce_op)
 
     def _prepare_fit(self, trainer: Trainer) -> None:

@@ -36,11 +36,11 @@ def fitted(alone: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
     ("rank", "where", "step"),
     [
         (0, "forward", 0),
-        (1, "forward", 2),
-        (1, "before_backward", 0),
         (1, "backward", 0),
-        (0, "backward", 2),
         (1, "optimizer", 1),
+        pytest.param(1, "forward", 2, marks=pytest.mark.long),
+        pytest.param(1, "before_backward", 0, marks=pytest.mark.long),
+        pytest.param(0, "backward", 2, marks=pytest.mark.long),
     ],
 )
 def test_one_rank_without_memory_is_enough(

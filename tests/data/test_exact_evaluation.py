@@ -12,7 +12,8 @@ import torch
 
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.evaluations import Case, evaluate, evaluate_with_fabric, predict
+from tests.support.scripts.evaluate import STAGES
+from tests.support.scripts.evaluations import Case, evaluate, evaluate_with_fabric, memory_of_gathering, predict
 
 # Where nothing has to be repeated.
 CASES = {
@@ -52,7 +53,7 @@ def assert_logged_as_alone(outcome: dict[str, Any], expected: dict[str, Any], wo
             assert outcome["logged"][name] == pytest.approx(value, rel=1e-6), name
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_every_sample_counts_once(world_size: int) -> None:
     cases = {**CASES, **REPEATING}
     ranks = run_on_ranks(evaluate, world_size=world_size, cases=list(cases.values()))
@@ -65,6 +66,20 @@ def test_every_sample_counts_once(world_size: int) -> None:
             seen = sorted(index for outcome in outcomes for batch in outcome["seen"] for index in batch)
             assert seen == sorted(index for batch in alone(name)["seen"] for index in batch), name
             assert all(len(batch) <= case.batch_size for outcome in outcomes for batch in outcome["seen"])
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: str) -> None:
+    ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((21, 10), mode=mode)])]
+    # 11 and 10 samples of the first loader, 5 and 5 of the second.
+    assert [outcome["num_steps"] for outcome in ranks] == ([2, 2] if mode == "min_size" else [3, 3])
+    taken = [
+        batches[::2] if mode != "max_size" else [batches[at] for at in (0, 2, 4)]
+        for batches in (o["seen"] for o in ranks)
+    ]
+    first = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(taken)))
+    assert first == (list(range(16)) if mode == "min_size" else list(range(21)))
+    assert ranks[0]["logged"] == ranks[1]["logged"]
 
 
 def test_last_batches_that_are_not_full_are_dropped() -> None:
@@ -178,19 +193,32 @@ def test_predictions_stay_where_they_are_made_by_default() -> None:
     assert [[len(batch["value"]) for batch in rank[0]["returned"]] for rank in ranks] == [[2, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("launcher", ["popen", "fork", "torchrun", pytest.param("spawn", marks=pytest.mark.long)])
+def test_rank_zero_needs_memory_for_the_result_and_little_more() -> None:
+    num_bytes, num_batches = 4 * 2**20, 32
+    (needed, received), _ = run_on_ranks(memory_of_gathering, num_batches=num_batches, num_bytes=num_bytes)
+    assert received == num_batches * num_bytes
+    # To hold all batches as they travel, beside what they become, would take twice as much.
+    assert received <= needed < 1.6 * received
+
+
+# Each start of fresh processes takes long.
+LAUNCHERS = ["popen", "fork", "torchrun", *(pytest.param(f"spawn {what}", marks=pytest.mark.long) for what in STAGES)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher(launcher: str, tmp_path: Path) -> None:
+    launcher, _, only = launcher.partition(" ")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher]
+    command = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher, *filter(None, [only])]
     root = "pytorch_lightning" if launcher in ("spawn", "torchrun") else "lightning.pytorch"
     finished = run(*command, root=root, directory=tmp_path)
     assert finished.returncode == 0, finished.output
-    told = finished.results["evaluated"]
-    assert told["predicted"] == [[2.0 * number for number in range(at, min(at + 4, 103))] for at in range(0, 103, 4)]
-    if launcher == "spawn":
-        return
-    [tested] = told["tested"]
-    assert tested == pytest.approx({"mean": sum(i * i % 97 for i in range(103)) / 103, "count": 103})
-    assert finished.results["steps"] == [13, 13]
-    assert finished.output.count("`test_dataloader` has 103 samples for 2 ranks; each is evaluated once") == 1
-    assert "it is recommended to use `Trainer(devices=1" not in finished.output
+    if only != "test":
+        in_order = [[2.0 * number for number in range(at, min(at + 4, 103))] for at in range(0, 103, 4)]
+        assert finished.results["predict"] == in_order
+    if only != "predict":
+        mean = sum(i * i % 97 for i in range(103)) / 103
+        assert finished.results["test"] == [pytest.approx({"mean": mean, "count": 103})]
+        assert finished.results["steps"] == [13, 13]
+        assert finished.output.count("`test_dataloader` has 103 samples for 2 ranks; each is evaluated once") == 1
+        assert "it is recommended to use `Trainer(devices=1" not in finished.output

@@ -53,7 +53,7 @@ def batches_of(samples: list[int], size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_each_sample_is_read_once_in_the_same_batches_by_any_number_of_workers(
     num_workers: int, world_size: int
 ) -> None:

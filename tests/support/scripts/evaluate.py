@@ -1,11 +1,12 @@
 """Tests and predicts as a user's script does, and writes down what it gets back.
 
-LIGHTNING_ROOT=lightning.pytorch RESULTS=directory python evaluate.py popen
+LIGHTNING_ROOT=lightning.pytorch RESULTS=directory python evaluate.py popen [test | predict]
 """
 
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPStrategy
 
 lightning: Any = import_module(os.environ.get("LIGHTNING_ROOT", "lightning.pytorch"))
+
+
+STAGES = ("test", "predict")
 
 
 class Evaluated(lightning.LightningModule):
@@ -40,8 +44,8 @@ class Evaluated(lightning.LightningModule):
         return batch[0] * 2
 
 
-def main(launcher: str) -> None:
-    """Write `evaluated.json` from where `trainer.test` and `trainer.predict` return what one process would."""
+def main(launcher: str, stages: Sequence[str] = STAGES) -> None:
+    """Write what `trainer.test` and `trainer.predict` return where one process would get it."""
     start_method: Any = "popen" if launcher == "torchrun" else launcher
     strategy = BucketDDPStrategy(gather_predictions=True, start_method=start_method)
     trainer = lightning.Trainer(
@@ -49,14 +53,16 @@ def main(launcher: str) -> None:
     )
     numbers = TensorDataset(torch.arange(103.0))
     loader = DataLoader(numbers, batch_size=4, num_workers=1, persistent_workers=True)
-    # Each start of fresh processes takes long.
-    tested = trainer.test(Evaluated(), loader, verbose=False) if launcher != "spawn" else None
-    predicted = trainer.predict(Evaluated(), loader)
+    results: dict[str, Any] = {}
+    if "test" in stages:
+        results["test"] = trainer.test(Evaluated(), loader, verbose=False)
+    if "predict" in stages:
+        predicted = trainer.predict(Evaluated(), loader)
+        results["predict"] = [batch.tolist() for batch in predicted]
     if trainer.global_rank == 0:
-        results = Path(os.environ["RESULTS"])
-        told = {"tested": tested, "predicted": [batch.tolist() for batch in predicted]}
-        (results / "evaluated.json").write_text(json.dumps(told))
+        for stage, result in results.items():
+            (Path(os.environ["RESULTS"]) / f"{stage}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] or STAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.strategies.predictions import gather_predictions
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -252,3 +255,23 @@ def _predict(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(BucketDDPStrategy(**options), callbacks=[writer], **case.trainer)
     returned = trainer.predict(Predicting(), case.loaders())
     return {"returned": returned, "by_batch": writer.by_batch, "by_epoch": writer.by_epoch}
+
+
+def memory_of_gathering(num_batches: int, num_bytes: int) -> tuple[int, int]:
+    """How many bytes this process needs to gather so many predictions of each rank, and how many it receives."""
+    collectives = Collectives(torch.device("cpu"))
+    predictions = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(num_batches)]
+    _memory("clear_refs", "5")  # begin to look for the peak anew
+    before = _memory("status")
+    by_loader = [predictions]
+    gather_predictions(by_loader, collectives)
+    return _memory("status") - before, (len(by_loader[0]) - num_batches) * num_bytes
+
+
+def _memory(file: str, text: str | None = None) -> int:
+    """The peak of this process's memory; or begin to look for it."""
+    path = Path("/proc/self") / file
+    if text is not None:
+        return path.write_text(text)
+    [peak] = [line for line in path.read_text().splitlines() if line.startswith("VmHWM")]
+    return int(peak.split()[1]) * 1024
