@@ -103,14 +103,16 @@ class Collectives:
             time.sleep(0.001)
         return is_back
 
-    def _lend(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` for an operation of this group (Note: lent tensors)."""
+    def _lend(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return `tensors`, all those of one operation of this group (Note: lent tensors)."""
         if self._lent is None:
-            return tensor
+            return tensors
         while self._lent and _is_only_ours(self._lent[0]):
             self._lent.popleft()
-        self._lent.append(tensor.detach())
-        return self._lent[-1]
+        # Not one by one: what the operation has not been given yet looks like what it has given back.
+        lent = [tensor.detach() for tensor in tensors]
+        self._lent += lent
+        return lent
 
     def side_group(self) -> Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
@@ -142,20 +144,22 @@ class Collectives:
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
-        dist.all_reduce(self._lend(tensor), op=dist.ReduceOp.SUM, group=self.group)
+        [lent] = self._lend(tensor)
+        dist.all_reduce(lent, op=dist.ReduceOp.SUM, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return this tensor of every rank, by rank; shape and dtype must be equal everywhere."""
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather([self._lend(received) for received in gathered], self._lend(tensor), group=self.group)
+        *lent, own = self._lend(*gathered, tensor)
+        dist.all_gather(lent, own, group=self.group)
         return gathered
 
     def start_gather(self, tensor: Tensor) -> PendingGather:
         """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        lent = [self._lend(received) for received in gathered]
-        return PendingGather(dist.all_gather(lent, self._lend(tensor), group=self.group, async_op=True), gathered)
+        *lent, own = self._lend(*gathered, tensor)
+        return PendingGather(dist.all_gather(lent, own, group=self.group, async_op=True), gathered)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """Return this tensor of every rank, by rank; the number of rows may differ between ranks."""
@@ -202,14 +206,15 @@ class Collectives:
                             tensor.copy_(piece.view_as(tensor))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(self._lend(tensor), src=dist.get_global_rank(self.group, source), group=self.group)
+        [lent] = self._lend(tensor)
+        dist.broadcast(lent, src=dist.get_global_rank(self.group, source), group=self.group)
 
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
             return
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
-        raw = self._lend(tensor.view(-1).view(torch.uint8))
+        [raw] = self._lend(tensor.view(-1).view(torch.uint8))
         operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, other), self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()

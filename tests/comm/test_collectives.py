@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from tests.support.jobs.closing import is_closed_while_a_tensor_is_lent
+import pytest
+
+from tests.support.jobs.closing import is_closed_while_a_tensor_is_lent, tensors_held
 from tests.support.ranks import run_on_ranks
 
 
 def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
     # Before that, a thread of gloo's may wait for the interpreter while the interpreter waits for that thread.
     assert run_on_ranks(is_closed_while_a_tensor_is_lent) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("operation", ["sum", "gather", "start_gather"])
+def test_all_tensors_of_an_operation_are_held(operation: str) -> None:
+    for given, held in run_on_ranks(tensors_held, operation=operation):
+        assert held == given
