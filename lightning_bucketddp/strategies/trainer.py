@@ -254,11 +254,12 @@ class TrainerStrategy(TrainerCheckpointHooks):
         return self._state.evaluation.sampler_kwargs() or ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor` reduced over the ranks, in place if it can be."""
+        """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
         is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
         if is_mean and isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong.
-            total = self._lightning_reduce(tensor, group, "sum")
+            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong. This
+            # rank's own number goes on counting, and must not become that of all ranks.
+            total = self._lightning_reduce(tensor.clone(), group, "sum")
             # A run that was aborted has no process group, and nothing was added up.
             return total / (torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1)
         return self._lightning_reduce(tensor, group, reduce_op)

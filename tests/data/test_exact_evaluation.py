@@ -13,7 +13,14 @@ import torch
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.evaluate import STAGES
-from tests.support.scripts.evaluations import Case, evaluate, evaluate_with_fabric, memory_of_gathering, predict
+from tests.support.scripts.evaluations import (
+    Case,
+    evaluate,
+    evaluate_with_fabric,
+    mean_of_integers,
+    memory_of_gathering,
+    predict,
+)
 
 # Where nothing has to be repeated.
 CASES = {
@@ -111,6 +118,10 @@ def test_validation_in_a_fit(trainer: dict[str, Any], num_batches: list[int], nu
         assert outcome["seen"] == [batch for num in num_batches for batch in batches[:num]]
         assert outcome["num_asked"] == num_asked
     assert ranks[0]["logged"] == ranks[1]["logged"]
+
+
+def test_a_mean_of_integers_is_not_cut_off_and_leaves_them_as_they_are() -> None:
+    assert run_on_ranks(mean_of_integers) == [(1.5, 1), (1.5, 2)]
 
 
 def test_test_is_as_exact_as_validation() -> None:

@@ -275,3 +275,12 @@ def _memory(file: str, text: str | None = None) -> int:
         return path.write_text(text)
     [peak] = [line for line in path.read_text().splitlines() if line.startswith("VmHWM")]
     return int(peak.split()[1]) * 1024
+
+
+@like_torchrun()
+def mean_of_integers() -> tuple[float, int]:
+    """What `strategy.reduce` makes of 1 on the first rank and 2 on the second, and what this rank has afterwards."""
+    trainer = make_trainer(BucketDDPStrategy())
+    trainer.validate(Counting(), Case((4,)).loaders(), verbose=False)
+    own = torch.tensor(1 + dist.get_rank())
+    return trainer.strategy.reduce(own).item(), int(own)
