@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+    from lightning_bucketddp.reducer.sharded_gradient import ShardedGradientError
     from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
     from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
     from lightning_bucketddp.startup.store import StartError
@@ -43,6 +44,7 @@ __all__ = [
     "ReplicaMismatchError",
     "ScaleLearningRate",
     "ScalingMonitor",
+    "ShardedGradientError",
     "StartError",
     "Tuner",
     "UnsafeCheckpointError",
@@ -62,6 +64,7 @@ _MODULE_OF_ERROR = {
     "RankFailedError": "faults.failure",
     "ReplicaDivergedError": "replicas.divergence",
     "ReplicaMismatchError": "replicas.replicas",
+    "ShardedGradientError": "reducer.sharded_gradient",
     "StartError": "startup.store",
     "UnsafeCheckpointError": "checkpoint.errors",
 }

@@ -26,6 +26,9 @@ from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20
+# Since torch 2.13 under other names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Longer than a thread waits for its turn on a busy machine.
 _LETS_GO_WITHIN_S = 1.0
 
@@ -142,10 +145,45 @@ class Collectives:
         tensor.mul_(1 / self.world_size)
         return self._start_all_reduce(tensor, dist.ReduceOp.SUM)
 
+    def start_mean_of_share(self, tensor: Tensor, *, owner: int | None) -> Pending:
+        """Start replacing a share of a real `tensor` by its mean over the ranks; what else is in it is lost.
+
+        Args:
+            owner: the rank whose share is all of it; None: each rank's is one of equal slices, by rank.
+        """
+        if self.device.type == "cpu":
+            return self.start_mean(tensor)  # gloo's reduce-scatter takes longer than its all-reduce
+        op = dist.ReduceOp.AVG
+        if not self._group_averages or tensor.dtype == torch.float16:
+            tensor.mul_(1 / self.world_size)
+            op = dist.ReduceOp.SUM
+        work: dist.Work
+        if owner is not None:
+            work = dist.reduce(tensor, dst=self._global_rank(owner), op=op, group=self.group, async_op=True)
+        else:
+            own = tensor.view(self.world_size, -1)[self.rank]
+            work = _reduce_scatter_single(own, tensor, op=op, group=self.group, async_op=True)
+        return work
+
+    def start_exchange_of_shares(self, tensor: Tensor, *, owner: int | None) -> Pending:
+        """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_share`."""
+        work: dist.Work
+        if owner is not None:
+            work = dist.broadcast(tensor, src=self._global_rank(owner), group=self.group, async_op=True)
+        else:
+            own = tensor.view(self.world_size, -1)[self.rank]
+            work = _all_gather_single(tensor, own, group=self.group, async_op=True)
+        return work
+
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
         [lent] = self._lend(tensor)
         dist.all_reduce(lent, op=dist.ReduceOp.SUM, group=self.group)
+
+    def maximum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its maximum over the ranks, element by element."""
+        [lent] = self._lend(tensor)
+        dist.all_reduce(lent, op=dist.ReduceOp.MAX, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return this tensor of every rank, by rank; shape and dtype must be equal everywhere."""
@@ -207,7 +245,10 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         [lent] = self._lend(tensor)
-        dist.broadcast(lent, src=dist.get_global_rank(self.group, source), group=self.group)
+        dist.broadcast(lent, src=self._global_rank(source), group=self.group)
+
+    def _global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
 
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
@@ -215,7 +256,7 @@ class Collectives:
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
         [raw] = self._lend(tensor.view(-1).view(torch.uint8))
-        operations = [dist.P2POp(operation, raw, dist.get_global_rank(self.group, other), self.group)]
+        operations = [dist.P2POp(operation, raw, self._global_rank(other), self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_bucketddp.config import BucketCaps
+from lightning_bucketddp.planning.shares import Shares
 
 # A bucket of this size can be reduced at the end of a backward without being noticed.
 _MAY_BE_LAST_BYTES = 2**20
@@ -28,12 +29,14 @@ class ParameterSpec:
 class BucketSpec:
     """The parameters of one bucket, by index, in the order in which their gradients arrive.
 
-    A bucket without members is legal: it carries the used-flags when no other bucket can.
+    A bucket without members is legal: it carries the used-flags when no other bucket can. One that is `sharded` may
+    have members that are not trained at the moment.
     """
 
     members: tuple[int, ...]
     sparse: bool = False
     alone: bool = False
+    sharded: Shares | None = None
 
 
 def plan_buckets(
@@ -69,6 +72,18 @@ def complete_plan(
     sparse = [BucketSpec((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
     plan = [BucketSpec(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
     return _with_room_for_flags(plan, specs)
+
+
+def merge_plans(
+    known: Sequence[BucketSpec], plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, arrived: Sequence[int]
+) -> list[BucketSpec]:
+    """Return one plan of the buckets of both, in the order in which they can leave."""
+    position = {i: n for n, i in enumerate(arrived)}
+
+    def leaves_at(bucket: BucketSpec) -> tuple[bool, int]:
+        return bucket.sparse, max((position.get(i, len(position)) for i in bucket.members), default=len(position))
+
+    return _with_room_for_flags(sorted([*known, *plan], key=leaves_at), specs)
 
 
 def has_choice(plan: Sequence[BucketSpec]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.shares import Shares
 
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
@@ -96,6 +97,9 @@ class Bucket(Protocol):
 class DenseBucket(Bucket, Protocol):
     """A bucket whose gradients lie side by side in memory."""
 
+    # How it is divided among the ranks; None: all of them keep all of it.
+    shares: Shares | None
+
     @property
     def wire(self) -> Tensor:
         """What travels, as real numbers: the gradients, and flags behind them."""
@@ -130,6 +134,25 @@ class Reduction(Protocol):
         """Start to reduce the sparse gradient of one parameter."""
 
 
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """Where gradients lie in a buffer, and how many elements it has."""
+
+    offsets: Sequence[int]
+    numel: int
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], shares: Shares | None = None) -> BufferLayout:
+        """Put `params`, all of one dtype, one behind the other; with room so that the buffer can be divided."""
+        align = max(_ALIGN_BYTES // params[0].dtype.itemsize, 1) if params else 1
+        offsets: list[int] = []
+        numel = 0
+        for param in params:
+            offsets.append(numel)
+            numel += -(-param.numel() // align) * align
+        return cls(offsets, numel if shares is None else shares.padded(numel, align=align))
+
+
 class BufferedBucket:
     """Dense gradients of some parameters, side by side in one buffer.
 
@@ -140,7 +163,10 @@ class BufferedBucket:
         may_be_resized: a communication hook gets the buffer and may resize it. A gradient then has the whole buffer as
             its storage, because a part of it would be left behind. Otherwise each has its part, so that `torch.save`
             and `copy.deepcopy` of one gradient do not take all others along.
+        layout: where each gradient lies; None: one behind the other.
     """
+
+    shares: Shares | None = None
 
     def __init__(
         self,
@@ -149,25 +175,21 @@ class BufferedBucket:
         arrivals: Arrivals,
         num_flags: int,
         device: torch.device,
-        may_be_resized: bool,
+        may_be_resized: bool = False,
+        layout: BufferLayout | None = None,
     ) -> None:
         self.params = list(params)
         self.arrivals = arrivals
         dtype = params[0].dtype if params else torch.float32
-        align = max(_ALIGN_BYTES // dtype.itemsize, 1)
-        offsets: list[int] = []
-        numel = 0
-        for param in params:
-            offsets.append(numel)
-            numel += -(-param.numel() // align) * align
-        num_reals = numel * (2 if dtype.is_complex else 1)
+        layout = layout or BufferLayout.of(params)
+        num_reals = layout.numel * (2 if dtype.is_complex else 1)
         # Zeros, not empty: the padding is summed too and must never hold a NaN.
         self.wire = torch.zeros(num_reals + num_flags, dtype=dtype.to_real(), device=device)
         self.flags = self.wire[num_reals:]
         # All gradients in one, as real numbers.
         self.numbers = gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
-        self._offsets = offsets
+        self._offsets = layout.offsets
         self._may_be_resized = may_be_resized
         self.views = self.views_of(self.buffer)
         # Measured, not known: it depends on the interpreter how many references a call itself holds.
@@ -255,6 +277,8 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 
 class InPlaceBucket:
     """The large gradient of one parameter, reduced where autograd has put it: not copied, and in memory only once."""
+
+    shares: Shares | None = None
 
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
         self.params = [param]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, InPlaceBucket, SparseBucket
+from lightning_bucketddp.reducer.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class BucketSet:
         params: all parameters of the module, trainable or not.
         num_firings: how often the hook of a parameter fired in the backward that was observed.
         num_ranks: how many ranks say something of themselves in the flags.
+        trainable: by parameter; buckets of which each rank keeps a share may hold others, too.
+        shards: makes such buckets; None: there are none.
         may_be_resized: a communication hook may resize the buffers.
     """
 
@@ -66,6 +69,8 @@ class BucketSet:
         num_firings: Mapping[int, int],
         device: torch.device,
         num_ranks: int,
+        trainable: Sequence[bool],
+        shards: Shards | None = None,
         may_be_resized: bool = False,
     ) -> None:
         self.plan = plan
@@ -77,23 +82,26 @@ class BucketSet:
         self.version = 0
         for index, spec in enumerate(plan):
             members = [params[i] for i in spec.members]
-            arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in spec.members))
+            trained = [i for i in spec.members if trainable[i]]
+            arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in trained))
+            is_last = index == len(plan) - 1
+            num_flags = (
+                Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks) if is_last else 0
+            )
+            bucket: Bucket
             if spec.sparse:
-                self.buckets.append(SparseBucket(members[0], arrivals=arrivals))
+                bucket = SparseBucket(members[0], arrivals=arrivals)
+            elif spec.sharded is not None:
+                assert shards is not None  # who makes such plans
+                bucket = shards.make_bucket(members, arrivals=arrivals, num_flags=num_flags, device=device)
             elif spec.alone:
-                self.buckets.append(InPlaceBucket(members[0], arrivals=arrivals))
+                bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:
-                num_flags = Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks)
-                self.buckets.append(
-                    BufferedBucket(
-                        members,
-                        arrivals=arrivals,
-                        num_flags=num_flags if index == len(plan) - 1 else 0,
-                        device=device,
-                        may_be_resized=may_be_resized,
-                    )
+                bucket = BufferedBucket(
+                    members, arrivals=arrivals, num_flags=num_flags, device=device, may_be_resized=may_be_resized
                 )
-            self.index_of_bucket.update(dict.fromkeys(spec.members, index))
+            self.buckets.append(bucket)
+            self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))

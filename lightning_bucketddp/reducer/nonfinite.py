@@ -85,8 +85,9 @@ class Finiteness:
         has_scaler: bool = False,
     ) -> None:
         self._names = list(replicas.parameters)
-        self._rank = replicas.collectives.rank
-        self._device = replicas.collectives.device
+        self._collectives = replicas.collectives
+        self._rank = self._collectives.rank
+        self._device = self._collectives.device
         self._response = config.on_nonfinite
         self._checks_gradients = config.check_gradients and not has_scaler
         self._travels_as = REDUCE_DTYPES.get(config.reduce_dtype or "")
@@ -211,9 +212,13 @@ class Finiteness:
         named: list[str] = []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
-                finite = [bool(gradient.isfinite().all()) for gradient in bucket.gradients]
+                spoiled = [not gradient.isfinite().all() for gradient in bucket.gradients]
+                if plan.sharded is not None and spoiled:
+                    of_all_ranks = torch.tensor(spoiled, dtype=torch.float32, device=self._device)
+                    self._collectives.maximum(of_all_ranks)
+                    spoiled = of_all_ranks.tolist()
                 # A lone gradient may be gone by now.
-                found = [i for i, is_finite in zip(plan.members, finite, strict=bool(finite)) if not is_finite]
+                found = [i for i, is_spoiled in zip(plan.members, spoiled, strict=bool(spoiled)) if is_spoiled]
                 named += [self._names[i] for i in found or plan.members]
         return named
 

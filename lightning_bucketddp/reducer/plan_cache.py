@@ -16,6 +16,7 @@ from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 
@@ -37,6 +38,7 @@ class PlanCache:
 
     Args:
         clock: what time is measured by; None: that of the parameters' device.
+        shards: what optimizers divide among the ranks; None: nothing.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class PlanCache:
         stats: ReducerStats,
         clock: Clock | None,
         say: Callable[[str], None],
+        shards: Shards | None = None,
     ) -> None:
         self.specs = [
             spec_of(
@@ -69,6 +72,7 @@ class PlanCache:
         self._collectives = replicas.collectives
         self._stats = stats
         self._say = say
+        self._shards = shards
         self._clock = clock or clock_of(self._collectives.device)
         self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
         self._bucket_sets: dict[Trainable, BucketSet] = {}
@@ -120,9 +124,13 @@ class PlanCache:
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
         # What is registered last usually gets its gradient first.
         missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in set(arrived)]
-        plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        if self._shards is None:
+            plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        else:
+            plan = self._shards.plan(self.specs, self._params, arrived=arrived, missing=missing, caps=self._config.caps)
         self._forget()
-        if can_tune(self._config, self._collectives, plan):
+        # Another plan would move optimizer state between ranks.
+        if self._shards is None and can_tune(self._config, self._collectives, plan):
             self._tuners[trainable] = PlanTuner(
                 plan,
                 params=self._params,
@@ -160,6 +168,8 @@ class PlanCache:
             num_firings=num_firings,
             device=self._collectives.device,
             num_ranks=self._collectives.world_size,
+            trainable=trainable,
+            shards=self._shards,
             may_be_resized=self._config.comm_hook is not None,
         )
         bucket_set.streams = streams

@@ -70,7 +70,7 @@ class CostMeter:
     def _times(self, num_bytes: int, dtype: torch.dtype) -> list[float]:
         members = [torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")]
         device = self._collectives.device
-        bucket = BufferedBucket(members, arrivals=Arrivals(0), num_flags=0, device=device, may_be_resized=False)
+        bucket = BufferedBucket(members, arrivals=Arrivals(0), num_flags=0, device=device)
         marks = []
         for _ in range(1 + _NUM_REPETITIONS):
             start = self._clock.mark()

@@ -36,6 +36,7 @@ from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, all_of
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.reduction import MeanReduction
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -48,6 +49,7 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
+        shards: what optimizers divide among the ranks; None: nothing.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
         say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
@@ -59,6 +61,7 @@ class Reducer:
         config: ReducerConfig,
         *,
         weighting: EqualWeights | None = None,
+        shards: Shards | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
         say: Callable[[str], None] = log.info,
@@ -72,6 +75,7 @@ class Reducer:
         self.replicas = replicas
         self._config = config
         self._weighting = weighting or EqualWeights()
+        self._shards = shards
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
         reduction: Reduction = (
@@ -79,7 +83,9 @@ class Reducer:
             if config.comm_hook is None
             else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
         )
-        self._plan_cache = PlanCache(replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say)
+        self._plan_cache = PlanCache(
+            replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
+        )
         self._new_queue = partial(
             LaunchQueue,
             reduction=reduction,
@@ -110,6 +116,8 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         self._hooks.remove()
+        if self._shards is not None:
+            self._shards.finish_gathering()
         self._plan_cache.close()
         self.bucket_set = None
 
@@ -143,8 +151,8 @@ class Reducer:
 
     @property
     def has_exchanged(self) -> bool:
-        """Whether the gradients of the last backward that ended are final on the device, too."""
-        return self._end.has_exchanged
+        """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
+        return self._end.has_exchanged and (self._shards is None or self._shards.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -183,7 +191,7 @@ class Reducer:
         """Handle a gradient that begins a backward or completes a bucket, or any as long as there is no plan."""
         backward = self._backward
         if backward is None or backward.died:
-            backward = self._begin_from_hook()
+            backward = self._begin_from_hook(index)
             if not self._hooks.completes(index):
                 return
         bucket_set = backward.bucket_set
@@ -206,6 +214,8 @@ class Reducer:
         if self._backward is not None:
             self._finish(self._backward, died=True)
         self.finiteness.begin(self.stats)
+        if self._shards is not None:
+            self._shards.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
         has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
@@ -226,8 +236,10 @@ class Reducer:
         observer.backward_began()
         return self._backward
 
-    def _begin_from_hook(self) -> BackwardPass:
+    def _begin_from_hook(self, index: int) -> BackwardPass:
         self._weighting.refuse_unweighted()
+        if self._shards is not None:
+            self._shards.refuse_unmarked(self._params[index])
         backward = self._begin()
         alive = Alive()
 

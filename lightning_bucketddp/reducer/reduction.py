@@ -1,4 +1,4 @@
-"""How the gradients of a bucket become those that every rank shall have.
+"""How the gradients of a bucket become those that every rank shall have, of all of it or of its share.
 
 A new way to reduce (fewer bits, a part for each rank) is a class with the two methods of `bucket.Reduction`, in a file
 of its own.
@@ -31,11 +31,20 @@ class MeanReduction:
     def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
         own = bucket.wire
         if self._dtype is None or self._dtype == own.dtype:
-            return _PendingMean(own, self._collectives.start_mean(own))
+            return self._start_mean(bucket, own)
         if bucket not in self._cast_wires:
             self._cast_wires[bucket] = torch.empty_like(own, dtype=self._dtype)
         wire = self._cast_wires[bucket].copy_(own)
-        return _PendingCastMean(wire, self._collectives.start_mean(wire), own)
+        return _PendingCast(self._start_mean(bucket, wire), wire, own)
+
+    def _start_mean(self, bucket: DenseBucket, wire: Tensor) -> _PendingMean:
+        if bucket.shares is None:
+            return _PendingMean(wire, self._collectives.start_mean(wire))
+        num_numbers = bucket.numbers.numel()
+        # Every rank needs all flags.
+        flags = self._collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
+        transfer = self._collectives.start_mean_of_share(wire[:num_numbers], owner=bucket.shares.owner)
+        return _PendingMean(wire, transfer, flags)
 
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
         return PendingSparseMean(self._collectives, bucket)
@@ -45,6 +54,7 @@ class MeanReduction:
 class _PendingMean:
     wire: Tensor
     transfer: Pending
+    flags: Pending | None = None
     has_ended = False
 
     @property
@@ -52,15 +62,28 @@ class _PendingMean:
         return self.wire.nbytes
 
     def wait(self) -> None:
+        if self.flags is not None:
+            self.flags.wait()
         self.transfer.wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingCastMean(_PendingMean):
+class _PendingCast:
+    mean: _PendingMean
+    wire: Tensor
     own: Tensor
+    has_ended = False
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.wire.nbytes
+
+    @property
+    def transfer(self) -> Pending:
+        return self.mean.transfer
 
     def wait(self) -> None:
-        self.transfer.wait()
+        self.mean.wait()
         self.own.copy_(self.wire)
 
 

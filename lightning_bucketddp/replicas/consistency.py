@@ -41,8 +41,15 @@ class TrainingState:
     numbers: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
-    def add_optimizer(self, name: str, optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> None:
-        """Add what `optimizer` keeps for these parameters, and the numbers of its parameter groups."""
+    def add_optimizer(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        *,
+        parameters: Mapping[str, Tensor],
+        is_divided: Callable[[Tensor], bool],
+    ) -> None:
+        """Add what `optimizer` keeps for these parameters on every rank, and the numbers of its parameter groups."""
         names = {id(param): param_name for param_name, param in parameters.items()}
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -51,7 +58,7 @@ class TrainingState:
             for key, value in group.items():
                 self._add(f"{name}: {key} of group {index}", value, owner=group, key=key, is_number=_is_setting(value))
         for param, state in optimizer.state.items():
-            if id(param) in names and isinstance(state, dict):
+            if id(param) in names and isinstance(state, dict) and not is_divided(param):
                 for key, value in state.items():
                     # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
                     is_counter = isinstance(value, int)
@@ -134,13 +141,18 @@ class ReplicaCheckConfig:
             )
 
 
-def training_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> TrainingState:
-    """Return what is compared: `parameters` and what `optimizers` keep for them."""
+def training_state(
+    parameters: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    *,
+    is_divided: Callable[[Tensor], bool] = lambda _: False,
+) -> TrainingState:
+    """Return what is compared: `parameters` and what `optimizers` keep for them, unless that is divided among ranks."""
     state = TrainingState({name: param.detach() for name, param in parameters.items()})
     for index, optimizer in enumerate(optimizers):
         # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
         if not hasattr(optimizer, "consolidate_state_dict"):
-            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters)
+            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters, is_divided=is_divided)
     return state
 
 

@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
+from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
@@ -27,6 +28,7 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import StoreAddress
@@ -162,6 +164,43 @@ class StrategyBase:
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return `tensor` of every rank, stacked by rank."""
         return all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @property
+    def shards(self) -> Shards | None:
+        """The optimizers whose state is divided among the ranks; None: it is not."""
+        raise NotImplementedError
+
+    def _new_shards(self) -> Shards | None:
+        option = self.options.shard_optimizer
+        if not option or self._collectives is None or self._collectives.world_size == 1:
+            return None
+        return Shards(self._collectives, whole_parameters=option == "parameters")
+
+    def _is_divided(self, param: Tensor) -> bool:
+        return self.shards is not None and self.shards.divides(param)
+
+    def full_gradient(self, param: torch.nn.Parameter) -> Tensor | None:
+        """Return all of the averaged gradient of `param`, also with `shard_optimizer`. All ranks must call this."""
+        return param.grad if self.shards is None else self.shards.full_gradient(param)
+
+    def _sharded_state(self, optimizer: Any) -> dict[str, Any] | None:
+        """Return the state of `optimizer`, all of it, on rank zero, if it is divided; None: it is not."""
+        sharded = None if self.shards is None else self.shards.of(optimizer)
+        if sharded is None:
+            return None
+        # Without the other ranks it cannot be had: see `has_lost_shards`.
+        return {} if self.has_lost_shards else gather_optimizer_state(sharded)
+
+    @property
+    def has_lost_shards(self) -> bool:
+        """Whether optimizer state is divided among ranks that cannot be reached any more."""
+        is_divided = self.shards is not None and bool(self.shards.optimizers)
+        return is_divided and (self._collectives is None or not self._collectives.is_open)
+
+    @property
+    def has_torn_weights(self) -> bool:
+        """Whether the weights are not those of any step (Note: torn step)."""
+        return self.has_torn_step or (self.shards is not None and self.shards.is_torn)
 
     @property
     def checkpoint_stats(self) -> CheckpointStats:

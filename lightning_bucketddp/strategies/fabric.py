@@ -24,6 +24,7 @@ from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.consistency import (
     NoReplicaChecks,
     OnDivergence,
@@ -54,6 +55,8 @@ class FabricStrategy(FabricCheckpointHooks):
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
+        shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
+            each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
@@ -100,6 +103,7 @@ class FabricStrategy(FabricCheckpointHooks):
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        shard_optimizer: ShardOption = False,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
@@ -137,6 +141,7 @@ class FabricStrategy(FabricCheckpointHooks):
         self.reducers: dict[nn.Module, Reducer] = {}
         self._checks: NoReplicaChecks = NoReplicaChecks()
         self._optimizers: list[Optimizer] = []
+        self._shards: Shards | None = None
         self._weights_at_start: dict[nn.Module, Severities] = {}
         self._backward_sync_control: Any = _BackwardSyncControl(self)
 
@@ -156,7 +161,12 @@ class FabricStrategy(FabricCheckpointHooks):
             # Fabric does not say when a run is over.
             weakref.finalize(self, ending.end)
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._shards = self._new_shards()
         self._split_graphs_in_forward(self._collectives.world_size)
+
+    @property
+    def shards(self) -> Shards | None:
+        return self._shards
 
     def _split_graphs_in_forward(self, world_size: int) -> None:
         # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
@@ -192,14 +202,27 @@ class FabricStrategy(FabricCheckpointHooks):
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = getattr(module, "_orig_mod", module)
-        self.reducers[compiled] = Reducer(replicas, self.config, finiteness=finiteness, say=rank_zero_info)
+        if self._shards is not None:
+            if compiled in self.reducers:
+                self._shards.forget(set(module.parameters()))
+            self._shards.watch(module)
+        self.reducers[compiled] = Reducer(
+            replicas, self.config, shards=self._shards, finiteness=finiteness, say=rank_zero_info
+        )
         self._weights_at_start[compiled] = severities_of(compiled)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Compare the state of `optimizer` between the ranks from now on."""
+        """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
         self._optimizers.append(optimizer)
+        if self._shards is not None:
+            self._shards.add(optimizer)
         return super().setup_optimizer(optimizer)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of `optimizer` for a checkpoint: with `shard_optimizer` all of it, on rank zero."""
+        state = self._sharded_state(optimizer)
+        return super().get_optimizer_state(optimizer) if state is None else state
 
     def exact_dataloader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return `loader` for `fabric.setup_dataloaders`, so that every sample is evaluated once, by one of the ranks.
@@ -261,11 +284,13 @@ class FabricStrategy(FabricCheckpointHooks):
             for index, reducer in enumerate(self.reducers.values())
             for name, param in reducer.replicas.parameters.items()
         }
-        return training_state(parameters, self._optimizers)
+        return training_state(parameters, self._optimizers, is_divided=self._is_divided)
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():
             reducer.close()
+        if self._shards is not None:
+            self._shards.unwatch()
         super().teardown()
 
 

@@ -17,7 +17,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.replicas.consistency import NoReplicaChecks, TrainingState
 from lightning_bucketddp.strategies.base import StrategyBase
-from lightning_bucketddp.strategies.fault_handling import torn
+from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -51,8 +51,10 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
-        if self.has_torn_step:
+        if self.has_torn_weights:
             raise CheckpointWriteError(torn(path))
+        if self.has_lost_shards and any(self._holds_shards(value) for value in state.values()):
+            raise CheckpointWriteError(lost_shards(path))
         if self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
@@ -75,6 +77,9 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
 
         with self._progress.during(SAVING):
             write_on_rank_zero(save, self._collectives, path=path)
+
+    def _holds_shards(self, value: Any) -> bool:
+        return self.shards is not None and self.shards.of(value) is not None
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""

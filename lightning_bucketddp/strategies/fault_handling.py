@@ -200,3 +200,11 @@ def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
     number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
     name = f"{run}/{number}"
     return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
+
+
+def lost_shards(path: object) -> str:
+    """Return why there is no checkpoint at `path`: without a rank its part of the optimizers' state is missing."""
+    return (
+        f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
+        " optimizers' state (`shard_optimizer`). Resume from the last checkpoint."
+    )

@@ -13,6 +13,7 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.first_batches import NoFirstBatches
 from lightning_bucketddp.data.sharded_iterable import NoSharding
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.consistency import NoReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -139,6 +140,7 @@ class FitState:
         is_fit: or else an evaluation.
         replicas: the module's parameters and buffers; None: no module was set up.
         reducer: averages gradients; None: nothing was trained.
+        shards: the optimizers whose state is divided; None: it is not.
         exchange: tells the other ranks where this one is; None: there are no others, and no weights.
         weighting: how much each batch counts.
         buffers: when the ranks get rank 0's.
@@ -152,6 +154,7 @@ class FitState:
     is_fit: bool = False
     replicas: Replicas | None = None
     reducer: Reducer | None = None
+    shards: Shards | None = None
     exchange: StepExchange | None = None
     weighting: EqualBatches = field(default_factory=EqualBatches)
     buffers: NoBufferSync = field(default_factory=NoBufferSync)
@@ -165,6 +168,8 @@ class FitState:
         """Take hooks and conversions off `model`, and return it."""
         if self.reducer is not None:
             self.reducer.close()
+        if self.shards is not None:
+            self.shards.unwatch()
         self.evaluation.close()
         layers, self.layers = self.layers, NoLayerSync()
         return model if model is None else layers.revert(model)

@@ -14,6 +14,7 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -66,6 +67,7 @@ class StrategyOptions:
     start_timeout_s: float
     stall_warning_s: float
     async_checkpoints: bool
+    shard_optimizer: ShardOption
     model_averaging_period: int | None = None
     rank_seeds: bool = False
     gradient_weight: GradientWeightOption = None
@@ -103,6 +105,7 @@ class StrategyOptions:
             start_method=_resolve_start_method(given["start_method"]),
             start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
             stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
+            shard_optimizer=_check_shard_optimizer(given["shard_optimizer"], given["ddp_comm_hook"]),
             model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
             global_batch_size=_check_count("global_batch_size", given, of="samples"),
             gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
@@ -189,6 +192,17 @@ def _check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption
     raise ValueError(
         f"`gradient_weight` must be `batch_size` or a function that takes a batch and gives its weight, got {option!r}."
     )
+
+
+def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOption:
+    if option not in (False, True, "parameters"):
+        raise ValueError(f"`shard_optimizer` must be True, False or 'parameters', got {option!r}.")
+    if option and comm_hook is not None:
+        raise ValueError(
+            "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients, and"
+            " with post-localSGD the weights differ between ranks. Pass one of them."
+        )
+    return option
 
 
 def _check_backend(backend: str | None) -> str | None:

@@ -23,6 +23,7 @@ from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatch
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
@@ -57,6 +58,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
+        shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
+            each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
         forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
         init_sync: At the start give every rank rank 0's weights. The ranks' modules are compared in any case.
@@ -129,6 +132,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        shard_optimizer: ShardOption = False,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
@@ -269,6 +273,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         assert self._collectives is not None
         assert self.model is not None
         self._batch_size.begin(trainer)
+        self._state.shards = self._new_shards()
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
@@ -306,9 +311,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 state.replicas,
                 replace(self.config, broadcast_buffers=False),
                 weighting=state.weighting.weighting,
+                shards=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
                 say=rank_zero_info,
             )
+            if state.shards is not None:
+                state.shards.unwatch()
+                state.shards.watch(model)
             self._progress.describe_backward = state.reducer.describe_backward
             state.checks = NoReplicaChecks()
             # In a search some ranks may make a step that others do not. It ends with what it began with.
@@ -334,6 +343,16 @@ class TrainerStrategy(TrainerCheckpointHooks):
             assert self._collectives is not None
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
+        state = self._state
+        if state.shards is not None:
+            if state.shards.optimizers:
+                # Others in their place: what was divided belongs to the old ones.
+                state.shards.close()
+                state.shards = self._new_shards()
+                self._setup_model(self._module)
+            assert state.shards is not None
+            for optimizer in self.optimizers:
+                state.shards.add(optimizer)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
@@ -373,6 +392,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
             assert self._collectives is not None
             self._collectives.close_host_groups()
         super().teardown()
+        if self._state.shards is not None:
+            # The model was moved to the CPU, so that its memory on the device is free.
+            self._state.shards.follow_params()
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.

@@ -21,7 +21,7 @@ from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import SAVING
-from lightning_bucketddp.strategies.fault_handling import torn
+from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 
@@ -73,8 +73,11 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self.trains_elsewhere:
             log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
             return
-        if self.has_torn_step:
+        if self.has_torn_weights:
             log.warning("bucketddp: %s", torn(filepath))
+            return
+        if self.has_lost_shards and "optimizer_states" in checkpoint:
+            log.warning("bucketddp: %s", lost_shards(filepath))
             return
         with self._progress.during(SAVING):
             self._compare_replicas(checkpoint, filepath)
@@ -114,6 +117,11 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             can_resume="optimizer_states" in checkpoint,
             step=checkpoint.get("global_step"),
         )
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of `optimizer` for a checkpoint: with `shard_optimizer` all of it, on rank zero."""
+        state = self._sharded_state(optimizer)
+        return super().optimizer_state(optimizer) if state is None else state
 
     def remove_checkpoint(self, filepath: Any) -> None:
         path = self._finite_checkpoints.path_to_remove(filepath)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import TrainingState, training_state
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fit_state import FitState
@@ -49,6 +51,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def reducer(self) -> Reducer | None:
         """What averages the gradients of the last fit; None: there was none."""
         return self._state.reducer
+
+    @property
+    def shards(self) -> Shards | None:
+        return self._state.shards
 
     @property
     def _module(self) -> LightningModule:
@@ -242,11 +248,13 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self.reducer.finiteness.catch_up(self.reducer.stats)
         if self._state.checks.are_periodic:
             self._state.checks.compare(self._trained_state, when="at the end of training")
+        if self.shards is not None:
+            rank_zero_info(f"bucketddp: {self.shards.describe()}.")
 
     def _trained_state(self) -> TrainingState:
         """Return what training changes in the same way on every rank."""
         assert self._state.replicas is not None
-        return training_state(self._state.replicas.parameters, self.optimizers)
+        return training_state(self._state.replicas.parameters, self.optimizers, is_divided=self._is_divided)
 
     def _shared_state(self) -> TrainingState:
         """Return that and the buffers. Forwards change those on each rank in its own way, so they are shared first."""

@@ -17,9 +17,11 @@ from lightning_bucketddp.bindings.process_setup import FABRIC_PROCESS_SETUP, TRA
 PACKAGE = Path(__file__).parents[2] / "lightning_bucketddp"
 
 TORCH = {
+    "_C": "torch",
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_NormBase": "torch.nn.modules.batchnorm",
     "_create_c10d_store": "torch.distributed.rendezvous",
+    "_amp_foreach_non_finite_check_and_unscale_": "torch",
     "_foreach_copy_": "torch",
     "_foreach_mul": "torch",
     "_foreach_mul_": "torch",
@@ -41,6 +43,7 @@ TORCH_ATTRIBUTES = {
     "_execution_engine": Variable,
     "_indices": torch.Tensor,
     "_post_accumulate_grad_hooks": torch.Tensor,
+    "_process_value_according_to_param_policy": torch.optim.Optimizer,
     "_use_count": torch.Tensor,
     "_values": torch.Tensor,
     # made as we make it
@@ -113,7 +116,15 @@ FABRIC_ATTRIBUTES = {
 # In Lightning since 2.6; there is nothing to replace before.
 NEWER = {"_broadcast_sigterm_tensor"}
 # Names that look private to the scanner but are ours or the standard library's.
-OURS = {"_sync_original", "_sync_collectives", "_sync_is_idle", "_typeshed", "_ParallelStrategy", "_TorchCheckpointIO"}
+OURS = {
+    "_sync_original",
+    "_sync_collectives",
+    "_sync_is_idle",
+    "_typeshed",
+    "_ParallelStrategy",
+    "_TorchCheckpointIO",
+    "_view",
+}
 STANDARD = {"_current_frames", "_exit", "_replace"}
 
 

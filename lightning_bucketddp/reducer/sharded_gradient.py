@@ -1,0 +1,224 @@
+"""The gradient of a parameter whose optimizer state is divided among the ranks.
+
+Note: a divided gradient
+    Once such a bucket is reduced, this rank has the mean of its own share only; what else lies in the bucket is left
+    over from the reduction. Still `param.grad` is a tensor of the parameter's shape, because users and Lightning work
+    on it: they clip it, scale it, set rows of it to zero. What changes element by element does the right thing for
+    the share, and the optimizer sees nothing else. A norm is completed with the other ranks, so that clipping clips by
+    the same norm as without sharding. All other reading would give a wrong number on some rank without a word: it is
+    refused. Before the reduction, and in `no_sync`, it is a gradient like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.comm.collectives import Collectives
+
+# What tells something of a tensor, but nothing of the numbers in it.
+_OF_NO_NUMBERS = {
+    *("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_quantized"),
+    *("requires_grad", "grad", "grad_fn", "ndim", "nbytes", "itemsize", "_version", "_backward_hooks", "data"),
+    *(
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "is_contiguous",
+        "type",
+        "detach",
+    ),
+    *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
+    *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
+}
+
+
+class ShardedGradientError(RuntimeError):
+    """A gradient that is divided among the ranks was read as if this rank had all of it."""
+
+
+@dataclass(slots=True)
+class Division:
+    """Whether the gradients of one bucket are divided now: reduced, and neither used nor set aside since."""
+
+    collectives: Collectives
+    is_divided: bool = False
+
+
+class ShardedGradient(Tensor):
+    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient).
+
+    Attributes:
+        division: that of the bucket.
+        own: this rank's share, in memory order, as an ordinary tensor over the same memory; it may be empty.
+        param_name: of the parameter.
+    """
+
+    division: Division
+    own: Tensor
+    param_name: str
+
+    @staticmethod
+    def over(gradient: Tensor, *, own: Tensor, division: Division, name: str) -> ShardedGradient:
+        """Return `gradient`, the same memory, as one that is divided when its bucket is."""
+        sharded: ShardedGradient = gradient.as_subclass(ShardedGradient)
+        sharded.own, sharded.division, sharded.param_name = own, division, name
+        return sharded
+
+    def plain(self) -> Tensor:
+        """Return an ordinary tensor over the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        divided = [gradient for gradient in _sharded_in((*args, *given.values())) if gradient.division.is_divided]
+        name = _name_of(func)
+        if divided and (complete := _COMPLETED_WITH_OTHERS.get(name)) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return complete(*args, **given)
+        if divided and name not in _OF_NO_NUMBERS:
+            changed = set(map(id, _sharded_in(args[:1]))) if _changes_elements(name) else set()
+            if any(id(gradient) not in changed for gradient in divided):
+                _refuse(divided[0], name)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **given)
+        if name in ("data", "detach") and isinstance(result, Tensor) and isinstance(args[0], ShardedGradient):
+            return cls.over(result, own=args[0].own, division=args[0].division, name=args[0].param_name)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"<gradient of `{self.param_name}`, {_describe_share(self)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.division.is_divided:
+            _refuse(self, "deepcopy")
+        return self.plain().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.division.is_divided:
+            _refuse(self, "pickle")
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _sharded_in(values: Any) -> Iterator[ShardedGradient]:
+    for value in values:
+        if isinstance(value, ShardedGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _sharded_in(value)
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of what torch has been asked for: of a function, a method or an attribute."""
+    name: str = func.__name__
+    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name
+
+
+def _changes_elements(name: str) -> bool:
+    is_inplace_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+    return is_inplace_operator or (name.endswith("_") and not name.startswith("__"))
+
+
+def _describe_share(gradient: ShardedGradient) -> str:
+    ranks = gradient.division.collectives
+    of_all = f"{len(gradient.own)} of {math.prod(gradient.shape)}"
+    return f"of which rank {ranks.rank} of {ranks.world_size} has {of_all} elements"
+
+
+def _refuse(gradient: ShardedGradient, name: str) -> NoReturn:
+    raise ShardedGradientError(
+        f"`{name}` reads the gradient of `{gradient.param_name}`, {_describe_share(gradient)}: `shard_optimizer`"
+        " divides gradients among the ranks once they are averaged. Clipping, norms and changes element by element work"
+        " as ever. For all of it call `strategy.full_gradient(param)` on every rank, or set `shard_optimizer=False`."
+    )
+
+
+def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each gradient, those that are divided completed with the other ranks."""
+    order = float(order)
+    norms = [
+        torch.linalg.vector_norm(_own_part(gradient), order, dtype=_accumulated_in(gradient)) for gradient in gradients
+    ]
+    places = [i for i, gradient in enumerate(gradients) if _is_divided(gradient)]
+    ranks = next(gradients[i].division.collectives for i in places)  # type: ignore[attr-defined]
+    parts = torch.stack([norms[i].double() for i in places])
+    if math.isinf(order):
+        ranks.maximum(parts)
+    elif order == 0:
+        ranks.sum(parts)
+    else:
+        parts = parts**order
+        ranks.sum(parts)
+        parts = parts ** (1 / order)
+    for i, part in zip(places, parts, strict=True):
+        norms[i] = part
+    return [norm.to(gradient.dtype.to_real()) for norm, gradient in zip(norms, gradients, strict=True)]
+
+
+def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [norm if dtype is None else norm.to(dtype) for norm in _norms(gradients, ord)]
+
+
+def _norm(
+    gradient: Tensor,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    out: None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    ord: Any = None,
+) -> Tensor:
+    order = p if ord is None else ord
+    order = 2.0 if order in (None, "fro") else order
+    if dim is not None or keepdim or out is not None or isinstance(order, str):
+        assert isinstance(gradient, ShardedGradient)
+        _refuse(gradient, "norm")
+    return _foreach_norm([gradient], order, dtype)[0]
+
+
+def _vector_norm(
+    gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return _norm(gradient, ord, dim, keepdim, dtype=dtype)
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Do a GradScaler's part on this rank's shares; what one rank finds holds for all."""
+    torch._amp_foreach_non_finite_check_and_unscale_([_own_part(g) for g in gradients], found_inf, inv_scale)
+    next(g.division.collectives for g in gradients if _is_divided(g)).maximum(found_inf)  # type: ignore[attr-defined]
+
+
+def _is_divided(gradient: Tensor) -> bool:
+    return isinstance(gradient, ShardedGradient) and gradient.division.is_divided
+
+
+def _own_part(gradient: Tensor) -> Tensor:
+    return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
+
+
+def _accumulated_in(gradient: Tensor) -> torch.dtype:
+    real = gradient.dtype.to_real()
+    return torch.float32 if real.itemsize < 4 else real
+
+
+_COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {
+    "_foreach_norm": _foreach_norm,
+    "norm": _norm,
+    "linalg_norm": _vector_norm,
+    "linalg_vector_norm": _vector_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}

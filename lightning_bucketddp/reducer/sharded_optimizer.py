@@ -1,0 +1,207 @@
+"""An optimizer that steps this rank's part of its parameters, and has the state of that part only.
+
+Note: sharded steps
+    An optimizer has its parameters, as ever, but while it steps: then it has this rank's pieces of them (Note: pieces,
+    in `sharded_bucket`), and so the state of those. Whatever else looks at its parameter groups sees parameters:
+    schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group. After the step the ranks exchange
+    the weights (Note: weights on their way, in `weight_gathering`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.reducer.elementwise import is_elementwise
+from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
+from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+
+
+class ShardedOptimizer:
+    """An optimizer that steps this rank's pieces only (Note: sharded steps).
+
+    Attributes:
+        shards: by parameter.
+        loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
+    """
+
+    def __init__(self, optimizer: Optimizer, collectives: Collectives, *, whole_parameters: bool) -> None:
+        self.optimizer = optimizer
+        self.is_elementwise = is_elementwise(optimizer) and not whole_parameters
+        self.gathering = Gathering(collectives)
+        self.shards: dict[nn.Parameter, Shard] = {}
+        self.loaded: dict[int, Any] = {}
+        self.loads = [0] * collectives.world_size
+        self._whole: list[list[nn.Parameter]] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(_outside_of_graphs(self._before_step)),
+            optimizer.register_step_post_hook(_outside_of_graphs(self._after_step)),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_state_dict_pre_hook(self._before_save),
+        ]
+
+    def close(self) -> None:
+        """Be an ordinary optimizer again, with this rank's part of the state."""
+        self.show_parameters()
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in the order in which a checkpoint counts them."""
+        groups = [group["params"] for group in self.optimizer.param_groups] if self._whole is None else self._whole
+        return [param for params in groups for param in params]
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the state on this rank."""
+        return sum(map(_size_of, self.optimizer.state.values()))
+
+    @property
+    def whole_state_bytes(self) -> int:
+        """What it would be without the others, reckoned from the parameters of which this rank has something."""
+        pieces = [shard.piece for shard in self.shards.values() if shard.piece is not None]
+        own = sum([piece.nbytes for piece in pieces])
+        of_own = sum([_size_of(self.optimizer.state.get(piece, {})) for piece in pieces])
+        whole = sum([shard.param.nbytes for shard in self.shards.values()])
+        return self.state_bytes - of_own + (round(of_own * whole / own) if own else 0)
+
+    def show_pieces(self) -> None:
+        """Have the optimizer see this rank's pieces, and their gradients."""
+        assert self._whole is None
+        self._take_loaded()
+        self._whole = [group["params"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["params"] = [piece for param in group["params"] if (piece := self._piece_of(param)) is not None]
+
+    def show_parameters(self) -> None:
+        """Have the optimizer see the parameters again."""
+        if self._whole is not None:
+            for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
+                group["params"] = params
+            self._whole = None
+
+    def adopt(self, shards: Sequence[Shard]) -> None:
+        """Step these shards from now on; state that is there already is cut."""
+        place_of = {param: place for place, param in enumerate(self.params)}
+        for shard in shards:
+            self.shards[shard.param] = shard
+            whole = self.loaded.pop(place_of[shard.param], None) or self.optimizer.state.pop(shard.param, None)
+            if whole and shard.piece is not None:
+                self.optimizer.state[shard.piece] = self._own_part(whole, shard)
+
+    def _take_loaded(self) -> None:
+        """Give parameters that are not divided their state from a checkpoint."""
+        if self.loaded:
+            params = self.params
+            for place in [place for place in self.loaded if params[place] not in self.shards]:
+                self.optimizer.state[params[place]] = self._on_device(self.loaded.pop(place), params[place])
+
+    def _own_part(self, state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+        """Return what this rank keeps of the state of a parameter."""
+        is_cut = shard.piece is not shard.param
+        own = {
+            # Not a view: it would keep all of it in memory.
+            key: shard.cut(_laid_out_as(shard.param, value)).clone() if is_cut and _is_whole(value, shard) else value
+            for key, value in state.items()
+        }
+        return self._on_device(own, shard.param)
+
+    def _on_device(self, state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+        """Return `state` where torch would load it to, and as what."""
+        group = next(group for group in self.optimizer.param_groups if any(param is other for other in group["params"]))
+        groups = [{**group, "params": [0]}]
+        return {
+            key: Optimizer._process_value_according_to_param_policy(param, value, 0, groups, key)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
+
+    def _piece_of(self, param: nn.Parameter) -> nn.Parameter | None:
+        shard = self.shards.get(param)
+        if shard is None or shard.piece is None:
+            return param if shard is None else None
+        gradient = param.grad
+        if shard.piece is param:
+            param.grad = gradient.plain() if isinstance(gradient, ShardedGradient) else gradient
+        else:
+            shard.follow_param()
+            shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
+        return shard.piece
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.show_parameters()  # should the last step have raised
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.show_pieces()
+            return None
+
+        def closure_with_parameters() -> Any:
+            self.show_parameters()
+            loss = closure()
+            self.show_pieces()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_with_parameters}
+        return (args[0], closure_with_parameters, *args[2:]), kwargs
+
+    def _after_step(self, *_: Any) -> None:
+        self.show_parameters()
+        for shard in self.shards.values():
+            if shard.piece is not None:
+                shard.piece.grad = None
+        reduced, self.gathering.reduced = self.gathering.reduced, {}
+        with torch.no_grad():
+            # What was reduced last is needed first.
+            for bucket in reversed(reduced.values()):
+                bucket.start_gather()
+
+    def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the state out of a checkpoint: each rank keeps its part of it only."""
+        self.loaded = dict(state_dict["state"])
+        return {**state_dict, "state": {}}
+
+    def _after_load(self, _: Optimizer) -> None:
+        self.adopt([self.shards[param] for param in self.params if param in self.shards])
+
+    def _before_save(self, optimizer: Optimizer) -> None:
+        if self.shards and self._whole is None:
+            raise RuntimeError(
+                f"The state of `{type(optimizer).__name__}` is divided among the ranks (`shard_optimizer`), and"
+                " `state_dict` would have this rank's part. Save by Lightning, which gathers all of it:"
+                " `trainer.save_checkpoint`, or `fabric.save`."
+            )
+
+
+def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `hook` as one that dynamo does not look into; where it is not loaded, nothing is compiled so far."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook  # type: ignore[no-untyped-call]
+
+
+def _size_of(state: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+def _cut_if_any(shard: Shard, gradient: Tensor | None) -> Tensor | None:
+    """Return this rank's part of a gradient that the user has set."""
+    return None if gradient is None else shard.cut(_laid_out_as(shard.param, gradient))
+
+
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor` with its elements in the memory order of `param`."""
+    if tensor.stride() == param.stride():
+        return tensor
+    return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_whole(value: Any, shard: Shard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.param.shape

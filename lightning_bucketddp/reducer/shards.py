@@ -1,0 +1,306 @@
+"""Which parameters are divided among the ranks (`shard_optimizer`), and in which buckets.
+
+Note: layouts stay
+    Which rank has which piece is decided when a plan is first made with a parameter, at the end of a backward, and
+    stays: other plans, of other sets of trainable parameters, keep the bucket together. So state never moves between
+    ranks. What an optimizer has by then, from a checkpoint or because it begins with something, is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import MIB, BucketCaps
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans, plan_buckets
+from lightning_bucketddp.planning.shares import Shares, balance
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
+from lightning_bucketddp.reducer.elementwise import explain_refusal
+from lightning_bucketddp.reducer.sharded_bucket import (
+    Shard,
+    ShardedBufferedBucket,
+    ShardedInPlaceBucket,
+    ShardedLayout,
+)
+from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
+from lightning_bucketddp.reducer.weight_gathering import wait_before_forward
+
+ShardOption = bool | Literal["parameters"]
+
+# Where ranks own whole buckets: so many per rank that they are about equal, unless that makes them very small.
+_BUCKETS_PER_OWNER = 16
+_SMALLEST_OWNED_BYTES = MIB
+
+
+class Shards:
+    """All optimizers of a run whose state is divided, and the buckets of their parameters (Note: layouts stay).
+
+    Args:
+        whole_parameters: divide by whole parameters in any case.
+    """
+
+    def __init__(self, collectives: Collectives, *, whole_parameters: bool) -> None:
+        self.optimizers: list[ShardedOptimizer] = []
+        self._collectives = collectives
+        self._whole_parameters = whole_parameters
+        self._layout_of: dict[nn.Parameter, ShardedLayout] = {}
+        self._optimizer_of: dict[nn.Parameter, ShardedOptimizer] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Divide the state of `optimizer` from now on.
+
+        Raises:
+            ValueError: if that cannot give the same numbers; the text says why.
+        """
+        if (reason := explain_refusal(optimizer)) is not None:
+            raise ValueError(
+                f"`shard_optimizer` cannot divide the state of `{type(optimizer).__name__}`: {reason}. Use another"
+                " optimizer, or `shard_optimizer=False`."
+            )
+        self.optimizers.append(ShardedOptimizer(optimizer, self._collectives, whole_parameters=self._whole_parameters))
+
+    def watch(self, module: nn.Module) -> None:
+        """Have the layers of `module` wait for their weights, those that torch does not see use them."""
+        self._handles += wait_before_forward(module)
+
+    def unwatch(self) -> None:
+        """Take back all that `watch` has done."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget(self, params: Collection[Tensor]) -> None:
+        """Divide `params`, of a module that is set up again, for other optimizers than before.
+
+        Raises:
+            ValueError: if they have been trained: their state would stay with the optimizer of before.
+        """
+        for known in [known for known in self.optimizers if not set(known.params).isdisjoint(params)]:
+            if known.shards:
+                raise ValueError(
+                    f"A module is set up again whose `{type(known.optimizer).__name__}` has its state divided among the"
+                    " ranks (`shard_optimizer`). Set it up once, or load a checkpoint into a new one."
+                )
+            known.close()
+            self.optimizers.remove(known)
+
+    def of(self, optimizer: Any) -> ShardedOptimizer | None:
+        """Return what divides the state of `optimizer`, which may be wrapped by Lightning."""
+        inner = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "optimizer", optimizer)
+        return next((known for known in self.optimizers if known.optimizer in (optimizer, inner)), None)
+
+    def divides(self, param: Tensor) -> bool:
+        """Return whether the state of `param` is divided."""
+        return param in self._layout_of
+
+    def close(self) -> None:
+        """Divide nothing any more."""
+        self.finish_gathering()
+        self.unwatch()
+        for known in self.optimizers:
+            known.close()
+        self.optimizers.clear()
+
+    def describe(self) -> str:
+        """Return in one line what is divided, and how much memory that saves here."""
+        own = sum(known.state_bytes for known in self.optimizers)
+        whole = sum(known.whole_state_bytes for known in self.optimizers)
+        return (
+            f"optimizer state divided among {self._collectives.world_size} ranks: {own / MIB:.1f} MiB here instead of"
+            f" {whole / MIB:.1f} MiB"
+        )
+
+    @property
+    def have_arrived(self) -> bool:
+        """Return whether no weights are on their way."""
+        return not any(known.gathering.pending for known in self.optimizers)
+
+    @property
+    def is_torn(self) -> bool:
+        """Return whether an exchange of weights has failed: they are not those of one step."""
+        return any(known.gathering.is_torn for known in self.optimizers)
+
+    def finish_gathering(self) -> None:
+        """Wait for all weights that are on their way."""
+        for known in self.optimizers:
+            for bucket in list(known.gathering.pending):
+                bucket.finish_gather()
+
+    def follow_params(self) -> None:
+        """Have all pieces lie in their parameters' memory, which may be another by now."""
+        for known in self.optimizers:
+            for shard in known.shards.values():
+                shard.follow_param()
+
+    def begin_backward(self) -> None:
+        """Make room in the buckets: weights have arrived, and gradients of an earlier backward are put aside."""
+        self.finish_gathering()
+        for known in self.optimizers:
+            for layout, bucket in list(known.gathering.reduced.items()):
+                if any(shard.param.requires_grad for shard in layout.shards):
+                    bucket.put_aside()
+
+    def refuse_unmarked(self, param: Tensor) -> None:
+        """Refuse a backward that nobody has announced and that has added to a gradient which is divided."""
+        if isinstance(param.grad, ShardedGradient) and param.grad.division.is_divided:
+            raise RuntimeError(
+                f"`loss.backward()` has added to the gradient of `{param.grad.param_name}`, which is averaged already"
+                " and divided among the ranks (`shard_optimizer`). Call `self.manual_backward(loss)`, or"
+                " `fabric.backward(loss)`, or set gradients to None before."
+            )
+
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Return all of the averaged gradient of `param`. All ranks must call this."""
+        gradient = param.grad
+        if not (isinstance(gradient, ShardedGradient) and gradient.division.is_divided):
+            return gradient
+        full = torch.empty_strided(param.shape, gradient_strides(param), dtype=param.dtype, device=param.device).zero_()
+        self._optimizer_of[param].shards[param].cut(full).copy_(gradient.own)
+        self._collectives.sum(torch.view_as_real(full) if full.is_complex() else full)
+        return full
+
+    def make_bucket(
+        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device
+    ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
+        """Make the bucket of these parameters, which have one layout."""
+        layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
+        if layout.alone:
+            return ShardedInPlaceBucket(layout, gathering=known.gathering, arrivals=arrivals)
+        return ShardedBufferedBucket(
+            layout,
+            [known.shards[param] for param in params],
+            gathering=known.gathering,
+            arrivals=arrivals,
+            num_flags=num_flags,
+            device=device,
+            idle=frozenset(n for n, param in enumerate(params) if not param.requires_grad),
+        )
+
+    def plan(
+        self,
+        specs: Sequence[ParameterSpec],
+        params: Sequence[nn.Parameter],
+        *,
+        arrived: Sequence[int],
+        missing: Sequence[int],
+        caps: BucketCaps,
+    ) -> list[BucketSpec]:
+        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay)."""
+        self._find_owners()
+        known = self._known_buckets(params, trained={params[i] for i in (*arrived, *missing)})
+        dividers = [self._divider(spec, param) for spec, param in zip(specs, params, strict=True)]
+        marked = [self._mark(*each) for each in zip(specs, params, dividers, strict=True)]
+
+        def plan_new(*, owned: bool, caps: BucketCaps) -> list[BucketSpec]:
+            """Plan for those that a rank owns whole, or for all others."""
+            is_new = [
+                params[i] not in self._layout_of and (divider is not None and not divider.is_elementwise) == owned
+                for i, divider in enumerate(dividers)
+            ]
+            plan = plan_buckets(
+                marked, arrived=[i for i in arrived if is_new[i]], missing=[i for i in missing if is_new[i]], caps=caps
+            )
+            return [bucket for bucket in plan if bucket.members]
+
+        num_owned_bytes = sum(
+            spec.num_bytes for spec, by in zip(specs, dividers, strict=True) if by is not None and not by.is_elementwise
+        )
+        new = plan_new(owned=False, caps=caps) + plan_new(owned=True, caps=self._caps_of_owned(num_owned_bytes, caps))
+        new = self._divide(new, specs, dividers)
+        for bucket in new:
+            if bucket.sharded is not None:
+                divider = dividers[bucket.members[0]]
+                assert divider is not None
+                self._settle(bucket, [(specs[i].name, params[i]) for i in bucket.members], divider)
+        return merge_plans(known, new, specs, arrived=arrived)
+
+    def _find_owners(self) -> None:
+        self._optimizer_of.clear()
+        for known in self.optimizers:
+            for param in known.params:
+                owner = self._optimizer_of.setdefault(param, known)
+                if owner is not known:
+                    raise ValueError(
+                        f"A parameter of shape {tuple(param.shape)} belongs to two optimizers,"
+                        f" `{type(owner.optimizer).__name__}` and `{type(known.optimizer).__name__}`: its state cannot"
+                        " be divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
+                    )
+
+    def _known_buckets(self, params: Sequence[nn.Parameter], *, trained: set[nn.Parameter]) -> list[BucketSpec]:
+        """Return the buckets that are divided already, with those members that the module still has."""
+        index_of = {param: index for index, param in enumerate(params)}
+        layouts = dict.fromkeys(self._layout_of[param] for param in params if param in self._layout_of)
+        return [
+            BucketSpec(
+                tuple(index_of[shard.param] for shard in layout.shards if shard.param in index_of),
+                alone=layout.alone,
+                sharded=layout.shares,
+            )
+            for layout in layouts
+            if any(shard.param in trained for shard in layout.shards)
+        ]
+
+    def _divider(self, spec: ParameterSpec, param: nn.Parameter) -> ShardedOptimizer | None:
+        """Return the optimizer that divides `param`; None: it is stepped by all ranks."""
+        is_dense = gradient_strides(param) == param.stride() and param.numel() > 0
+        return self._optimizer_of.get(param) if is_dense and not spec.sparse else None
+
+    def _mark(self, spec: ParameterSpec, param: nn.Parameter, divider: ShardedOptimizer | None) -> ParameterSpec:
+        """Have a parameter share buckets only with others that its optimizer divides."""
+        if divider is None:
+            return spec
+        num_reals = param.numel() * (2 if param.is_complex() else 1)
+        has_equal_slices = not divider.is_elementwise or num_reals % self._collectives.world_size == 0
+        kind = f"{spec.kind} optimizer {self.optimizers.index(divider)}"
+        return replace(spec, kind=kind, alone=spec.alone and has_equal_slices)
+
+    def _caps_of_owned(self, num_bytes: int, caps: BucketCaps) -> BucketCaps:
+        even = max(num_bytes // (_BUCKETS_PER_OWNER * self._collectives.world_size), _SMALLEST_OWNED_BYTES)
+        return BucketCaps(tuple(min(cap, even) for cap in caps.by_position), last=caps.last)
+
+    def _divide(
+        self, plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec], dividers: Sequence[ShardedOptimizer | None]
+    ) -> list[BucketSpec]:
+        """Decide how each new bucket is divided: into slices, or by giving each to the rank that has least."""
+        num_ranks = self._collectives.world_size
+        divider_of = [dividers[bucket.members[0]] for bucket in plan]
+        divided = [
+            bucket if divider is None else replace(bucket, sharded=Shares(num_ranks))
+            for bucket, divider in zip(plan, divider_of, strict=True)
+        ]
+        for known in self.optimizers:
+            if not known.is_elementwise:
+                places = [place for place, divider in enumerate(divider_of) if divider is known]
+                sizes = [sum(specs[i].num_bytes for i in plan[place].members) for place in places]
+                for place, owner in zip(places, balance(sizes, known.loads), strict=True):
+                    divided[place] = replace(plan[place], sharded=Shares(num_ranks, owner=owner))
+        return divided
+
+    def _settle(
+        self, bucket: BucketSpec, members: Sequence[tuple[str, nn.Parameter]], divider: ShardedOptimizer
+    ) -> None:
+        """Decide for good which rank has which piece of the members of a bucket."""
+        assert bucket.sharded is not None
+        params = [param for _, param in members]
+        buffer = BufferLayout([0], params[0].numel()) if bucket.alone else BufferLayout.of(params, bucket.sharded)
+        shards = [
+            Shard(
+                name,
+                param,
+                bucket.sharded.ranges(offset, param.numel(), of=buffer.numel),
+                rank=self._collectives.rank,
+            )
+            for (name, param), offset in zip(members, buffer.offsets, strict=True)
+        ]
+        layout = ShardedLayout(shards, buffer, bucket.sharded, bucket.alone)
+        self._layout_of.update(dict.fromkeys(params, layout))
+        divider.adopt(shards)
