@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_bucketddp
-from benchmarks.loop import LoopSettings
+from benchmarks.loop import OPTIMIZERS, LoopSettings
 from benchmarks.models import Workload, build
 from benchmarks.ranks import synchronize
 from benchmarks.variants import Variant, compress
@@ -43,7 +43,7 @@ class Fits:
         # looks at them.
         key = repr(replace(variant, name="", records_every=None))
         if key not in self._modules:
-            self._modules[key] = _Module(build(settings.model, self._device), variant, settings.accumulate)
+            self._modules[key] = _Module(build(settings.model, self._device), variant, settings)
         num_unmeasured = variant.steps_to_settle * settings.accumulate
         num_batches = num_unmeasured + settings.steps * settings.accumulate
         stopwatch = _Stopwatch(self._device, first=num_unmeasured, last=num_batches)
@@ -84,19 +84,20 @@ def _strategy(variant: Variant, device: torch.device) -> Any:
 
 
 class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-    def __init__(self, workload: Workload, variant: Variant, accumulate: int) -> None:
+    def __init__(self, workload: Workload, variant: Variant, settings: LoopSettings) -> None:
         super().__init__()
         self.model = workload.model
         self._workload = workload
         self._unused = variant.unused
-        self._accumulate = accumulate
+        self._accumulate = settings.accumulate
+        self._optimizer = settings.optimizer
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._workload.leave_out(self._unused, batch_idx // self._accumulate)
         return self._workload.loss(self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4, foreach=True)
+        return OPTIMIZERS[self._optimizer](self.parameters())
 
 
 class _Stopwatch(pl.Callback):  # type: ignore[name-defined,misc]

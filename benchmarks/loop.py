@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,20 @@ class LoopSettings:
         variants: which take turns.
         accumulate: micro-batches in a step.
         steps: measured in a turn, one after the other; the device is waited for only at the ends.
+        optimizer: a name in `OPTIMIZERS`.
     """
 
     model: str
     variants: tuple[Variant, ...]
     accumulate: int = 1
     steps: int = 5
+    optimizer: str = "sgd"
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-4, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+}
 
 
 class Training:
@@ -39,9 +48,17 @@ class Training:
         self.variant = variant
         self.workload = build(settings.model, device)
         self.attached = attach(variant, self.workload.model, device)
-        self._optimizer = torch.optim.SGD(self.workload.model.parameters(), lr=1e-4, foreach=True)
+        self._optimizer = OPTIMIZERS[settings.optimizer](self.workload.model.parameters())
+        if self.attached.shards is not None:
+            self.attached.shards.add(self._optimizer)
         self._accumulate = settings.accumulate
         self._num_steps = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the optimizer's state."""
+        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def step(self, mark: Callable[[str], None] = lambda _: None) -> None:
         """`zero_grad`, forward, backward, optimizer. `mark` is called with the name of what has just been done."""
@@ -86,6 +103,10 @@ class Loop:
                 training.step()
             self._trainings[name] = training
         return self._trainings[name]
+
+    def state_bytes(self, name: str) -> float:
+        """The size of the optimizer's state of a variant."""
+        return float(self.training(name).state_bytes)
 
     def plan(self, name: str) -> tuple[str, str | None]:
         """What bucketddp has planned, in words, and the profile that it has planned from, as JSON, if it has one."""

@@ -18,6 +18,7 @@ from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.replicas import Replicas
 
 Wire = Literal["fp32", "bf16"]
@@ -58,6 +59,7 @@ class Attached:
     # Known after some steps; in the gradients' own dtype.
     bucket_bytes: Callable[[], list[int]] = list
     reducer: Reducer | None = None
+    shards: Shards | None = None
 
 
 ALONE = Variant("no communication", "alone")
@@ -133,13 +135,17 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     world_size = collectives.world_size
     if variant.reduces_alone and world_size == 1:
         collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
-    reducer = Reducer(replicas, ReducerConfig(**variant.options))
+    options = dict(variant.options)
+    shards = Shards(collectives, whole_parameters=False) if options.pop("shard_optimizer", False) else None
+    reducer = Reducer(replicas, ReducerConfig(**options), shards=shards)
+    if shards is not None:
+        shards.watch(model)
     collectives.world_size = world_size
 
     def bucket_bytes() -> list[int]:
         return [] if reducer.bucket_set is None else [bucket.num_bytes for bucket in reducer.bucket_set.buckets]
 
-    return Attached(model, reducer.no_sync, bucket_bytes, reducer)
+    return Attached(model, reducer.no_sync, bucket_bytes, reducer, shards)
 
 
 def _ddp_bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

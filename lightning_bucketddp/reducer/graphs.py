@@ -13,9 +13,11 @@ Note: split graphs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +28,11 @@ from lightning_bucketddp.config import MIB, ReducerConfig
 def is_being_captured(device: torch.device) -> bool:
     """Return whether work for `device` is captured now, instead of run (Note: captured steps)."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as one that dynamo does not look into; where it is not loaded, nothing is compiled so far."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-untyped-call]
 
 
 # dynamo's first part has this size, and it refuses a smaller one for the others.

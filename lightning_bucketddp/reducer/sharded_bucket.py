@@ -19,36 +19,36 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
+from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.sharded_gradient import Division, ShardedGradient
 from lightning_bucketddp.reducer.weight_gathering import can_arrive_later, mark_gathering, unmark_gathering
 
 
-@dataclass(slots=True, eq=False)
 class Shard:
     """A parameter, and which of its elements each rank steps.
 
-    Attributes:
+    Args:
         ranges: by rank, in memory order.
         rank: this one.
+
+    Attributes:
+        own: this rank's range.
         piece: what is stepped here; the parameter itself if this rank owns it whole; None: nothing of it.
+        weights: the memory of `piece`, in its order.
     """
 
-    name: str
-    param: nn.Parameter
-    ranges: Sequence[tuple[int, int]]
-    rank: int
-    piece: nn.Parameter | None = None
-
-    def __post_init__(self) -> None:
-        start, stop = self.own
-        if stop - start == self.param.numel() and stop > start:
-            self.piece = self.param
+    def __init__(self, name: str, param: nn.Parameter, ranges: Sequence[tuple[int, int]], *, rank: int) -> None:
+        self.name = name
+        self.param = param
+        self.ranges = ranges
+        self.own = start, stop = ranges[rank]
+        self._address = param.data_ptr()
+        self.weights = self.cut(param.detach())
+        self.piece: nn.Parameter | None = None
+        if stop - start == param.numel():
+            self.piece = param
         elif stop > start:
-            self.piece = nn.Parameter(self.cut(self.param.detach()), requires_grad=self.param.requires_grad)
-
-    @property
-    def own(self) -> tuple[int, int]:
-        return self.ranges[self.rank]
+            self.piece = nn.Parameter(self.weights, requires_grad=param.requires_grad)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor that is laid out as the parameter is."""
@@ -57,11 +57,11 @@ class Shard:
 
     def follow_param(self) -> None:
         """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`)."""
-        if self.piece is None or self.piece is self.param:
-            return
-        start, _ = self.own
-        if self.piece.data_ptr() != self.param.data_ptr() + start * self.param.element_size():
-            self.piece.data = self.cut(self.param.detach())
+        if self.param.data_ptr() != self._address:
+            self._address = self.param.data_ptr()
+            self.weights = self.cut(self.param.detach())
+            if self.piece is not None and self.piece is not self.param:
+                self.piece.data = self.weights
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -149,7 +149,8 @@ class ShardedBucket:
     def start_gather(self) -> None:
         """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
         for shard in self.shards:
-            shard.param.grad = None
+            if shard.param.grad is not None:
+                shard.param.grad = None
         self.division.is_divided = False
         weights = self._weights_to_gather()
         self.gathering.bytes_gathered += weights.nbytes
@@ -184,10 +185,16 @@ class ShardedBucket:
             raise
 
     def _wait(self, transfer: Pending) -> None:
-        if self._stream is None:
+        if self._stream is None or self._stream == torch.cuda.current_stream(self._stream.device):
             transfer.wait()
             self._take_weights()
             return
+        if is_being_captured(self._stream.device):
+            raise RuntimeError(
+                f"A graph is captured while the weights of `{self.shards[0].name}` are on their way from other ranks"
+                " (`shard_optimizer`): it would not contain them. Warm up on a side stream, as torch advises for"
+                " `torch.cuda.graph`: there each step waits for its weights."
+            )
         # Where the step was: other streams were told to wait for that one, if at all.
         with torch.cuda.stream(self._stream):
             transfer.wait()
@@ -225,7 +232,6 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         self.division = Division(gathering.collectives)
         self._idle = idle
         offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
-        self._own: list[Tensor] = []
         super().__init__(
             [shard.param for shard in shards],
             arrivals=arrivals,
@@ -233,19 +239,15 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
             device=device,
             layout=BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel),
         )
+        self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
 
     def own_gradient(self, position: int) -> Tensor:
-        start, stop = self.shards[position].own
-        offset = self._offsets[position]
-        return self.buffer[offset + start : offset + stop]
+        return self._own[position]
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
-        return ShardedGradient.over(
-            super()._view(buffer, position),
-            own=self.own_gradient(position),
-            division=self.division,
-            name=self.shards[position].name,
-        )
+        shard, offset = self.shards[position], self._offsets[position]
+        own = buffer[offset + shard.own[0] : offset + shard.own[1]]
+        return ShardedGradient.over(super()._view(buffer, position), own=own, division=self.division, name=shard.name)
 
     def collect(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -260,11 +262,9 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         self._keep_share(publish=publish)
 
     def _weights_to_gather(self) -> Tensor:
-        stepped = [(position, shard.piece) for position, shard in enumerate(self.shards) if shard.piece is not None]
-        if stepped:
-            torch._foreach_copy_(
-                [self.own_gradient(position) for position, _ in stepped], [flat(piece.detach()) for _, piece in stepped]
-            )
+        places = [place for place, shard in enumerate(self.shards) if shard.piece is not None]
+        if places:
+            torch._foreach_copy_([self._own[n] for n in places], [self.shards[n].weights for n in places])
         numbers: Tensor = self.numbers
         return numbers
 

@@ -9,8 +9,7 @@ Note: sharded steps
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.elementwise import is_elementwise
+from lightning_bucketddp.reducer.graphs import outside_of_graphs
 from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
 from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 
@@ -40,8 +40,8 @@ class ShardedOptimizer:
         self.loads = [0] * collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
         self._handles = [
-            optimizer.register_step_pre_hook(_outside_of_graphs(self._before_step)),
-            optimizer.register_step_post_hook(_outside_of_graphs(self._after_step)),
+            optimizer.register_step_pre_hook(outside_of_graphs(self._before_step)),
+            optimizer.register_step_post_hook(outside_of_graphs(self._after_step)),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_state_dict_pre_hook(self._before_save),
@@ -144,15 +144,16 @@ class ShardedOptimizer:
             self.show_pieces()
             return None
 
-        def closure_with_parameters() -> Any:
+        def with_parameters() -> Any:
             self.show_parameters()
             loss = closure()
             self.show_pieces()
             return loss
 
+        wrapped = outside_of_graphs(with_parameters)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": closure_with_parameters}
-        return (args[0], closure_with_parameters, *args[2:]), kwargs
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
         self.show_parameters()
@@ -180,11 +181,6 @@ class ShardedOptimizer:
                 " `state_dict` would have this rank's part. Save by Lightning, which gathers all of it:"
                 " `trainer.save_checkpoint`, or `fabric.save`."
             )
-
-
-def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `hook` as one that dynamo does not look into; where it is not loaded, nothing is compiled so far."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook  # type: ignore[no-untyped-call]
 
 
 def _size_of(state: Mapping[str, Any]) -> int:

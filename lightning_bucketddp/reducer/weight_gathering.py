@@ -9,7 +9,7 @@ Note: weights on their way
 
     Kernels that torch does not dispatch are not seen: a module that is not torch's own may pass its weights to one, so
     its forward waits for them. dynamo guards on the class of parameters, and a captured graph has no host that could
-    wait later: there the exchange ends with the step.
+    wait later: there, and on side streams, where steps are warmed up to be captured, the exchange ends with the step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _gathering_in(values: Any) -> Iterator[GatheringParameter]:
 def can_arrive_later(params: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Return whether new weights of `params` can be waited for when they are needed."""
     is_plain = all(type(param) is nn.Parameter for param in params)
-    return is_plain and not is_being_captured(device) and not _dynamo_has_compiled()
+    return is_plain and not _may_be_captured(device) and not _dynamo_has_compiled()
 
 
 def mark_gathering(params: Sequence[Any], finish: Callable[[], None]) -> None:
@@ -97,6 +97,13 @@ def wait_before_forward(module: nn.Module) -> list[RemovableHandle]:
         for part in module.modules()
         if any(True for _ in part.parameters(recurse=False)) and not type(part).__module__.startswith("torch.nn.")
     ]
+
+
+def _may_be_captured(device: torch.device) -> bool:
+    """Return whether a graph is being captured or will be: torch advises to warm up on a side stream for that."""
+    if device.type != "cuda":
+        return False
+    return bool(torch.cuda.current_stream(device) != torch.cuda.default_stream(device)) or is_being_captured(device)
 
 
 def _dynamo_has_compiled() -> bool:

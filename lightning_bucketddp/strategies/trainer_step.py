@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
-from lightning_bucketddp.reducer.graphs import graphs_split
+from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import TrainingState, training_state
@@ -189,7 +189,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self._progress.enter(OPTIMIZER)
             return loss
 
-        return run
+        # The user may have compiled the optimizer's step, and has not meant all of this.
+        return outside_of_graphs(run)
 
     def _log_counts(self) -> None:
         if self.reducer is None:

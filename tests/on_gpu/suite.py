@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.support.jobs import cuda, nonfinite, reducing, replicas, sync_batchnorm, weighting
+from tests.support.jobs import cuda, nonfinite, reducing, replicas, sharding, sync_batchnorm, weighting
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import WAYS, Bad
 from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
@@ -94,7 +94,39 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
             partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config=config),
         )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
+    yield from sharded_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
+
+
+def sharded_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and tests, of optimizer state that is divided among the ranks."""
+    for case in CASES:
+        if case != "sparse_embedding":
+            setting: dict[str, Any] = {"case": case, "optimizer": "adamw", "tolerance": 10 * ROUNDING}
+            yield f"sharded {case}", partial(sharded, **setting)
+    for optimizer in sharding.OPTIMIZERS:
+        for shard in (True, "parameters"):
+            setting = {"case": "mlp", "optimizer": optimizer, "shard": shard, "clip": 0.1, "tolerance": ROUNDING}
+            yield f"sharded {optimizer} {shard}", partial(sharded, **setting)
+    yield "sharded sgd, exactly", partial(sharded, case="mlp", optimizer="sgd")
+    yield "sharded, accumulated", partial(sharded, case="mlp", optimizer="momentum", micro_batches=3)
+    for shard in (True, "parameters"):
+        yield (
+            f"no host synchronisation, sharded {shard}",
+            partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait, shard=shard),
+        )
+        yield (
+            f"captured step, sharded {shard}",
+            partial(run_on_ranks, cuda.a_captured_step_trains_like_others, shard=shard),
+        )
+    yield "several streams, sharded", partial(run_on_ranks, cuda.sharded_weights_reach_several_streams)
+
+
+def sharded(**setting: Any) -> list[Any]:
+    """Compare weights with and without sharding; how the state is divided is shown."""
+    ranks = run_on_ranks(sharding.compare, **setting)
+    assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel
+    return [sharded.state_numel for _, sharded in ranks]
 
 
 def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> list[Any]:
@@ -153,6 +185,7 @@ TRAINER_RUNS = [
     "tests.on_gpu.compiling",
     "tests.on_gpu.evaluating",
     "tests.on_gpu.batch_sizes",
+    "tests.on_gpu.sharding",
 ]
 
 

@@ -14,6 +14,7 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.recording.writer import step_of
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
@@ -70,13 +71,27 @@ def gradients_from_several_streams_are_waited_for() -> None:
     assert len(reducer.bucket_set.streams) == 2
 
 
-def a_step_never_makes_the_host_wait() -> None:
+def _sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives, shard: ShardOption
+) -> Shards:
+    shards = Shards(collectives, whole_parameters=shard == "parameters")
+    shards.add(optimizer)
+    shards.watch(model)
+    return shards
+
+
+def a_step_never_makes_the_host_wait(shard: ShardOption = False) -> None:
     """torch raises where an operation would synchronise the host with the device."""
     model = _wide_model()
     collectives = Collectives(device())
     weighting = Weighting(StepExchange(collectives), by_weight=True, needs_every_weight=False)
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), weighting=weighting)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    reducer = Reducer(
+        Replicas(model, collectives),
+        ReducerConfig(bucket_cap_mb=4.5),
+        weighting=weighting,
+        shards=_sharded(model, optimizer, collectives, shard) if shard else None,
+    )
     x = batch(dist.get_rank(), 0, 64, WIDE)
     for step in range(4):
         if step == 2:
@@ -91,11 +106,34 @@ def a_step_never_makes_the_host_wait() -> None:
             reducer.finiteness.see_loss(loss)
             with reducer.backward():
                 loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         finally:
             if step == 3:
                 torch.cuda.set_sync_debug_mode("default")
     assert_equal_on_all_ranks(model)
+
+
+def sharded_weights_reach_several_streams() -> None:
+    """Weights that arrive late are right on the stream that needs them first, and on all others."""
+    layers = _wide_model()
+    reference = copy.deepcopy(layers)
+    model = OnSideStream(layers)  # type: ignore[arg-type]
+    collectives = Collectives(device())
+    optimizer, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference))
+    shards = _sharded(model, optimizer, collectives, True)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), shards=shards)
+    for step in range(10):
+        x = batch(dist.get_rank(), step, 512, WIDE)
+        for module in (model, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        average_by_hand(reference)
+        optimizer.step()
+        theirs.step()
+    for ours, their in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, their)
+    reducer.close()
 
 
 def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
@@ -186,12 +224,17 @@ def peak_gradient_memory() -> tuple[float, float]:
     return extra[0], extra[1]
 
 
-def a_captured_step_trains_like_others() -> None:
+def a_captured_step_trains_like_others(shard: ShardOption = False) -> None:
     """`torch.cuda.graph` captures forward, backward, reductions and the optimizer's step."""
     model = _wide_model()
     reference = copy.deepcopy(model)
-    reducer = build_reducer(model, bucket_cap_mb=4.5)
+    collectives = Collectives(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = Reducer(
+        Replicas(model, collectives),
+        ReducerConfig(bucket_cap_mb=4.5),
+        shards=_sharded(model, optimizer, collectives, shard) if shard else None,
+    )
     their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     x = batch(dist.get_rank(), 0, 64, WIDE)
 
