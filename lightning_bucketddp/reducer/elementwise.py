@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 # Each element of a parameter is stepped by its own gradient and its own state. Torch's own classes, and one that every
@@ -61,6 +62,11 @@ def explain_refusal(optimizer: Optimizer) -> str | None:
             return _GLOBAL_NAMES[kind.__name__]
     if hasattr(optimizer, "consolidate_state_dict"):
         return _GLOBAL_NAMES["ZeroRedundancyOptimizer"]
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    if any(isinstance(param, Tensor) and param not in params for param in optimizer.state):
+        return (
+            "it has a part of the state that an earlier run has divided; make a new one, and load a checkpoint into it"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "with `differentiable=True` a gradient flows through its step, but not through an exchange of weights"
     return None

@@ -84,7 +84,8 @@ class Gathering:
     """What the buckets of an optimizer have in common.
 
     Attributes:
-        reduced: layouts whose gradients have been reduced and not stepped, and the buckets that they are in now.
+        buckets: in which each layout is now.
+        reduced: those whose gradients have been reduced and not stepped.
         aside: gradients from before the backward that runs, this rank's part of each, by parameter.
         pending: buckets whose weights are on their way.
         is_torn: an exchange of weights has failed: they are not those of one step.
@@ -92,11 +93,18 @@ class Gathering:
     """
 
     collectives: Collectives
+    buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
     reduced: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
     aside: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     pending: list[ShardedBucket] = field(default_factory=list)
     is_torn: bool = False
     bytes_gathered: int = 0
+
+    def note_other_gradients(self) -> None:
+        """See which parameters are to be stepped by gradients that nobody has reduced: the user has set them."""
+        for layout, bucket in self.buckets.items():
+            if layout not in self.reduced and any(shard.param.grad is not None for shard in layout.shards):
+                self.reduced[layout] = bucket
 
 
 class ShardedBucket:

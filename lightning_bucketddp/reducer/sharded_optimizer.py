@@ -77,6 +77,7 @@ class ShardedOptimizer:
         """Have the optimizer see this rank's pieces, and their gradients."""
         assert self._whole is None
         self._take_loaded()
+        self.gathering.note_other_gradients()
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [piece for param in group["params"] if (piece := self._piece_of(param)) is not None]
@@ -129,11 +130,11 @@ class ShardedOptimizer:
         shard = self.shards.get(param)
         if shard is None or shard.piece is None:
             return param if shard is None else None
+        shard.follow_param()
         gradient = param.grad
         if shard.piece is param:
             param.grad = gradient.plain() if isinstance(gradient, ShardedGradient) else gradient
         else:
-            shard.follow_param()
             shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
         return shard.piece
 

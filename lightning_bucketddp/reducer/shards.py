@@ -95,8 +95,12 @@ class Shards:
 
     def of(self, optimizer: Any) -> ShardedOptimizer | None:
         """Return what divides the state of `optimizer`, which may be wrapped by Lightning."""
-        inner = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "optimizer", optimizer)
-        return next((known for known in self.optimizers if known.optimizer in (optimizer, inner)), None)
+        candidates = {
+            id(optimizer),
+            id(getattr(optimizer, "_optimizer", None)),
+            id(getattr(optimizer, "optimizer", None)),
+        }
+        return next((known for known in self.optimizers if id(known.optimizer) in candidates), None)
 
     def divides(self, param: Tensor) -> bool:
         """Return whether the state of `param` is divided."""
@@ -181,17 +185,21 @@ class Shards:
     ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
         """Make the bucket of these parameters, which have one layout."""
         layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
+        bucket: ShardedBufferedBucket | ShardedInPlaceBucket
         if layout.alone:
-            return ShardedInPlaceBucket(layout, gathering=known.gathering, arrivals=arrivals)
-        return ShardedBufferedBucket(
-            layout,
-            [known.shards[param] for param in params],
-            gathering=known.gathering,
-            arrivals=arrivals,
-            num_flags=num_flags,
-            device=device,
-            idle=frozenset(n for n, param in enumerate(params) if not param.requires_grad),
-        )
+            bucket = ShardedInPlaceBucket(layout, gathering=known.gathering, arrivals=arrivals)
+        else:
+            bucket = ShardedBufferedBucket(
+                layout,
+                [known.shards[param] for param in params],
+                gathering=known.gathering,
+                arrivals=arrivals,
+                num_flags=num_flags,
+                device=device,
+                idle=frozenset(n for n, param in enumerate(params) if not param.requires_grad),
+            )
+        known.gathering.buckets[layout] = bucket
+        return bucket
 
     def plan(
         self,
@@ -236,6 +244,12 @@ class Shards:
         for known in self.optimizers:
             for param in known.params:
                 owner = self._optimizer_of.setdefault(param, known)
+                if param in self._layout_of and param not in known.shards:
+                    raise ValueError(
+                        f"A parameter of shape {tuple(param.shape)} has gone from one optimizer to another, a"
+                        f" `{type(known.optimizer).__name__}`: its state is divided among the ranks and cannot follow."
+                        " Keep it where it is, or set `shard_optimizer=False`."
+                    )
                 if owner is not known:
                     raise ValueError(
                         f"A parameter of shape {tuple(param.shape)} belongs to two optimizers,"

@@ -222,6 +222,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def setup(self, trainer: Trainer) -> None:
         self._restored()
+        if self._state.shards is not None:
+            self._state.shards.close()
         # What is left of an earlier fit is told by `reducer`, also after an evaluation.
         self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
         self._prepare_evaluation(trainer)
