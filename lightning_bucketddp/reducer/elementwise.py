@@ -64,9 +64,7 @@ def explain_refusal(optimizer: Optimizer) -> str | None:
         return _GLOBAL_NAMES["ZeroRedundancyOptimizer"]
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if any(isinstance(param, Tensor) and param not in params for param in optimizer.state):
-        return (
-            "it has a part of the state that an earlier run has divided; make a new one, and load a checkpoint into it"
-        )
+        return "it has a part of the state that an earlier run has divided; make a new one, and load a checkpoint"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "with `differentiable=True` a gradient flows through its step, but not through an exchange of weights"
     return None

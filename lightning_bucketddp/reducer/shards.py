@@ -95,12 +95,8 @@ class Shards:
 
     def of(self, optimizer: Any) -> ShardedOptimizer | None:
         """Return what divides the state of `optimizer`, which may be wrapped by Lightning."""
-        candidates = {
-            id(optimizer),
-            id(getattr(optimizer, "_optimizer", None)),
-            id(getattr(optimizer, "optimizer", None)),
-        }
-        return next((known for known in self.optimizers if id(known.optimizer) in candidates), None)
+        inner = [optimizer, getattr(optimizer, "_optimizer", None), getattr(optimizer, "optimizer", None)]
+        return next((known for known in self.optimizers if any(known.optimizer is one for one in inner)), None)
 
     def divides(self, param: Tensor) -> bool:
         """Return whether the state of `param` is divided."""

@@ -222,10 +222,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def setup(self, trainer: Trainer) -> None:
         self._restored()
-        if self._state.shards is not None:
-            self._state.shards.close()
-        # What is left of an earlier fit is told by `reducer`, also after an evaluation.
-        self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer)
+        # What is left of an earlier fit is told by `reducer`, also after an evaluation, and can be saved.
+        self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer, shards=self.shards)
         self._prepare_evaluation(trainer)
         if self.options.shard_iterable:
             self._state.sharding = IterableSharding(
@@ -275,6 +273,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         assert self._collectives is not None
         assert self.model is not None
         self._batch_size.begin(trainer)
+        if self._state.shards is not None:
+            self._state.shards.close()
         self._state.shards = self._new_shards()
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
