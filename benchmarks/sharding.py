@@ -71,13 +71,13 @@ def measure(args: argparse.Namespace, model: str) -> list[Table]:
         add("step", steps, unit="ms", scale=1000)
         state = {variant.name: ranks.call("state_bytes", variant.name) for variant in settings.variants}
         add("optimizer state on each rank", state, unit="MiB", scale=1 / MIB)
-    if args.memory:
-        peaks = {}
-        for variant in settings.variants:
-            # In processes of their own: what one has left would be freed while another is measured.
-            with Ranks(Peaks, settings, place_of(args)) as ranks:
-                peaks[variant.name] = [float(peak) for peak in ranks.call("peak", variant.name, 1)]
-        add("peak memory on each rank", peaks, unit="MiB", scale=1 / MIB)
+        if args.memory:
+            # Others than those that have trained: what they have left would be freed while a step is measured. Those
+            # are still there, because MPS does not take clients while it ends for want of any.
+            with Ranks(Peaks, settings, place_of(args)) as fresh:
+                names = [variant.name for variant in settings.variants]
+                peaks = {name: [float(peak) for peak in fresh.call("peak", name, 1)] for name in names}
+            add("peak memory on each rank", peaks, unit="MiB", scale=1 / MIB)
     if args.trainer:
         with Ranks(Fits, settings, place_of(args)) as ranks:
             turns = turns_of(ranks, settings.variants)
