@@ -100,8 +100,6 @@ def print_summary(summary: Summary) -> None:
     table = Table("one step", Column("ms", justify="right"), Column("%", justify="right"))
     total = sum(summary.seconds.values())
     for phase, seconds in summary.seconds.items():
-        if phase == "weights" and not seconds:
-            continue  # nothing is sharded
         table.add_row(_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
     table.add_section()
     table.add_row("all", f"{1e3 * total:.2f}", "100.0")
@@ -129,10 +127,9 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
 
 
 def _describe_exchange(typical: TypicalStep) -> str:
-    wait_s = typical.phases["weights"]
     return (
         f"Weights: their exchange after a step takes {_ms(typical.exchange_s)} of that, and the next step waits"
-        f" {_ms(wait_s)} for it."
+        f" {_ms(typical.phases.get('weights', 0.0))} for it."
     )
 
 

@@ -155,7 +155,12 @@ _NUM_ERRORS = 3
 
 def waiting_s(phases: Mapping[str, float]) -> float:
     """Return how much of a step with these phases is spent waiting for other ranks."""
-    return sum(phases[phase] for phase in WAITS)
+    return sum(phases.get(phase, 0.0) for phase in WAITS)
+
+
+def _without_idle(phases: dict[str, float]) -> dict[str, float]:
+    """Return `phases` without waiting for weights where no step does that: nothing is sharded."""
+    return {phase: seconds for phase, seconds in phases.items() if phase != "weights" or seconds > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +189,7 @@ class RankNumbers:
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
-            phases={phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES},
+            phases=_without_idle({phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES}),
             own_error_s=_error([step.own_s for step in steps]),
             communication_s=fmean([step.communication_s for step in middle] or [0.0]),
             exchange_s=fmean([sum(span.seconds for span in step.exchanges()) for step in middle] or [0.0]),
@@ -231,7 +236,7 @@ class TypicalStep:
 
     @property
     def phases(self) -> dict[str, float]:
-        return {phase: fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
+        return _without_idle({phase: fmean(rank.phases.get(phase, 0.0) for rank in self.ranks) for phase in PHASES})
 
     @property
     def step_s(self) -> float:

@@ -52,16 +52,9 @@ ONE_BUCKET = RecordedPlan(1, [RecordedBucket(["b", "a"], [10 * MIB] * 2)])
 
 
 def numbers(
-    rank: int = 0,
-    *,
-    exposed: float = 3,
-    data: float = 0,
-    forward: float = 17,
-    error: float = 0,
-    weights: float = 0,
+    rank: int = 0, *, exposed: float = 3, data: float = 0, forward: float = 17, error: float = 0
 ) -> RankNumbers:
-    phases = {"data": data, "weights": weights, "forward": forward, "backward": 2.0, "exposed": exposed}
-    phases["optimizer"] = 1.0
+    phases = {"data": data, "forward": forward, "backward": 2.0, "exposed": exposed, "optimizer": 1.0}
     return RankNumbers(
         rank=rank,
         host=f"host{rank}",
@@ -199,7 +192,7 @@ STEP = Step(
 def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> None:
     short, long = (replace(STEP, spans=[Span("forward", 0.0, seconds)], memory_bytes=6) for seconds in (5.0, 50.0))
     found = RankNumbers.of(RUN, [STEP, short, long])
-    assert found.phases == {"data": 0, "weights": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
+    assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
     assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
     assert found.communication_s == 6
     assert TypicalStep([found], num_ranks=2).bandwidth == 2

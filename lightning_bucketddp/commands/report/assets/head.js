@@ -41,14 +41,14 @@ function drawHead() {
 function drawNumbers() {
   const { typical, ranks, run } = content;
   const late = typical.straggler;
-  const waiting = total(WAITS.map((name) => typical.phases[name]));
+  const waiting = total(WAITS.map((name) => typical.phases[name] ?? 0));
   const numbers = [
     ["Step", inMs(typical.step), ""],
     ["Waiting for communication", inMs(waiting), percent(waiting / typical.step)],
     ["Communication", inMs(typical.communication), typical.communication ? `${percent(typical.overlap)} hidden` : ""],
     ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(typical.stragglerBy)}`],
   ];
-  if (typical.exchange) numbers.splice(3, 0, ["Exchange of weights", inMs(typical.exchange), `${inMs(typical.phases.weights)} waited for`]);
+  if (typical.exchange) numbers.splice(3, 0, ["Exchange of weights", inMs(typical.exchange), `${inMs(typical.phases.weights ?? 0)} waited for`]);
   if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);
   for (const [term, value, note] of numbers) {
     const pair = element("div");
