@@ -15,6 +15,7 @@ from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
+    assert_weights_are_recorded,
     phase_after_a_backward_of_nothing,
     record,
     record_a_long_backward,
@@ -67,13 +68,7 @@ def test_weights_are_waited_for_in_the_step_after_and_not_counted_as_forward(sha
     for rank in ranks:
         step, num_buckets = rank.step, len(rank.plan.buckets)
         assert_in_order(step)
-        # What was reduced last is needed first; each is waited for once, in the forward.
-        assert [gather.bucket for gather in step.gathers] == list(reversed(range(num_buckets)))
-        names = [span.name for span in step.spans]
-        assert names.count("weights") == num_buckets > 1
-        assert set(names[: names.index("backward")]) == {"forward", "weights"}
-        assert step.seconds("weights") > 0
-        assert step.exposed_s == pytest.approx(step.seconds("weights") + step.seconds("exposed"))
+        assert_weights_are_recorded(step, num_buckets=num_buckets)
         # Of an all-reduce the half each, if gradients travel to their owners only.
         wire_bytes = rank.wire_bytes - (rank.weight_bytes // 2 if rank.scatters else 0)
         assert step.bytes_on_wire == pytest.approx(wire_bytes + rank.weight_bytes / 2, abs=num_buckets)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
 
@@ -95,9 +93,8 @@ def make_nothing() -> None:
 def plan_of_sharded_reducer(name: str, **options: Any) -> tuple[list[list[str]], int]:
     """The same with `shard_optimizer`, and the bytes of the pieces that this rank steps."""
     module = getattr(import_module(__name__), name)().to(device())
-    collectives = Collectives(device())
-    shards = Shards(collectives, whole_parameters=False)
-    reducer = Reducer(Replicas(module, collectives), ReducerConfig(**options), shards=shards)
+    shards = Shards(Collectives(device()), whole_parameters=False)
+    reducer = build_reducer(module, shards=shards, **options)
     shards.add(torch.optim.AdamW(module.parameters()))
     buckets = _plan_after_backward(module, reducer)
     [sharded] = shards.optimizers

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.recording.schema import RecordedPlan, Step
 from lightning_bucketddp.recording.writer import plan_of, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
-from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import CASES, WIDTH, batch
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
@@ -65,6 +63,16 @@ def assert_in_order(step: Step, *, tolerance_s: float = 0.0) -> None:
     exposed = [span for span in step.spans if span.name == "exposed"]
     if step.buckets:
         assert_not_later(max(bucket.ended_s for bucket in step.buckets), exposed[-1].end_s)
+
+
+def assert_weights_are_recorded(step: Step, *, num_buckets: int) -> None:
+    """What was reduced last is needed first; each is waited for once, before backward, which is not forward's time."""
+    assert [gather.bucket for gather in step.gathers] == list(reversed(range(num_buckets)))
+    names = [span.name for span in step.spans]
+    assert names.count("weights") == num_buckets
+    assert set(names[: names.index("backward")]) == {"forward", "weights"}
+    assert step.seconds("weights") > 0
+    assert abs(step.exposed_s - step.seconds("weights") - step.seconds("exposed")) < 1e-9
 
 
 def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
@@ -121,7 +129,7 @@ def record_sharded(shard: ShardOption) -> RecordedSharded:
     torch.manual_seed(3)
     model = CASES["mlp"].build().to(device())
     shards = Shards(collectives, whole_parameters=shard == "parameters")
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=_CAP_MB), shards=shards)
+    reducer = build_reducer(model, bucket_cap_mb=_CAP_MB, shards=shards)
     optimizer = torch.optim.AdamW(model.parameters())
     shards.add(optimizer)
     recorder = StepRecorder(device())
