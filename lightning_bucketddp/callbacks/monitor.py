@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
-from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
+from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Thinning, metrics_of, plan_of, step_of
 from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
@@ -68,6 +68,12 @@ class RecordedFit:
         return self._plans.get(self.steps[-1].plan) if self.steps else None
 
     @property
+    def divided_state(self) -> DividedState | None:
+        """Return what is divided among the ranks; None: nothing is."""
+        shards = self._strategy.shards
+        return None if shards is None else DividedState(shards.state_bytes, shards.whole_state_bytes)
+
+    @property
     def is_recording(self) -> bool:
         return self._strategy.recorder is not None
 
@@ -90,6 +96,8 @@ class RecordedFit:
     def begin_batch(self) -> None:
         """End the phase `data`: the batch has arrived."""
         self._begin_if_due()
+        if not self.is_recording and (self._num_rounds + 2) % self._every_n_rounds == 0:
+            self._strategy.watch_gathers(self._recorder)
         self._num_batches += 1
         if self.is_recording and self._recorder.phase == "data":
             self._recorder.turn_to(None)
@@ -137,7 +145,12 @@ class RecordedFit:
         assert reducer is not None
         self._unread.append((marked, self._is_written))
         if reducer.bucket_set is not None and marked.plan not in self._plans:
-            plan = self._plans[marked.plan] = plan_of(marked.plan, reducer.bucket_set.plan, reducer.specs)
+            plan = self._plans[marked.plan] = plan_of(
+                marked.plan,
+                reducer.bucket_set.plan,
+                reducer.specs,
+                scatters=reducer.replicas.collectives.scatters,
+            )
             self._file.write(plan)
         self._write_profile()
 
@@ -286,4 +299,4 @@ def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
         return None
     typical = TypicalStep(ranks, num_ranks=fit.run.world_size)
     advice = suggestions(typical, fit.plan, fit.profile, options=fit.run.options)
-    return Summary.of(typical, fit.plan, suggestions=advice)
+    return Summary.of(typical, fit.plan, suggestions=advice, state=fit.divided_state)

@@ -145,14 +145,19 @@ class Collectives:
         tensor.mul_(1 / self.world_size)
         return self._start_all_reduce(tensor, dist.ReduceOp.SUM)
 
+    @property
+    def scatters(self) -> bool:
+        """Return whether `start_mean_of_share` sends half of what `start_mean` does: to each rank its share only."""
+        return self.device.type != "cpu"  # gloo's reduce-scatter takes longer than its all-reduce
+
     def start_mean_of_share(self, tensor: Tensor, *, owner: int | None) -> Pending:
         """Start replacing a share of a real `tensor` by its mean over the ranks; what else is in it is lost.
 
         Args:
             owner: the rank whose share is all of it; None: each rank's is one of equal slices, by rank.
         """
-        if self.device.type == "cpu":
-            return self.start_mean(tensor)  # gloo's reduce-scatter takes longer than its all-reduce
+        if not self.scatters:
+            return self.start_mean(tensor)
         op = dist.ReduceOp.AVG
         if not self._group_averages or tensor.dtype == torch.float16:
             tensor.mul_(1 / self.world_size)

@@ -6,6 +6,11 @@ Note: cost of an all-reduce
     2(n-1) hops one after the other, a tree 2 log2 n; NCCL has had double binary trees since 2.4 (Sanders, Speck, Träff
     2009: full bandwidth, logarithmic latency) and takes what is faster. So does `Network`: the fewer hops, at full
     bandwidth. It knows no hierarchy: every rank has a link of its own, and all links are alike.
+
+Note: halves
+    An all-reduce is a reduce-scatter and then an all-gather, and each takes half of the hops and half of the bytes. So
+    where gradients are reduce-scattered and weights are all-gathered, each bucket counts half of its bytes twice. To
+    reduce a bucket to its owner, or to broadcast it from there, is counted in the same way: each link carries it once.
 """
 
 from __future__ import annotations
@@ -29,6 +34,10 @@ class AllReduceCost:
     def slower(self, factor: float) -> AllReduceCost:
         """Return the cost on a network that takes `factor` times as long."""
         return AllReduceCost(self.latency_s * factor, self.s_per_byte * factor)
+
+    def halved(self) -> AllReduceCost:
+        """Return the cost of a reduce-scatter, or of an all-gather (Note: halves)."""
+        return self.slower(0.5)
 
     @classmethod
     def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:

@@ -35,6 +35,7 @@ from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, BucketCaps, Red
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, complete_plan, has_choice, plan_buckets
+from lightning_bucketddp.planning.sharding import sharded_plan
 from lightning_bucketddp.planning.simulation import Timeline, simulate
 
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
@@ -160,6 +161,13 @@ class Prediction:
 
     plan: Sequence[BucketSpec]
     timeline: Timeline
+
+
+def predict_sharded(profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, num_ranks: int) -> Prediction:
+    """Return what `predict` does, for optimizers whose state is divided among `num_ranks`."""
+    plan = sharded_plan(profile, config, num_ranks=num_ranks)
+    reduced = _cost_in_reduce_dtype(profile, config, cost)
+    return Prediction(plan, simulate(profile, plan, reduced, cost_of_weights=cost))
 
 
 def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Prediction:

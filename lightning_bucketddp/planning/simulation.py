@@ -5,6 +5,15 @@ Note: timeline
     ended. What has not arrived is complete when backward ends. A sparse gradient is exchanged after backward and costs
     the latency only, because nobody knows its size in advance. The flags in the last bucket, and the few bytes between
     gradients, are not counted.
+
+Note: weights in the next forward
+    A bucket that is sharded is reduce-scattered, and all-gathered after the optimizer's step; each costs half of an
+    all-reduce. The gathers run one after the other, the bucket that was reduced last first, and begin with the next
+    forward: loading data, which may hide them, is not counted. A layer is taken to need the same share of forward as of
+    backward, in the opposite order. So the weights of a gradient that is ready after a share s of backward are needed
+    after a share 1 - s of forward, and all others when the next backward begins. A forward whose time is not known is
+    taken to last half as long as backward. That an optimizer steps a share of its parameters only makes it faster; that
+    is not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ _LARGEST_SCALE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBucket:
-    """One reduction. Times are seconds since backward began."""
+    """One reduction, or gather of weights. Times are seconds since backward began, or forward."""
 
     num_bytes: int
     ready_s: float
@@ -31,12 +40,14 @@ class SimulatedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step, simulated (Note: timeline)."""
+    """One step, simulated (Note: timeline); `gathers` are those of the weights that the step before has changed."""
 
     buckets: Sequence[SimulatedBucket]
     forward_s: float
     backward_s: float
     optimizer_s: float
+    gathers: Sequence[SimulatedBucket] = ()
+    weights_s: float = 0.0  # that forward waits for them
 
     @property
     def end_s(self) -> float:
@@ -45,8 +56,8 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Return how long the step waits for reductions after backward."""
-        return self.end_s - self.backward_s
+        """Return how long the step waits for reductions after backward, and for weights in forward."""
+        return self.end_s - self.backward_s + self.weights_s
 
     @property
     def compute_s(self) -> float:
@@ -59,12 +70,12 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """Return how long reductions run."""
-        return sum(bucket.end_s - bucket.start_s for bucket in self.buckets)
+        """Return how long reductions and gathers run."""
+        return sum(bucket.end_s - bucket.start_s for bucket in (*self.buckets, *self.gathers))
 
     @property
     def overlap(self) -> float:
-        """Return the share of communication that is hidden behind backward; 1 if there is no communication."""
+        """Return the share of communication that is hidden behind computation; 1 if there is no communication."""
         return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
 
     @property
@@ -73,18 +84,40 @@ class Timeline:
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
-def simulate(profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost) -> Timeline:
-    """Return the step that `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`."""
+def simulate(
+    profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost, *, cost_of_weights: AllReduceCost | None = None
+) -> Timeline:
+    """Return the step that `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`.
+
+    `cost_of_weights` is that of weights which travel in another dtype than gradients.
+    """
     buckets: list[SimulatedBucket] = []
     ready = end = 0.0
     for bucket in plan:
-        num_bytes = 0 if bucket.sparse else sum(profile.specs[i].num_bytes for i in bucket.members)
+        num_bytes = _num_bytes(profile, bucket)
         # Buckets leave by index: one that is complete waits for those before it.
         ready = max(ready, _ready(profile, bucket))
         start = max(ready, end)
-        end = start + cost.seconds(num_bytes)
+        end = start + (cost if bucket.sharded is None else cost.halved()).seconds(num_bytes)
         buckets.append(SimulatedBucket(num_bytes, ready, start, end))
-    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s)
+    gathers, weights_s = _simulate_gathers(profile, plan, (cost_of_weights or cost).halved())
+    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, weights_s)
+
+
+def _simulate_gathers(
+    profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost
+) -> tuple[list[SimulatedBucket], float]:
+    """Return the gathers, and how long forward waits for them (Note: weights in the next forward)."""
+    gathers: list[SimulatedBucket] = []
+    end = wait = 0.0
+    for bucket in reversed(plan):
+        if bucket.sharded is not None:
+            num_bytes = _num_bytes(profile, bucket)
+            start, end = end, end + cost.seconds(num_bytes)
+            gathers.append(SimulatedBucket(num_bytes, 0.0, start, end))
+            # Forward has been late by `wait` so far; so it is by more, or this bucket makes no difference.
+            wait = max(wait, end - _needed(profile, bucket))
+    return gathers, wait
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) -> AllReduceCost:
@@ -98,6 +131,17 @@ def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) ->
         else:
             high = middle
     return profile.cost.slower(low)
+
+
+def _num_bytes(profile: Profile, bucket: BucketSpec) -> int:
+    return 0 if bucket.sparse else sum(profile.specs[i].num_bytes for i in bucket.members)
+
+
+def _needed(profile: Profile, bucket: BucketSpec) -> float:
+    """Return when the weights of a bucket are needed in a forward that waits for nothing."""
+    forward_s = profile.forward_s or profile.backward_s / 2
+    arrived = [profile.ready_s[i] for i in bucket.members if i < len(profile.ready_s)]
+    return forward_s * (1 - max(arrived) / profile.backward_s) if arrived else forward_s
 
 
 def _ready(profile: Profile, bucket: BucketSpec) -> float:

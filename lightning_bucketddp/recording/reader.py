@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.recording.schema import FOLDER, BucketTimes, RecordedPlan, Run, Span, Step, Tuning, read
+from lightning_bucketddp.recording.schema import (
+    FOLDER,
+    BucketTimes,
+    GatherTimes,
+    RecordedPlan,
+    Run,
+    Span,
+    Step,
+    Tuning,
+    read,
+)
 
 _PATTERN = "rank-*.jsonl"
 # A page with this many bars has a few megabytes, which a browser opens in a moment.
@@ -144,7 +154,7 @@ def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
     """Return the steps to draw: all, or an even choice within `most_bars` plus the slowest and the last."""
     numbers = record.step_numbers
     steps = [step for rank in record.ranks.values() for step in rank.steps.values()]
-    every = -(-sum(len(step.spans) + len(step.buckets) for step in steps) // most_bars)
+    every = -(-sum(len(step.spans) + len(step.buckets) + len(step.gathers) for step in steps) // most_bars)
     if every <= 1:
         return numbers
     slowest = max(steps, key=lambda step: step.step_s).step
@@ -162,5 +172,8 @@ def _shifted(step: Step, reference: Step) -> Step:
         buckets=[
             BucketTimes(times.ready_s + shift_s, times.launched_s + shift_s, times.ended_s + shift_s)
             for times in step.buckets
+        ],
+        gathers=[
+            GatherTimes(times.bucket, times.started_s + shift_s, times.ended_s + shift_s) for times in step.gathers
         ],
     )

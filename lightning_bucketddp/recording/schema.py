@@ -9,6 +9,7 @@ Note: one clock
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
 from lightning_bucketddp.planning.backward_profile import Profile
 
 FOLDER = "bucketddp"
+ALL_REDUCE = "all-reduce"
+# Phases in which a step waits for other ranks: for gradients, and for weights.
+WAITS = ("exposed", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBucket:
-    """One bucket of a plan: its parameters in the order their gradients arrive, and the bytes of each."""
+    """One bucket of a plan: its parameters in the order their gradients arrive, and the bytes of each.
+
+    If it is `sharded`, each rank steps a share of it, and the ranks exchange the weights then.
+    """
 
     parameters: Sequence[str]
     sizes: Sequence[int]
     sparse: bool = False
+    sharded: bool = False
+    collective: str = ALL_REDUCE  # or "reduce-scatter", or "reduce", of gradients of which a rank keeps its share only
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +76,11 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of a step: `data`, `forward`, `backward`, `exposed` (waiting for reductions) or `optimizer`."""
+    """A phase of a step.
+
+    It is `data`, `forward`, `backward`, `exposed` (waiting for reductions), `weights` (waiting for those that other
+    ranks have stepped) or `optimizer`.
+    """
 
     name: str
     start_s: float
@@ -88,6 +101,15 @@ class BucketTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherTimes:
+    """When an exchange of weights was started and when it ended; `bucket` is an index in the plan, -1: in no longer."""
+
+    bucket: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step. Times are seconds on this rank's clock (Note: one clock)."""
 
@@ -95,10 +117,12 @@ class Step:
     plan: int  # the version of the plan in use; 0 if there was none
     spans: Sequence[Span]  # the phases, in order and without overlap; each micro-batch has its own
     buckets: Sequence[BucketTimes]
-    bytes_on_wire: int = 0  # that this rank passed to reductions
+    bytes_on_wire: int = 0  # that this rank passed to reductions and to exchanges of weights (Note: halves)
     num_unused: int = 0  # parameters without a gradient on this rank
     num_skipped: int = 0  # ranks that had no batch to contribute
     memory_bytes: int = 0  # the peak so far
+    # Exchanges of the weights that the step before has changed, in order (Note: weights of the step before).
+    gathers: Sequence[GatherTimes] = field(default_factory=list)
 
     @property
     def start_s(self) -> float:
@@ -119,13 +143,15 @@ class Step:
 
     def reductions(self) -> list[Span]:
         """Return when each reduction ran: from its launch, or from the end of the one before if that is later."""
-        spans: list[Span] = []
-        before = 0.0
-        for index, bucket in enumerate(self.buckets):
-            start = min(max(bucket.launched_s, before), bucket.ended_s)
-            spans.append(Span(f"bucket {index}", start, bucket.ended_s))
-            before = max(before, bucket.ended_s)
-        return spans
+        return _one_after_the_other(
+            [Span(f"bucket {index}", times.launched_s, times.ended_s) for index, times in enumerate(self.buckets)]
+        )
+
+    def exchanges(self) -> list[Span]:
+        """Return when each exchange of weights ran, as `reductions` does."""
+        return _one_after_the_other(
+            [Span(f"weights {times.bucket}", times.started_s, times.ended_s) for times in self.gathers]
+        )
 
     def waits(self) -> list[float]:
         """Return, by bucket, how much of the exposed time its reduction ran in."""
@@ -140,17 +166,17 @@ class Step:
 
     @property
     def communication_s(self) -> float:
-        """Return how long reductions ran."""
-        return sum(span.seconds for span in self.reductions())
+        """Return how long reductions and exchanges of weights ran."""
+        return sum(span.seconds for span in (*self.reductions(), *self.exchanges()))
 
     @property
     def exposed_s(self) -> float:
-        """Return how long the step waited for reductions."""
-        return self.seconds("exposed")
+        """Return how long the step waited for reductions and for weights."""
+        return sum(map(self.seconds, WAITS))
 
     @property
     def own_s(self) -> float:
-        """Return the time of the step without waiting for reductions."""
+        """Return the time of the step without waiting for other ranks."""
         return self.step_s - self.exposed_s
 
     @property
@@ -158,13 +184,23 @@ class Step:
         return overlap_of(self.exposed_s, self.communication_s)
 
 
+def _one_after_the_other(transfers: Sequence[Span]) -> list[Span]:
+    """Return when each of `transfers` ran, of which some wait until the one before has ended."""
+    spans: list[Span] = []
+    before = -math.inf
+    for span in transfers:
+        spans.append(Span(span.name, min(max(span.start_s, before), span.end_s), span.end_s))
+        before = max(before, span.end_s)
+    return spans
+
+
 def overlap_of(exposed_s: float, communication_s: float) -> float:
-    """Return the share of communication that is hidden behind backward; 1 if there is no communication."""
+    """Return the share of communication that is hidden behind computation; 1 if there is no communication."""
     return min(max(1 - exposed_s / communication_s, 0.0), 1.0) if communication_s > 0 else 1.0
 
 
 def bandwidth_of(bytes_on_wire: float, communication_s: float, *, num_ranks: int) -> float:
-    """Return the bytes per second on each rank's link while reductions run (Note: cost of an all-reduce)."""
+    """Return the bytes per second on each rank's link while something travels (Note: cost of an all-reduce)."""
     return share_of_a_link(num_ranks) * bytes_on_wire / communication_s if communication_s > 0 else 0.0
 
 
@@ -211,5 +247,6 @@ def _parse(content: dict[str, Any]) -> Line:
     if kind == "step":
         content["spans"] = [Span(**span) for span in content["spans"]]
         content["buckets"] = [BucketTimes(**times) for times in content["buckets"]]
+        content["gathers"] = [GatherTimes(**times) for times in content.get("gathers", [])]
     line: Line = _KINDS[kind](**content)
     return line

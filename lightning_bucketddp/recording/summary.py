@@ -12,7 +12,8 @@ Note: advice and measurement
     wait equally long. So a simulation never overrules a measurement. `bucket_cap_mb="auto"` tries the plan that the
     simulation finds best, and keeps the better one: where it was set, and could measure, no bucket size is suggested.
     Where it was not set, it is the suggestion, because it measures before it decides. A deterministic run may not
-    measure: there, and only there, a simulated size is suggested.
+    measure, nor one that divides its optimizers' state, by the first plan: there, and only there, a simulated size is
+    suggested.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.recording.schema import RecordedPlan
+from lightning_bucketddp.recording.schema import WAITS, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
 from lightning_bucketddp.wording import list_names, pluralize
 
 _IN_WORDS = {
     "data": "waiting for data",
+    "weights": "waiting for weights",
     "forward": "forward",
     "backward": "backward",
     "exposed": "exposed communication",
@@ -49,6 +51,14 @@ _CAPS_MB = (1, 5, 10, 25, 50, 100)
 
 
 @dataclass(frozen=True, slots=True)
+class DividedState:
+    """The size of the optimizers' state on rank 0, and what it would be without `shard_optimizer`."""
+
+    own_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A table of the phases of a step, and the lines below it."""
 
@@ -57,13 +67,27 @@ class Summary:
     lines: Sequence[str]
 
     @classmethod
-    def of(cls, typical: TypicalStep, plan: RecordedPlan | None, *, suggestions: Sequence[str]) -> Summary:
+    def of(
+        cls,
+        typical: TypicalStep,
+        plan: RecordedPlan | None,
+        *,
+        suggestions: Sequence[str],
+        state: DividedState | None = None,
+    ) -> Summary:
         """Return the summary of a fit with this typical step; `plan` is that of its last steps."""
         lines = [] if plan is None else _describe_communication(typical, plan)
+        if typical.exchange_s > 0:
+            lines.append(_describe_exchange(typical))
         if len(typical.ranks) > 1:
             lines.append(_describe_straggler(typical))
         largest = max(typical.ranks, key=lambda rank: rank.memory_bytes)
         lines.append(f"Memory: {largest.memory_bytes / MIB:,.0f} MiB at most, on rank {largest.rank}.")
+        if state is not None:
+            lines.append(
+                f"Optimizer state: {state.own_bytes / MIB:.2f} MiB on rank 0, {state.whole_bytes / MIB:.2f} MiB without"
+                " `shard_optimizer`."
+            )
         lines += [f"Suggestion {n}: {text}" for n, text in enumerate(suggestions, start=1)]
         num_steps = pluralize(typical.ranks[0].num_steps, "recorded step")
         return cls(f"bucketddp: {num_steps} on {pluralize(len(typical.ranks), 'rank')}", typical.phases, lines)
@@ -100,6 +124,13 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
             " are spent on it."
         )
     return lines
+
+
+def _describe_exchange(typical: TypicalStep) -> str:
+    return (
+        f"Weights: their exchange after a step takes {_ms(typical.exchange_s)} of that, and the next step waits"
+        f" {_ms(typical.phases.get('weights', 0.0))} for it."
+    )
 
 
 def _describe_straggler(typical: TypicalStep) -> str:
@@ -142,7 +173,7 @@ def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iter
         rank, by_s = typical.straggler.rank, typical.straggler.by_s
         others = [other for other in typical.ranks if other is not rank]
         usual = TypicalStep(others, num_ranks=len(others)).phases
-        excess = {phase: seconds - usual[phase] for phase, seconds in rank.phases.items() if phase != "exposed"}
+        excess = {phase: seconds - usual[phase] for phase, seconds in rank.phases.items() if phase not in WAITS}
         phase = max(excess, key=lambda name: excess[name])
         text = (
             f"rank {rank.rank} on {rank.host} makes the others wait {_ms(by_s)}, most of it in {phase}"
@@ -190,6 +221,6 @@ def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:
     """Return the bucket sizes that may be suggested, by option (Note: advice and measurement)."""
     if options.get("ddp_comm_hook") is not None or not options.get("overlap", True):
         return {}
-    if options.get("deterministic", False):
+    if options.get("deterministic", False) or options.get("shard_optimizer"):
         return {f"bucket_cap_mb={cap}": ReducerConfig(bucket_cap_mb=cap) for cap in _CAPS_MB}
     return {} if options.get("bucket_cap_mb") == AUTO else {f'bucket_cap_mb="{AUTO}"': ReducerConfig()}

@@ -20,7 +20,7 @@ Note: typical step
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean, median
@@ -30,7 +30,17 @@ from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import cost_until
-from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, Run, Span, Step, bandwidth_of, overlap_of
+from lightning_bucketddp.recording.schema import (
+    ALL_REDUCE,
+    WAITS,
+    RecordedBucket,
+    RecordedPlan,
+    Run,
+    Span,
+    Step,
+    bandwidth_of,
+    overlap_of,
+)
 
 _REDUCING = ("backward", "exposed")
 _DIFFERENT = 4
@@ -90,10 +100,18 @@ class BackwardNumbers:
 
 
 def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> Profile | None:
-    """Return the profile that `steps` of one rank with `plan` show; None if there are no such steps."""
+    """Return the profile that `steps` of one rank with `plan` show, with the cost of an all-reduce.
+
+    None if there are no such steps.
+    """
     seen = [step for step in steps if step.plan == plan.version and len(step.buckets) == len(plan.buckets)]
     backward = BackwardNumbers.of(seen)
-    return None if backward is None else backward.profile(plan, num_ranks=num_ranks)
+    if backward is None:
+        return None
+    profile = backward.profile(plan, num_ranks=num_ranks)
+    if profile.cost is None or all(bucket.collective == ALL_REDUCE for bucket in plan.buckets):
+        return profile
+    return replace(profile, cost=profile.cost.slower(2))  # than what was recorded (Note: halves)
 
 
 def plan_in(profile: Profile, plan: RecordedPlan) -> list[BucketSpec] | None:
@@ -128,11 +146,21 @@ def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> di
     return arrivals
 
 
-PHASES = ("data", "forward", "backward", "exposed", "optimizer")
+PHASES = ("data", "weights", "forward", "backward", "exposed", "optimizer")
 # Only the last ones of each rank count.
 NUM_STEPS = 1000
 _LATE_BY = 0.03
 _NUM_ERRORS = 3
+
+
+def waiting_s(phases: Mapping[str, float]) -> float:
+    """Return how much of a step with these phases is spent waiting for other ranks."""
+    return sum(phases.get(phase, 0.0) for phase in WAITS)
+
+
+def _without_idle(phases: dict[str, float]) -> dict[str, float]:
+    """Return `phases` without waiting for weights where no step does that: nothing is sharded."""
+    return {phase: seconds for phase, seconds in phases.items() if phase != "weights" or seconds > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +173,7 @@ class RankNumbers:
     phases: dict[str, float]
     own_error_s: float = 0.0  # the standard error of `own_s`
     communication_s: float = 0.0
+    exchange_s: float = 0.0  # the part of it in which weights travel
     bytes_on_wire: float = 0.0
     memory_bytes: int = 0
     waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
@@ -160,9 +189,10 @@ class RankNumbers:
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
-            phases={phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES},
+            phases=_without_idle({phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES}),
             own_error_s=_error([step.own_s for step in steps]),
             communication_s=fmean([step.communication_s for step in middle] or [0.0]),
+            exchange_s=fmean([sum(span.seconds for span in step.exchanges()) for step in middle] or [0.0]),
             bytes_on_wire=fmean([step.bytes_on_wire for step in middle] or [0.0]),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
             waits=_waits(_middle(last)),
@@ -181,11 +211,11 @@ class RankNumbers:
 
     @property
     def exposed_s(self) -> float:
-        return self.phases["exposed"]
+        return waiting_s(self.phases)
 
     @property
     def own_s(self) -> float:
-        """Return the time of the step without waiting for reductions."""
+        """Return the time of the step without waiting for other ranks."""
         return self.step_s - self.exposed_s
 
 
@@ -206,7 +236,7 @@ class TypicalStep:
 
     @property
     def phases(self) -> dict[str, float]:
-        return {phase: fmean(rank.phases[phase] for rank in self.ranks) for phase in PHASES}
+        return _without_idle({phase: fmean(rank.phases.get(phase, 0.0) for rank in self.ranks) for phase in PHASES})
 
     @property
     def step_s(self) -> float:
@@ -214,11 +244,15 @@ class TypicalStep:
 
     @property
     def exposed_s(self) -> float:
-        return self.phases["exposed"]
+        return waiting_s(self.phases)
 
     @property
     def communication_s(self) -> float:
         return fmean(rank.communication_s for rank in self.ranks)
+
+    @property
+    def exchange_s(self) -> float:
+        return fmean(rank.exchange_s for rank in self.ranks)
 
     @property
     def overlap(self) -> float:
@@ -246,13 +280,17 @@ class TypicalStep:
     @property
     def network_wait_s(self) -> float:
         """Return how long steps wait for the network alone: the exposed time, that of the straggler if there is one."""
-        return self.straggler.rank.exposed_s if self.straggler is not None else self.exposed_s
+        return waiting_s(self._network_phases)
+
+    @property
+    def _network_phases(self) -> dict[str, float]:
+        return self.phases if self.straggler is None else self.straggler.rank.phases
 
     @property
     def late_bucket(self) -> tuple[int, float] | None:
         """Return the index of the bucket of the last plan that steps wait for longest, and for how many seconds."""
         num_buckets = min(len(rank.waits) for rank in self.ranks)
-        waits = [fmean(rank.waits[i] * rank.exposed_s for rank in self.ranks) for i in range(num_buckets)]
+        waits = [fmean(rank.waits[i] * rank.phases["exposed"] for rank in self.ranks) for i in range(num_buckets)]
         return max(enumerate(waits), key=lambda late: late[1]) if any(waits) else None
 
     def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
@@ -270,11 +308,12 @@ class TypicalStep:
         return self.fitted(rank.backward.profile(plan, num_ranks=self.num_ranks), plan)
 
     def fitted(self, profile: Profile, plan: RecordedPlan) -> Profile:
-        """Return `profile` with costs that explain how long steps with `plan` wait for the network."""
+        """Return `profile` with costs that explain how long steps with `plan` wait for reductions."""
         positions = plan_in(profile, plan)
         if profile.cost is None or positions is None:
             return profile
-        return replace(profile, cost=cost_until(profile, positions, end_s=profile.backward_s + self.network_wait_s))
+        end_s = profile.backward_s + self._network_phases["exposed"]
+        return replace(profile, cost=cost_until(profile, positions, end_s=end_s))
 
 
 def _middle(steps: Sequence[Step]) -> Sequence[Step]:
@@ -285,7 +324,7 @@ def _middle(steps: Sequence[Step]) -> Sequence[Step]:
 
 def _waits(steps: Sequence[Step]) -> list[float]:
     """Return, by bucket, the share of the exposed time in which its reduction ran."""
-    exposed_s = sum(step.exposed_s for step in steps)
+    exposed_s = sum(step.seconds("exposed") for step in steps)
     waits = [step.waits() for step in steps]
     return [sum(by_bucket) / exposed_s if exposed_s > 0 else 0.0 for by_bucket in zip(*waits, strict=True)]
 

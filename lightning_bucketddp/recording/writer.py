@@ -11,8 +11,11 @@ from typing import TextIO
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
+from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.recording.schema import (
+    ALL_REDUCE,
     BucketTimes,
+    GatherTimes,
     Line,
     RecordedBucket,
     RecordedPlan,
@@ -36,7 +39,8 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
     """Convert a marked step to seconds, waiting for marks still pending; None if a backward of it did not end."""
     if not marked.spans or any(bucket.launched is None or not bucket.ends for bucket in marked.buckets.values()):
         return None
-    axis.move_to(marked.spans[0].start)
+    gathers = [gather for gather in marked.gathers.values() if gather.ends]
+    axis.move_to(gathers[0].started if gathers else marked.spans[0].start)
     buckets: list[BucketTimes] = []
     for _, bucket in sorted(marked.buckets.items()):
         ready_s, launched_s = axis.seconds(bucket.ready), axis.seconds(bucket.launched)
@@ -46,20 +50,45 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
         plan=marked.plan,
         spans=[Span(span.name, axis.seconds(span.start), axis.seconds(span.end)) for span in marked.spans],
         buckets=buckets,
-        bytes_on_wire=marked.bytes_on_wire,
+        bytes_on_wire=marked.bytes_on_wire + sum(gather.num_bytes for gather in gathers) // 2,
         num_unused=marked.num_unused,
         num_skipped=marked.num_skipped,
         memory_bytes=memory_bytes,
+        gathers=[
+            GatherTimes(gather.bucket, axis.seconds(gather.started), min(map(axis.seconds, gather.ends)))
+            for gather in gathers
+        ],
     )
 
 
-def plan_of(version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> RecordedPlan:
-    """Return the line for a plan; `specs` are those of all parameters."""
+def plan_of(
+    version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, scatters: bool = False
+) -> RecordedPlan:
+    """Return the line for a plan.
+
+    Args:
+        specs: those of all parameters.
+        scatters: of buckets that are sharded, each rank gets the gradients of its share only.
+    """
     recorded = []
     for bucket in buckets:
         members = [specs[i] for i in bucket.members]
-        recorded.append(RecordedBucket([m.name for m in members], [m.num_bytes for m in members], bucket.sparse))
+        recorded.append(
+            RecordedBucket(
+                [member.name for member in members],
+                [member.num_bytes for member in members],
+                bucket.sparse,
+                sharded=bucket.sharded is not None,
+                collective=_collective(bucket.sharded if scatters else None),
+            )
+        )
     return RecordedPlan(version, recorded)
+
+
+def _collective(shares: Shares | None) -> str:
+    if shares is None:
+        return ALL_REDUCE
+    return "reduce-scatter" if shares.owner is None else "reduce"
 
 
 def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:

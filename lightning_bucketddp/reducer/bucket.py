@@ -110,7 +110,7 @@ class PendingReduction(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """What it gives to the network, or to a communication hook."""
+        """What it gives to the network, or to a communication hook; of a reduce-scatter the half (Note: halves)."""
 
     @property
     def transfer(self) -> Pending | None:

@@ -1,4 +1,4 @@
-"""Watching a backward: what the plan tuner, the step recorder and torch's profiler are told."""
+"""Watching a step: what the plan tuner, the step recorder and torch's profiler are told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
+from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.reducer.bucket import PendingReduction
 
 NOTHING = nullcontext()
 
 
 class BackwardObserver:
-    """Is told what happens in a synchronised backward, in this order; this one does nothing."""
+    """Is told what a synchronised backward does, in this order, and of weights after it; this one does nothing."""
 
     def backward_began(self) -> None:
         """Note that a backward has begun."""
@@ -41,6 +42,15 @@ class BackwardObserver:
 
     def backward_abandoned(self) -> None:
         """Note, in the place of `gradients_final`, that the backward died on this rank: its times say nothing."""
+
+    def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None:
+        """Note that the ranks exchange the weights of a bucket, each of which has stepped its share."""
+
+    def gather_awaited(self, bucket: object) -> None:
+        """Note that something needs those weights, be it in a step or not."""
+
+    def gather_ended(self, bucket: object) -> None:
+        """Note that they are there."""
 
 
 class _Several(BackwardObserver):

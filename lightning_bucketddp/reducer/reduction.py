@@ -39,12 +39,13 @@ class MeanReduction:
 
     def _start_mean(self, bucket: DenseBucket, wire: Tensor) -> _PendingMean:
         if bucket.shares is None:
-            return _PendingMean(wire, self._collectives.start_mean(wire))
+            return _PendingMean(wire.nbytes, self._collectives.start_mean(wire))
         num_numbers = bucket.numbers.numel()
         # Every rank needs all flags.
         flags = self._collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
         transfer = self._collectives.start_mean_of_share(wire[:num_numbers], owner=bucket.shares.owner)
-        return _PendingMean(wire, transfer, flags)
+        saved = num_numbers * wire.itemsize // 2 if self._collectives.scatters else 0
+        return _PendingMean(wire.nbytes - saved, transfer, flags)
 
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
         return PendingSparseMean(self._collectives, bucket)
@@ -52,14 +53,10 @@ class MeanReduction:
 
 @dataclass(frozen=True, slots=True)
 class _PendingMean:
-    wire: Tensor
+    bytes_sent: int
     transfer: Pending
     flags: Pending | None = None
     has_ended = False
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.wire.nbytes
 
     def wait(self) -> None:
         if self.flags is not None:
@@ -76,7 +73,7 @@ class _PendingCast:
 
     @property
     def bytes_sent(self) -> int:
-        return self.wire.nbytes
+        return self.mean.bytes_sent
 
     @property
     def transfer(self) -> Pending:

@@ -20,6 +20,7 @@ from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
 from lightning_bucketddp.reducer.graphs import is_being_captured
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
 from lightning_bucketddp.reducer.sharded_gradient import Division, ShardedGradient
 from lightning_bucketddp.reducer.weight_gathering import can_arrive_later, mark_gathering, unmark_gathering
 
@@ -90,6 +91,7 @@ class Gathering:
         pending: buckets whose weights are on their way.
         is_torn: an exchange of weights has failed: they are not those of one step.
         bytes_gathered: given to exchanges of weights so far.
+        observer: is told of them; another one than this is set while steps are recorded.
     """
 
     collectives: Collectives
@@ -99,6 +101,7 @@ class Gathering:
     pending: list[ShardedBucket] = field(default_factory=list)
     is_torn: bool = False
     bytes_gathered: int = 0
+    observer: BackwardObserver = NO_OBSERVER
 
     def note_other_gradients(self) -> None:
         """See which parameters are to be stepped by gradients that nobody has reduced: the user has set them."""
@@ -164,6 +167,7 @@ class ShardedBucket:
         self.gathering.bytes_gathered += weights.nbytes
         owner = self.layout.shares.owner
         self._transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=owner)
+        self.gathering.observer.gather_started(self, self._transfer, weights.nbytes)
         device = weights.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.gathering.pending.append(self)
@@ -185,12 +189,14 @@ class ShardedBucket:
         if not self.gathering.collectives.is_open:
             self.gathering.is_torn = True  # whether they have come is not known any more
             return
+        self.gathering.observer.gather_awaited(self)
         try:
             with torch.no_grad():
                 self._wait(transfer)
         except BaseException:
             self.gathering.is_torn = True
             raise
+        self.gathering.observer.gather_ended(self)
 
     def _wait(self, transfer: Pending) -> None:
         if self._stream is None or self._stream == torch.cuda.current_stream(self._stream.device):

@@ -23,6 +23,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_p
 from lightning_bucketddp.planning.shares import Shares, balance
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
 from lightning_bucketddp.reducer.elementwise import explain_refusal
+from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.sharded_bucket import (
     Shard,
     ShardedBufferedBucket,
@@ -102,6 +103,11 @@ class Shards:
         """Return whether the state of `param` is divided."""
         return param in self._layout_of
 
+    def observe(self, observer: BackwardObserver) -> None:
+        """Have `observer` told of exchanges of weights."""
+        for known in self.optimizers:
+            known.gathering.observer = observer
+
     def close(self) -> None:
         """Divide nothing any more."""
         self.finish_gathering()
@@ -112,12 +118,20 @@ class Shards:
 
     def describe(self) -> str:
         """Return in one line what is divided, and how much memory that saves here."""
-        own = sum(known.state_bytes for known in self.optimizers)
-        whole = sum(known.whole_state_bytes for known in self.optimizers)
         return (
-            f"optimizer state divided among {self._collectives.world_size} ranks: {own / MIB:.1f} MiB here instead of"
-            f" {whole / MIB:.1f} MiB"
+            f"optimizer state divided among {self._collectives.world_size} ranks: {self.state_bytes / MIB:.1f} MiB here"
+            f" instead of {self.whole_state_bytes / MIB:.1f} MiB"
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of all optimizers' state on this rank."""
+        return sum(known.state_bytes for known in self.optimizers)
+
+    @property
+    def whole_state_bytes(self) -> int:
+        """What it would be if nothing were divided."""
+        return sum(known.whole_state_bytes for known in self.optimizers)
 
     @property
     def have_arrived(self) -> bool:

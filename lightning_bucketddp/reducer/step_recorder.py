@@ -9,13 +9,18 @@ Note: ends of reductions
 
     The thread may be woken late on a busy machine. But the step itself waits for all reductions in order, so each has
     ended when that wait is over; whatever was seen first counts.
+
+Note: weights of the step before
+    With `shard_optimizer` the weights that a step has changed travel while the next one begins, which may wait for
+    them. So an exchange of weights belongs to the step after the one that started it: there it is hidden, or not.
+    Whoever records a step has the recorder told of exchanges in the step before, too.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -26,6 +31,7 @@ import torch
 from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.reducer.bucket import PendingReduction
 from lightning_bucketddp.reducer.clock import Axis, Clock, clock_of
+from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.stats import ReducerStats
 
@@ -127,11 +133,29 @@ class MarkedBucket:
 
 
 @dataclass(slots=True)
+class MarkedGather:
+    """The marks of one exchange of weights; `bucket` is its index in the plan of the step, or -1 if it has none."""
+
+    started: Any
+    seen: Completion
+    num_bytes: int
+    waited_for: Any = None
+    bucket: int = -1
+
+    @property
+    def ends(self) -> list[Any]:
+        """Marks by which it had ended; the first of them counts."""
+        return [mark for mark in (self.seen.mark, self.waited_for) if mark is not None]
+
+
+@dataclass(slots=True)
 class MarkedStep:
     """All that is recorded of one optimizer step.
 
     Attributes:
         before: the reducer's counters when it began: unused gradients and skipped ranks.
+        gathers: exchanges of the weights that the step before has changed, by the `id` of their bucket, which may be
+            gone by now.
         step: the optimizer's steps before this one.
         plan: the version of the plan; 0: none.
     """
@@ -139,6 +163,7 @@ class MarkedStep:
     before: tuple[int, int]
     spans: list[MarkedSpan] = field(default_factory=list)
     buckets: dict[int, MarkedBucket] = field(default_factory=dict)
+    gathers: dict[int, MarkedGather] = field(default_factory=dict)
     bytes_on_wire: int = 0
     step: int = 0
     plan: int = 0
@@ -154,13 +179,17 @@ class StepRecorder(BackwardObserver):
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._clock = clock_of(device)
         self._watcher = completion_watcher(device, self._clock)
         self.axis = Axis(self._clock)
         self._phase: str | None = None
         self._since: Any = None
         self._before_waiting: str | None = None
+        self._before_weights: str | None = None
         self._step = MarkedStep((0, 0))
+        # Of weights that this step has changed.
+        self._gathers: dict[int, MarkedGather] = {}
 
     def close(self) -> None:
         """Let go of what watches."""
@@ -172,15 +201,29 @@ class StepRecorder(BackwardObserver):
         return self._phase
 
     def begin(self, stats: ReducerStats) -> None:
-        """Begin another step; forget one that was not completed."""
-        self._step = MarkedStep((stats.num_unused, stats.num_skipped))
+        """Begin another step; forget one that was not completed, but for weights that are on their way."""
+        gathers = self._step.gathers | self._gathers
+        self._step, self._gathers = MarkedStep((stats.num_unused, stats.num_skipped), gathers=gathers), {}
         self.forget_phase()
 
-    def complete(self, stats: ReducerStats, *, step: int, plan: int) -> MarkedStep:
-        """Return what was recorded, when the optimizer has stepped. The next step begins, with no phase yet."""
+    def forget_gathers(self) -> None:
+        """Forget weights that were on their way: the next step that is recorded follows another one."""
+        self._step.gathers, self._gathers = {}, {}
+
+    def complete(self, stats: ReducerStats, *, step: int, plan: int, buckets: Sequence[object] = ()) -> MarkedStep:
+        """Return what was recorded, when the optimizer has stepped. The next step begins, with no phase yet.
+
+        Args:
+            step: the optimizer's steps before this one.
+            plan: the version of the plan; 0: none.
+            buckets: those of the plan.
+        """
         self.turn_to(None)
-        marked = self._step
+        marked, self._step = self._step, MarkedStep((0, 0))
         marked.step, marked.plan = step, plan
+        for index, bucket in enumerate(buckets):
+            if id(bucket) in marked.gathers:
+                marked.gathers[id(bucket)].bucket = index
         # The reducer may be another one by now, which counts from 0.
         marked.num_unused = max(stats.num_unused - marked.before[0], 0)
         marked.num_skipped = max(stats.num_skipped - marked.before[1], 0)
@@ -246,9 +289,28 @@ class StepRecorder(BackwardObserver):
     def backward_abandoned(self) -> None:
         self.turn_to(self._before_waiting)
 
+    def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None:
+        if not is_being_captured(self._device):
+            mark = self._clock.mark()
+            self._gathers[id(bucket)] = MarkedGather(mark, self._watcher.watch(transfer), num_bytes)
+
+    def gather_awaited(self, bucket: object) -> None:
+        self._before_weights = self._phase
+        if self._phase is not None and not is_being_captured(self._device):
+            self.turn_to("weights")
+
+    def gather_ended(self, bucket: object) -> None:
+        if is_being_captured(self._device):
+            return
+        if self._before_weights is not None:
+            self.turn_to(self._before_weights)
+        gather = self._gathers.get(id(bucket)) or self._step.gathers.get(id(bucket))
+        if gather is not None:
+            gather.waited_for = self._clock.mark()
+
     def is_past(self, marked: MarkedStep) -> bool:
         """Return whether the device has reached all marks of a step."""
-        last = [span.end for span in marked.spans[-1:]]
-        return all(
-            self._clock.is_past(mark) for mark in last + [end for b in marked.buckets.values() for end in b.ends]
-        )
+        marks = [span.end for span in marked.spans[-1:]]
+        marks += [end for bucket in marked.buckets.values() for end in bucket.ends]
+        marks += [end for gather in marked.gathers.values() for end in gather.ends]
+        return all(self._clock.is_past(mark) for mark in marks)

@@ -67,7 +67,7 @@ class StepRecording:
             return
         assert self._on_recorded is not None
         bucket_set = reducer.bucket_set
-        plan = 0 if bucket_set is None else bucket_set.version
-        self._on_recorded(self.recorder.complete(reducer.stats, step=step, plan=plan))
+        version, buckets = (0, []) if bucket_set is None else (bucket_set.version, bucket_set.buckets)
+        self._on_recorded(self.recorder.complete(reducer.stats, step=step, plan=version, buckets=buckets))
         if phase is not None:  # within a `training_step` that optimizes by itself
             self.recorder.turn_to(phase)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import TrainingState, training_state
@@ -275,10 +276,21 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         assert self.reducer is not None  # there is one as long as there is a fit
         recorder.begin(self.reducer.stats)
         self._recording.begin(recorder, on_recorded)
+        self._observe_gathers(recorder)
+
+    def watch_gathers(self, recorder: StepRecorder) -> None:
+        """Tell `recorder`, before a step that is recorded, of the weights that it will wait for."""
+        recorder.forget_gathers()
+        self._observe_gathers(recorder)
 
     def end_recording(self) -> None:
         """Record nothing any more."""
         self._recording.end(self.reducer)
+        self._observe_gathers(NO_OBSERVER)
+
+    def _observe_gathers(self, observer: BackwardObserver) -> None:
+        if self.shards is not None:
+            self.shards.observe(observer)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return this JSON value of every rank, by rank."""
@@ -312,6 +324,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "ddp_comm_hook": getattr(self.config.comm_hook, "__qualname__", None),
                 "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
                 "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "shard_optimizer": self.options.shard_optimizer or None,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },
         )

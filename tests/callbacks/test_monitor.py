@@ -17,6 +17,7 @@ import torch
 import lightning_bucketddp
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.commands.report.page import page_content
+from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read
 from lightning_bucketddp.recording.writer import metrics_of
@@ -68,6 +69,39 @@ def assert_nothing_between_is_recorded(fitted: Fitted, steps: list[Step]) -> Non
     spans = [span for step in steps for span in step.spans]
     for start, end in fitted.times_between:
         assert not any(span.start_s < end and start < span.end_s for span in spans)
+
+
+def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": "wide", "limit_train_batches": 6, "about": "optimizer state divided"}
+    whole, _ = run_on_ranks(fit, directory=tmp_path / "whole", **common)
+    common["options"] = {"shard_optimizer": True}
+    idle, _ = run_on_ranks(fit, directory=tmp_path / "idle", monitor={"every_n_steps": 8}, **common)
+    assert idle.num_marks == 1  # where time begins
+    ranks = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 2}, **common)
+    for rank in range(2):
+        [plan], steps = lines_of(tmp_path, rank, RecordedPlan), steps_of(tmp_path, rank)
+        assert all(bucket.sharded for bucket in plan.buckets)
+        assert [step.step for step in steps] == [1, 3, 5]
+        for step in steps:
+            assert_in_order(step)
+            # The step before was not recorded, but its weights are waited for in this one.
+            assert sorted(gather.bucket for gather in step.gathers) == list(range(len(plan.buckets)))
+            assert "weights" in [span.name for span in step.spans]
+            # Gloo reduces all gradients everywhere, and then weights travel, too.
+            assert step.bytes_on_wire > 1.49 * lines_of(tmp_path, rank, Run)[0].gradient_bytes
+    own, all_of_it = ranks[0].state_bytes / MIB, whole.state_bytes / MIB
+    assert ranks[0].state_bytes + ranks[1].state_bytes == pytest.approx(whole.state_bytes, abs=64)
+    assert ranks[0].said == [
+        f"bucketddp: optimizer state divided among 2 ranks: {own:.1f} MiB here instead of {all_of_it:.1f} MiB."
+    ]
+    assert (ranks[1].said, whole.said) == ([], [])
+    assert (
+        f"Optimizer state: {own:.2f} MiB on rank 0, {all_of_it:.2f} MiB without `shard_optimizer`." in ranks[0].printed
+    )
+    assert "│ waiting for weights " in ranks[0].printed
+    typical = page_content(read_run(tmp_path / FOLDER))["typical"]
+    [said] = re.findall(r"Weights: .* takes ([\d.]+) ms of that, and the next step waits ([\d.]+) ms", ranks[0].printed)
+    assert [float(ms) for ms in said] == pytest.approx([typical["exchange"], typical["phases"]["weights"]], abs=0.006)
 
 
 def test_a_batch_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from lightning_bucketddp.cli import main
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
 from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, predict_sharded
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording import schema
 from tests.support.jobs import configured
-from tests.support.jobs.planned import plan_of_reducer
+from tests.support.jobs.planned import plan_of_reducer, plan_of_sharded_reducer
 from tests.support.ranks import run_on_ranks
 
 MODULES = "tests.support.jobs.planned"
@@ -100,6 +100,46 @@ def test_the_plan_is_what_the_reducer_makes_in_a_real_run(cap: str, capsys: pyte
     assert not any("frozen" in name for bucket in buckets for name in bucket)
     assert planned["times"]["origin"].startswith("measured here, on cpu, with `example_input_array` of shape (2,)")
     assert planned["times"]["forward_s"] > 0
+
+
+def test_a_sharded_plan_is_what_the_reducer_makes_in_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = run_on_ranks(plan_of_sharded_reducer, name="Layers", bucket_cap_mb=0.1)
+    planned = plan(capsys, "Layers", "--bucket-cap-mb", 0.1, "--shard-optimizer", "--ranks", 2)
+    assert [names(planned)] * 2 == [buckets for buckets, _ in ranks]
+    rows_bytes = 10 * 128 * 4
+    assert planned["state"] == {
+        "tensors_per_parameter": 2,
+        "bytes_per_rank": 2 * (max(own for _, own in ranks) + rows_bytes),
+        "bytes_without_sharding": 2 * planned["gradient_bytes"],
+        "undivided_bytes": 2 * rows_bytes,
+        "undivided": ["words.weight"],
+    }
+
+
+def test_a_sharded_step_is_the_simulators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, arguments = layers_of_1_mib(tmp_path)
+    arguments += ["--network", "eth-10g", "--ranks", 8, "--shard-optimizer"]
+    planned = plan(capsys, "NeedsArguments", *arguments, "--state-tensors", 1)
+    [network] = planned["networks"]
+    for row in network["by_ranks"][1:]:
+        cost, num_ranks = NETWORKS["eth-10g"].all_reduce(row["ranks"]), row["ranks"]
+        expected = predict_sharded(profile, ReducerConfig(), cost, num_ranks=num_ranks).timeline
+        assert (row["exposed_s"], row["weights_s"]) == (expected.exposed_s, expected.weights_s)
+        assert row["exposed_s"] > row["weights_s"] > 0
+    assert network["by_ranks"][0]["exposed_s"] == 0
+    # Eight layers of 1 MiB, and their biases.
+    assert planned["state"]["bytes_per_rank"] == pytest.approx(MIB, rel=1e-3)
+    printed = text_of(capsys, "NeedsArguments", *arguments, "--device", "cpu")
+    assert (
+        "Optimizer state (2 tensors like each parameter): 2.00 MiB at most on each of 8 ranks, 16.00 MiB without"
+        " --shard-optimizer." in " ".join(printed.split())
+    )
+    row = network["by_ranks"][3]
+    for_reductions, for_weights = 1e3 * (row["exposed_s"] - row["weights_s"]), 1e3 * row["weights_s"]
+    assert f"waits {for_reductions:.2f} ms for reductions and {for_weights:.2f} ms for weights" in printed
+    assert "state MiB" in printed
+    assert main(["plan", _full("NeedsArguments"), "--args", "width=4", "name=ab", "--state-tensors", "0"]) == 2
+    assert "--state-tensors must be at least 1, got 0." in capsys.readouterr().err
 
 
 def test_without_times_there_is_a_plan_and_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,16 @@ from lightning_bucketddp.recording.reader import RunRecord, find_folder, read_ru
 from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
 from tests.support.browser import browser, prefer_colour_scheme
 from tests.support.ranks import run_on_ranks
-from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, OPTIMIZER_S, STAGGER_S, TUNING, Recording
+from tests.support.recordings import (
+    BACKWARD_S,
+    DATA_S,
+    FORWARD_S,
+    OPTIMIZER_S,
+    STAGGER_S,
+    TUNING,
+    Recording,
+    with_weights,
+)
 from tests.support.scripts.monitored import fit
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4, 2: -55.0})
@@ -216,6 +225,33 @@ def test_what_comes_after_the_wait_is_not_a_backward(driver: Chrome, record: Run
     driver.find_element(By.ID, "step").send_keys(Keys.ARROW_LEFT)
     assert len(bars(driver, 0, ".backward")) == 2
     assert bars(driver, 0, ".finish") == []
+
+
+def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
+    driver: Chrome, record: RunRecord, tmp_path: Path
+) -> None:
+    ranks = {
+        rank: replace(ours, steps={number: with_weights(step) for number, step in ours.steps.items()})
+        for rank, ours in record.ranks.items()
+    }
+    show(driver, replace(record, ranks=ranks), tmp_path)
+    for rank in range(3):
+        forward_s = TRUE[rank].spans[1].start_s
+        # They have left before the step began.
+        from_s = max(TRUE[rank].start_s - 0.001, START_S)
+        expected = [share(s) for s in (from_s, forward_s + 0.002, forward_s + 0.002, forward_s + 0.004)]
+        assert [at for bar in bars(driver, rank, ".gather") for at in bar] == pytest.approx(expected, abs=0.002)
+        [waiting] = bars(driver, rank, ".compute .weights")
+        assert waiting == pytest.approx([share(forward_s), share(forward_s + 0.004)], abs=0.002)
+    hover(driver, all_of(driver, ".rank .gather")[1])
+    assert tip(driver).startswith("weights of bucket 0, rank 0")
+    assert "the step waited\n2.00 ms" in tip(driver)
+    assert "waiting for weights" in text(driver, "#legend")
+    assert "exchange of a bucket's weights" in text(driver, "#legend")
+    numbers = text(driver, "#numbers").split("\n")
+    exchange = numbers[numbers.index("Exchange of weights") + 1]
+    assert exchange == "7.00 ms 4.00 ms waited for"
+    assert driver.get_log("browser") == []
 
 
 def test_every_rank_has_a_colour_of_its_own(driver: Chrome, tmp_path: Path) -> None:

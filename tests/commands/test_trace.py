@@ -11,7 +11,7 @@ import pytest
 
 from lightning_bucketddp.commands.report.trace import make_trace
 from lightning_bucketddp.recording.reader import read_run
-from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, STAGGER_S, Recording
+from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, STAGGER_S, Recording, with_weights
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4})
 
@@ -73,6 +73,24 @@ def test_bars_of_one_lane_do_not_overlap(events: list[dict[str, Any]]) -> None:
             lane_bars = [e for number in RECORDING.steps for e in bars(events, rank=rank, lane=lane, step=number)]
             for before, after in pairwise(lane_bars):
                 assert before["ts"] + before["dur"] <= after["ts"] + 0.01
+
+
+def test_weights_travel_on_the_lane_of_communication(tmp_path: Path) -> None:
+    record = read_run(RECORDING.write(tmp_path))
+    for ours in record.ranks.values():
+        ours.steps.update({number: with_weights(step) for number, step in ours.steps.items()})
+    events = json.loads(make_trace(record))["traceEvents"]
+    for rank in range(3):
+        weights, forward = bars(events, rank=rank, lane=1, step=20)[1:3]
+        assert (weights["name"], weights["dur"]) == ("weights", pytest.approx(4000, abs=0.01))
+        first, second = bars(events, rank=rank, lane=2, step=20)[:2]
+        assert (first["name"], second["name"], second["dur"]) == (
+            "weights 3",
+            "weights 0",
+            pytest.approx(2000, abs=0.01),
+        )
+        assert second["ts"] + second["dur"] == pytest.approx(forward["ts"], abs=0.01)
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
 def test_a_step_that_the_first_rank_has_not_recorded_has_no_place(tmp_path: Path) -> None:

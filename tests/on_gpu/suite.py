@@ -93,6 +93,10 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"recorded steps without waiting {config}",
             partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config=config),
         )
+    yield (
+        "recorded steps without waiting sharded",
+        partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config="plain", shard=True),
+    )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
     yield from sharded_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)

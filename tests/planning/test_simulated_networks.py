@@ -1,4 +1,4 @@
-"""The simulation's command, on a recorded profile."""
+"""The simulations' commands, on a recorded profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulated_networks
+from benchmarks import simulated_networks, simulated_sharding
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
@@ -41,6 +41,22 @@ def test_each_network_and_number_of_ranks_has_a_row(
         assert row["exposed_auto_ms"] <= row["exposed_25_mb_ms"]
         assert row["step_auto_ms"] == pytest.approx(100 + row["exposed_auto_ms"])
         assert row["scaling_efficiency"] <= row["overlap_efficiency"] <= 1
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+def test_sharding_has_a_row_for_each_network_and_number_of_ranks(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulated_sharding", recorded, "--ranks", 8, 1024, "--json", tmp_path / "rows.json"]
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+    simulated_sharding.main()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["num_ranks"] for row in rows] == [8, 1024] * 6
+    for row in rows:
+        # AdamW of 30 layers of 4 MiB.
+        assert (row["state_whole_mib"], row["state_sharded_mib"]) == (240, pytest.approx(240 / row["num_ranks"]))
+        assert row["step_sharded_ms"] == pytest.approx(100 + row["exposed_sharded_ms"])
+        assert row["weights_ms"] <= row["exposed_sharded_ms"]
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 

@@ -24,7 +24,7 @@ from lightning_bucketddp.recording.schema import (
     path_of,
     read,
 )
-from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
+from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Thinning
 
@@ -115,12 +115,29 @@ def test_who_has_auto_is_told_of_no_other_size() -> None:
     assert not any("bucket_cap_mb" in text for text in texts)
 
 
+@pytest.mark.parametrize("option", ["deterministic", "shard_optimizer"])
 @pytest.mark.parametrize("cap", ["auto", 50])
-def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any) -> None:
-    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, deterministic=True)
+def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any, option: str) -> None:
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, **{option: True})
     assert (
         "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)." in texts
     )
+
+
+def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
+    ranks = [
+        replace(rank, phases={**rank.phases, "weights": 4 * MS}, exchange_s=6 * MS) for rank in (numbers(0), numbers(1))
+    ]
+    step = typical(*ranks)
+    assert (step.exposed_s, step.network_wait_s) == (pytest.approx(7 * MS), pytest.approx(7 * MS))
+    assert (ranks[0].own_s, step.straggler) == (pytest.approx(20 * MS), None)
+    assert step.fitted(PROFILE, TWO_BUCKETS).cost == typical(numbers(0)).fitted(PROFILE, TWO_BUCKETS).cost
+    assert step.late_bucket == (1, pytest.approx(0.7 * 3 * MS))
+    lines = Summary.of(step, TWO_BUCKETS, suggestions=[], state=DividedState(MIB, 2 * MIB)).lines
+    assert (
+        "Weights: their exchange after a step takes 6.00 ms of that, and the next step waits 4.00 ms for it." in lines
+    )
+    assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
 
 
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:

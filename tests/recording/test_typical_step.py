@@ -60,6 +60,18 @@ def test_costs_are_those_of_the_reductions() -> None:
     assert profile.cost.s_per_byte * MIB == pytest.approx(1)
 
 
+def test_an_all_reduce_costs_twice_the_reduce_scatter_that_was_recorded() -> None:
+    scattered = [replace(bucket, sharded=True, collective="reduce-scatter") for bucket in DIFFERENT.buckets]
+    profile = profile_of(RecordedPlan(1, scattered), [REDUCED], num_ranks=2)
+    assert profile is not None
+    assert profile.cost is not None
+    assert profile.cost.latency_s == pytest.approx(2)
+    assert profile.cost.s_per_byte * MIB == pytest.approx(2)
+    # Weights that are waited for at the end of a step are no part of its backward.
+    spans = [*SPANS[:-1], Span("optimizer", 113.5, 114), Span("weights", 114, 115)]
+    assert reduced_backward(replace(STEP, spans=spans)) == Span("backward", 100, 110)
+
+
 @pytest.mark.parametrize("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
 def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
     buckets = [RecordedBucket([name], [size]) for name, size in zip("ba", sizes, strict=True)]

@@ -9,14 +9,17 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import BucketTimes, Span, Step, bandwidth_of
 from lightning_bucketddp.recording.writer import metrics_of, step_of
 from lightning_bucketddp.reducer.clock import Axis, HostClock
+from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
+    assert_weights_are_recorded,
     phase_after_a_backward_of_nothing,
     record,
     record_a_long_backward,
+    record_sharded,
 )
 from tests.support.ranks import run_on_ranks
 
@@ -57,6 +60,26 @@ def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
     for rank in run_on_ranks(record, case="mlp", config="hook"):
         exposed = [(span.start_s, span.end_s) for span in rank.step.spans if span.name == "exposed"]
         assert exposed[:-1] == [(bucket.launched_s, bucket.ended_s) for bucket in rank.step.buckets]
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_weights_are_waited_for_in_the_step_after_and_not_counted_as_forward(shard: ShardOption) -> None:
+    ranks = run_on_ranks(record_sharded, shard=shard)
+    for rank in ranks:
+        step, num_buckets = rank.step, len(rank.plan.buckets)
+        assert_in_order(step)
+        assert_weights_are_recorded(step, num_buckets=num_buckets)
+        # Of an all-reduce the half each, if gradients travel to their owners only.
+        wire_bytes = rank.wire_bytes - (rank.weight_bytes // 2 if rank.scatters else 0)
+        assert step.bytes_on_wire == pytest.approx(wire_bytes + rank.weight_bytes / 2, abs=num_buckets)
+        collective = ("reduce-scatter" if shard is True else "reduce") if rank.scatters else "all-reduce"
+        assert [(bucket.sharded, bucket.collective) for bucket in rank.plan.buckets] == [
+            (True, collective)
+        ] * num_buckets
+    # Nobody has weights before those who step them have given them.
+    if shard is True:
+        for gathers in zip(*(rank.step.gathers for rank in ranks), strict=True):
+            assert min(gather.ended_s for gather in gathers) >= max(gather.started_s for gather in gathers)
 
 
 def test_buckets_are_ready_before_they_leave() -> None:

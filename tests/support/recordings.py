@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -10,6 +10,7 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import (
     BucketTimes,
+    GatherTimes,
     RecordedBucket,
     RecordedPlan,
     Run,
@@ -132,6 +133,16 @@ class Recording:
     @property
     def _indices(self) -> range:
         return range(self.num_buckets)
+
+
+def with_weights(step: Step) -> Step:
+    """A step that begins by waiting for the weights of buckets 3 and 0: 4 ms of its forward's time."""
+    data, forward, *rest = step.spans
+    arrived_s = forward.start_s + 0.004
+    spans = [data, Span("weights", forward.start_s, arrived_s), replace(forward, start_s=arrived_s), *rest]
+    started_s = step.start_s - 0.001
+    gathers = [GatherTimes(3, started_s, arrived_s - 0.002), GatherTimes(0, started_s, arrived_s)]
+    return replace(step, spans=spans, gathers=gathers)
 
 
 def _names(index: int) -> list[str]:

@@ -18,9 +18,11 @@ from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, esti
 from lightning_bucketddp.commands.plan.named_module import NamedModule
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
+from lightning_bucketddp.planning.all_reduce_cost import Network
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict, predict_sharded
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
-from lightning_bucketddp.wording import pluralize
+from lightning_bucketddp.planning.sharding import STATE_TENSORS, StateByRank, sharded_plan
+from lightning_bucketddp.wording import list_names, pluralize
 
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
 
@@ -55,6 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket-cap-mb", default=AUTO, metavar="MIB", help="as for the strategy: auto (default), 25, or a list: 1,25"
     )
     parser.add_argument("--reduce-dtype", choices=list(REDUCE_DTYPES), help="what travels; default: what gradients are")
+    parser.add_argument(
+        "--shard-optimizer", action="store_true", help="as for the strategy: divide optimizer state among the ranks"
+    )
+    parser.add_argument(
+        "--state-tensors",
+        type=int,
+        default=STATE_TENSORS,
+        metavar="N",
+        help=f"how many of a parameter's size an optimizer has for it (default: {STATE_TENSORS}, as AdamW)",
+    )
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="how many the plan is for (default: 8)")
     parser.add_argument(
         "--network",
@@ -81,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
+    if arguments.state_tensors < 1:
+        raise UsageError(f"--state-tensors must be at least 1, got {arguments.state_tensors}.")
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     named = NamedModule.find(arguments.module, arguments.args, config=arguments.config)
     plan = _plan(named, config, device, arguments)
@@ -99,13 +113,23 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
     found = [find_network(name, profile) for name in networks]
     numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
+    is_sharded: bool = arguments.shard_optimizer
+
+    def predict_for(network: Network, num_ranks: int) -> Prediction:
+        cost = network.all_reduce(num_ranks)
+        if is_sharded and num_ranks > 1:
+            return predict_sharded(profile, config, cost, num_ranks=num_ranks)
+        return predict(profile, config, cost)
+
     scalings = [
-        Scaling(network, origin, {n: predict(profile, config, network.all_reduce(n)) for n in numbers_of_ranks})
+        Scaling(network, origin, {n: predict_for(network, n) for n in numbers_of_ranks})
         for network, origin in found
         if profile.backward_s > 0
     ]
     if scalings:
         buckets = scalings[0].by_ranks[arguments.ranks].plan
+    elif is_sharded and arguments.ranks > 1:
+        buckets = sharded_plan(profile, config, num_ranks=arguments.ranks)
     else:
         buckets = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     return ModulePlan(
@@ -113,17 +137,20 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         device=profile.specs[0].kind.split()[-1],
         times=times,
         buckets=buckets,
-        origin=_origin(config, scalings, num_ranks=arguments.ranks),
+        origin=_origin(config, [] if is_sharded else scalings, num_ranks=arguments.ranks, is_sharded=is_sharded),
         num_ranks=arguments.ranks,
         scalings=scalings,
+        state_tensors=arguments.state_tensors if is_sharded else None,
     )
 
 
-def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int) -> str:
+def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int, is_sharded: bool) -> str:
     """Say in words how the plan was made."""
     cap = config.bucket_cap_mb
     if cap != AUTO:
         return f"bucket_cap_mb={cap}"
+    if is_sharded:
+        return "bucket_cap_mb=auto keeps its first buckets, of up to 25 MiB, where optimizer state is divided by them"
     if not scalings:
         return "bucket_cap_mb=auto begins with buckets of up to 25 MiB; after 17 backwards it computes its own"
     network = scalings[0].network
@@ -173,17 +200,22 @@ def print_plan(plan: ModulePlan) -> None:
         console.print(Text(_headline(plan), style="bold"))
         console.print(f"({plan.origin})", markup=False)
         console.print(_bucket_table(plan))
+        if plan.state is not None:
+            console.print(f"\n{_describe_state(plan, plan.state)}", markup=False)
         console.print(f"\nTimes: {_describe_times(plan)}", markup=False)
         if plan.scalings and plan.times.is_of_cpu:
             console.print(Text(_ABOUT_CPUS, style="bold yellow"))
         for scaling in plan.scalings:
             console.print(Text(f"\n{_describe_network(scaling)}", style="bold"))
             console.print(_describe_step(scaling, plan.num_ranks), markup=False)
-            console.print(_scaling_table(scaling))
+            console.print(_scaling_table(plan, scaling))
         if plan.scalings:
+            weights = (
+                "" if plan.state is None else " weights sent from the optimizer's step on, needed as forward goes,"
+            )
             console.print(
-                "\nAll of it is simulated: reductions one after the other, a link of its own for each rank, nobody"
-                " late. Efficiency is the share of a step that is not spent waiting.",
+                f"\nAll of it is simulated: reductions one after the other,{weights} a link of its own for each rank,"
+                " nobody late. Efficiency is the share of a step that is not spent waiting.",
                 markup=False,
             )
 
@@ -195,6 +227,18 @@ def _headline(plan: ModulePlan) -> str:
         f"{plan.module}: {len(specs):,} parameter tensors, {mib:,.2f} MiB of gradients in"
         f" {pluralize(len(plan.buckets), 'bucket')}, for training on {plan.device}"
     )
+
+
+def _describe_state(plan: ModulePlan, state: StateByRank) -> str:
+    tensors = pluralize(plan.state_tensors or 0, "tensor")
+    text = (
+        f"Optimizer state ({tensors} like each parameter): {state.most_bytes / MIB:,.2f} MiB at most on each of"
+        f" {pluralize(plan.num_ranks, 'rank')}, {state.unsharded_bytes / MIB:,.2f} MiB without --shard-optimizer."
+    )
+    if state.whole_bytes and plan.num_ranks > 1:
+        names = list_names([name for bucket in plan.buckets if bucket.sparse for name in plan.names_in(bucket)])
+        text += f" {state.whole_bytes / MIB:,.2f} MiB of it cannot be divided, because gradients are sparse: {names}."
+    return text
 
 
 def _bucket_table(plan: ModulePlan) -> Table:
@@ -240,16 +284,22 @@ def _describe_step(scaling: Scaling, num_ranks: int) -> str:
     timeline = scaling.by_ranks[num_ranks].timeline
     if num_ranks == 1:
         return f"On 1 rank a step takes {timeline.step_s * 1e3:.2f} ms, and there is nothing to wait for."
+    waits = f"{timeline.exposed_s * 1e3:.2f} ms of it are spent waiting for reductions"
+    if timeline.gathers:
+        for_reductions_s = timeline.exposed_s - timeline.weights_s
+        waits = (
+            f"waits {for_reductions_s * 1e3:.2f} ms for reductions and {timeline.weights_s * 1e3:.2f} ms for weights"
+        )
     return (
-        f"On {num_ranks:,} ranks a step takes {timeline.step_s * 1e3:.2f} ms, and {timeline.exposed_s * 1e3:.2f} ms of"
-        f" it are spent waiting for reductions: {timeline.overlap:.0%} of {timeline.communication_s * 1e3:.2f} ms of"
-        " communication are hidden."
+        f"On {num_ranks:,} ranks a step takes {timeline.step_s * 1e3:.2f} ms, and {waits}: {timeline.overlap:.0%} of"
+        f" {timeline.communication_s * 1e3:.2f} ms of communication are hidden."
     )
 
 
-def _scaling_table(scaling: Scaling) -> Table:
+def _scaling_table(plan: ModulePlan, scaling: Scaling) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for column in ("ranks", "buckets", "waits ms", "step ms", "overlap", "efficiency"):
+    state = ["state MiB"] if plan.state is not None else []
+    for column in ("ranks", "buckets", *state, "waits ms", "step ms", "overlap", "efficiency"):
         table.add_column(column, justify="right")
     table.add_column("")
     for num_ranks, predicted in scaling.by_ranks.items():
@@ -258,6 +308,7 @@ def _scaling_table(scaling: Scaling) -> Table:
         table.add_row(
             f"{num_ranks:,}",
             "-" if is_alone else str(len(predicted.plan)),
+            *[f"{plan.state_of(predicted.plan, num_ranks).most_bytes / MIB:,.2f}" for _ in state],
             f"{timeline.exposed_s * 1e3:.2f}",
             f"{timeline.step_s * 1e3:.2f}",
             "-" if is_alone else f"{timeline.overlap:.0%}",

@@ -14,6 +14,7 @@ from lightning_bucketddp.planning.all_reduce_cost import Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction
 from lightning_bucketddp.planning.plan import BucketSpec
+from lightning_bucketddp.planning.sharding import StateByRank, state_by_rank
 from lightning_bucketddp.recording.typical_step import NO_COST
 
 MEASURED = "measured"
@@ -39,6 +40,7 @@ class ModulePlan:
     origin: str
     num_ranks: int
     scalings: Sequence[Scaling]  # empty if no times are known
+    state_tensors: int | None = None  # of an optimizer, for each parameter; None: its state is not divided
 
     @property
     def profile(self) -> Profile:
@@ -50,8 +52,18 @@ class ModulePlan:
     def names_in(self, bucket: BucketSpec) -> list[str]:
         return [self.profile.specs[i].name for i in bucket.members]
 
+    def state_of(self, buckets: Sequence[BucketSpec], num_ranks: int) -> StateByRank:
+        """Return how optimizer state is divided by a plan."""
+        tensors = self.state_tensors or 0
+        return state_by_rank(self.profile.specs, buckets, num_ranks=num_ranks, tensors_per_parameter=tensors)
+
+    @property
+    def state(self) -> StateByRank | None:
+        """Return how optimizer state is divided by the plan that is shown; None: it is not."""
+        return None if self.state_tensors is None else self.state_of(self.buckets, self.num_ranks)
+
     def to_json(self) -> dict[str, Any]:
-        profile = self.profile
+        profile, state = self.profile, self.state
         return {
             "module": self.module,
             "device": self.device,
@@ -71,6 +83,16 @@ class ModulePlan:
                 "optimizer_s": profile.optimizer_s,
             },
             "networks": [_network_json(scaling) for scaling in self.scalings],
+            **({} if state is None else {"state": self._state_json(state)}),
+        }
+
+    def _state_json(self, state: StateByRank) -> dict[str, Any]:
+        return {
+            "tensors_per_parameter": self.state_tensors,
+            "bytes_per_rank": state.most_bytes,
+            "bytes_without_sharding": state.unsharded_bytes,
+            "undivided_bytes": state.whole_bytes,
+            "undivided": [name for bucket in self.buckets if bucket.sharded is None for name in self.names_in(bucket)],
         }
 
     def to_svg(self) -> str:
@@ -112,7 +134,8 @@ def find_network(text: str, profile: Profile) -> tuple[Network, str]:
 
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:
-    shown = ("communication_s", "exposed_s", "step_s", "overlap")
+    is_sharded = any(predicted.timeline.gathers for predicted in scaling.by_ranks.values())
+    shown = ("communication_s", "exposed_s", *(["weights_s"] if is_sharded else []), "step_s", "overlap")
     return {
         **asdict(scaling.network),
         "origin": scaling.origin,

@@ -100,6 +100,7 @@ def _typical(typical: TypicalStep) -> Json:
         "phases": {name: _ms(seconds) for name, seconds in typical.phases.items()},
         "step": _ms(typical.step_s),
         "communication": _ms(typical.communication_s),
+        "exchange": _ms(typical.exchange_s),
         "overlap": typical.overlap,
         # Its index among the ranks; -1: none.
         "straggler": -1 if straggler is None else typical.ranks.index(straggler.rank),
@@ -117,12 +118,16 @@ def _step(step: AlignedStep, *, ranks: Iterable[int]) -> Json:
 
 
 def _lanes(step: Step, zero_s: float) -> Json:
-    """Return spans as [name, start, end] and buckets as [ready, launched, start, end]."""
+    """Return spans as [name, start, end], buckets as [ready, launched, start, end], gathers as [bucket, start, end]."""
     return {
         "spans": [[span.name, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)] for span in step.spans],
         "buckets": [
             [_ms(s - zero_s) for s in (times.ready_s, times.launched_s, span.start_s, span.end_s)]
             for times, span in zip(step.buckets, step.reductions(), strict=True)
+        ],
+        "gathers": [
+            [times.bucket, _ms(span.start_s - zero_s), _ms(span.end_s - zero_s)]
+            for times, span in zip(step.gathers, step.exchanges(), strict=True)
         ],
     }
 
@@ -149,6 +154,8 @@ def _sizes(record: RunRecord, typical: TypicalStep) -> Json | None:
 def _why_no_sizes(record: RunRecord) -> str:
     """Say why no sizes can be predicted."""
     why = f"What an all-reduce costs at other sizes cannot be told from this run: {NO_COST}."
+    if record.first.run.options.get("shard_optimizer"):
+        return why
     if record.first.run.options.get("bucket_cap_mb") == AUTO:
         return f'{why} bucket_cap_mb="{AUTO}" measures it if there are several buckets and 17 backwards or more.'
     return (

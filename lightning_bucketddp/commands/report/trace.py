@@ -22,7 +22,9 @@ def make_trace(record: RunRecord) -> str:
     Steps are placed by the clock of the first rank; those that it did not record are left out.
     """
     steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
-    zero_s = min((step.start_s for step in steps), default=0.0)
+    # An exchange of weights may have begun before its step.
+    starts = [gather.started_s for step in steps[:1] for ours in step.ranks.values() for gather in ours.gathers]
+    zero_s = min([*starts, *(step.start_s for step in steps)], default=0.0)
     events = [*_names(record), *(event for step in steps for event in _step_events(record, step, zero_s))]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
@@ -43,6 +45,9 @@ def _step_events(record: RunRecord, step: AlignedStep, zero_s: float) -> Iterato
         for span in ours.spans:
             bar = {**_bar(span, zero_s), "pid": rank, "tid": _COMPUTE}
             yield {**bar, "cat": "compute", "args": {"step": step.number}}
+        for exchange in ours.exchanges():
+            bar = {**_bar(exchange, zero_s), "pid": rank, "tid": _COMMUNICATION}
+            yield {**bar, "cat": "weights", "args": {"step": step.number}}
         buckets = plan.buckets if plan is not None else []
         for index, (times, reduction) in enumerate(zip(ours.buckets, ours.reductions(), strict=True)):
             known: Event = {"step": step.number}

@@ -21,7 +21,7 @@ from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import batch
 from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
-from tests.support.jobs.recording import CONFIGS, assert_in_order
+from tests.support.jobs.recording import CONFIGS, assert_in_order, assert_weights_are_recorded
 from tests.support.jobs.replicas import Training
 from tests.support.ranks import device
 
@@ -136,15 +136,20 @@ def sharded_weights_reach_several_streams() -> None:
     reducer.close()
 
 
-def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
+def a_recorded_step_never_makes_the_host_wait(config: str, *, shard: bool = False) -> list[float]:
     """The same for steps that are recorded; the times, read afterwards, are in order. Returns the exposed ones."""
     model = _wide_model()
-    reducer = build_reducer(model, bucket_cap_mb=4.5, **CONFIGS[config])
+    shards = Shards(Collectives(device()), whole_parameters=False) if shard else None
+    reducer = build_reducer(model, bucket_cap_mb=4.5, shards=shards, **CONFIGS[config])
     recorder = StepRecorder(device())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if shards is not None:
+        shards.add(optimizer)
     x = batch(dist.get_rank(), 0, 64, WIDE)
     marked = []
     for step in range(8):
+        if step == 3 and shards is not None:
+            shards.observe(recorder)
         if step == 4:
             reducer.observer = recorder
             recorder.begin(reducer.stats)
@@ -159,7 +164,8 @@ def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
                 optimizer.zero_grad()
             if step >= 4:
                 assert reducer.bucket_set is not None
-                marked.append(recorder.complete(reducer.stats, step=step, plan=reducer.bucket_set.version))
+                version, buckets = reducer.bucket_set.version, reducer.bucket_set.buckets
+                marked.append(recorder.complete(reducer.stats, step=step, plan=version, buckets=buckets))
                 recorder.is_past(marked[0])
         finally:
             if step == 7:
@@ -170,6 +176,10 @@ def a_recorded_step_never_makes_the_host_wait(config: str) -> list[float]:
     for recorded in steps:
         assert recorded is not None
         assert len(recorded.buckets) > 1
+        if shard:
+            assert_weights_are_recorded(recorded, num_buckets=len(recorded.buckets))
+            # A reduce-scatter and an all-gather are an all-reduce; there are flags, too, and room between slices.
+            assert 0.999 < recorded.bytes_on_wire / sum(param.nbytes for param in model.parameters()) < 1.01
         # Events have a resolution of half a microsecond, and clocks differ.
         assert_in_order(recorded, tolerance_s=1e-5)
         assert 0 < recorded.end_s - recorded.start_s < 5

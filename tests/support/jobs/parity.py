@@ -18,6 +18,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import CASES, Case
@@ -45,13 +46,15 @@ class Outcome:
     num_all_reduces: int
 
 
-def build_reducer(model: nn.Module, *, all_alone: bool = False, **options: Any) -> Reducer:
+def build_reducer(
+    model: nn.Module, *, all_alone: bool = False, shards: Shards | None = None, **options: Any
+) -> Reducer:
     """A reducer for `model`, set up as the strategies do it; `all_alone` treats each gradient as a large one."""
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
     with patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)) if all_alone else nullcontext():
-        return Reducer(replicas, ReducerConfig(**options))
+        return Reducer(replicas, ReducerConfig(**options), shards=shards)
 
 
 def torch_ddp_can(case: str) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import Shards
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
 
@@ -87,10 +90,24 @@ def make_nothing() -> None:
     """A function that is no factory."""
 
 
+def plan_of_sharded_reducer(name: str, **options: Any) -> tuple[list[list[str]], int]:
+    """The same with `shard_optimizer`, and the bytes of the pieces that this rank steps."""
+    module = getattr(import_module(__name__), name)().to(device())
+    shards = Shards(Collectives(device()), whole_parameters=False)
+    reducer = build_reducer(module, shards=shards, **options)
+    shards.add(torch.optim.AdamW(module.parameters()))
+    buckets = _plan_after_backward(module, reducer)
+    [sharded] = shards.optimizers
+    return buckets, sum(shard.piece.nbytes for shard in sharded.shards.values() if shard.piece is not None)
+
+
 def plan_of_reducer(name: str, **options: Any) -> list[list[str]]:
     """The buckets after a real backward, by the names in them."""
     module = getattr(import_module(__name__), name)().to(device())
-    reducer = build_reducer(module, **options)
+    return _plan_after_backward(module, build_reducer(module, **options))
+
+
+def _plan_after_backward(module: Any, reducer: Reducer) -> list[list[str]]:
     outputs = module(module.example_input_array.to(device()))
     with reducer.backward():
         sum(output.square().mean() for output in outputs.values()).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.recording.schema import Step
-from lightning_bucketddp.recording.writer import step_of
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.recording.schema import RecordedPlan, Step
+from lightning_bucketddp.recording.writer import plan_of, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from tests.support.jobs.models import CASES, WIDTH, batch
 from tests.support.jobs.parity import build_reducer
@@ -62,6 +65,16 @@ def assert_in_order(step: Step, *, tolerance_s: float = 0.0) -> None:
         assert_not_later(max(bucket.ended_s for bucket in step.buckets), exposed[-1].end_s)
 
 
+def assert_weights_are_recorded(step: Step, *, num_buckets: int) -> None:
+    """What was reduced last is needed first; each is waited for once, before backward, which is not forward's time."""
+    assert [gather.bucket for gather in step.gathers] == list(reversed(range(num_buckets)))
+    names = [span.name for span in step.spans]
+    assert names.count("weights") == num_buckets
+    assert set(names[: names.index("backward")]) == {"forward", "weights"}
+    assert step.seconds("weights") > 0
+    assert abs(step.exposed_s - step.seconds("weights") - step.seconds("exposed")) < 1e-9
+
+
 def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
     """The last of three steps, on a machine on which rank 1 is late."""
     known = CASES[case]
@@ -91,6 +104,64 @@ def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
             optimizer.step()
             optimizer.zero_grad()
     return _finish(reducer, recorder, num_unused)
+
+
+@dataclass(frozen=True)
+class RecordedSharded:
+    """A step, and what its buckets and the plan say of them.
+
+    Attributes:
+        wire_bytes: of all buckets.
+        weight_bytes: of what the ranks exchange after a step.
+        scatters: gradients travel to the ranks that step them only.
+    """
+
+    step: Step
+    plan: RecordedPlan
+    wire_bytes: int
+    weight_bytes: int
+    scatters: bool
+
+
+def record_sharded(shard: ShardOption) -> RecordedSharded:
+    """The last of four steps, for whose weights rank 0 waits: rank 1 is late with the step before."""
+    collectives = Collectives(device())
+    torch.manual_seed(3)
+    model = CASES["mlp"].build().to(device())
+    shards = Shards(collectives, whole_parameters=shard == "parameters")
+    reducer = build_reducer(model, bucket_cap_mb=_CAP_MB, shards=shards)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shards.add(optimizer)
+    recorder = StepRecorder(device())
+    for number in range(4):
+        if number == 2:
+            shards.observe(recorder)
+        if number == 3:
+            recorder.begin(reducer.stats)
+            reducer.observer = recorder
+        with recorder.during("forward") if number == 3 else nullcontext():
+            loss = CASES["mlp"].loss(model, collectives.rank, number)
+        with recorder.during("backward") if number == 3 else nullcontext():
+            loss.backward()
+        time.sleep(0.05 * collectives.rank)
+        with recorder.during("optimizer") if number == 3 else nullcontext():
+            optimizer.step()
+    bucket_set = reducer.bucket_set
+    assert bucket_set is not None
+    marked = recorder.complete(reducer.stats, step=3, plan=bucket_set.version, buckets=bucket_set.buckets)
+    step = step_of(marked, recorder.axis, memory_bytes=0)
+    recorder.close()
+    assert step is not None
+    buckets: list[Any] = bucket_set.buckets
+    recorded = RecordedSharded(
+        step,
+        plan_of(bucket_set.version, bucket_set.plan, reducer.specs, scatters=collectives.scatters),
+        wire_bytes=sum(bucket.wire.nbytes for bucket in buckets),
+        weight_bytes=sum(bucket.numbers.nbytes for bucket in buckets),
+        scatters=collectives.scatters,
+    )
+    reducer.close()
+    return recorded
 
 
 class _Pause(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
@@ -91,7 +91,19 @@ class FetchesItself(models.Regression):
         return self.loss(next(dataloader_iter)[0])
 
 
+class Wide(models.Regression):
+    """Has 1.5 MiB of weights, and AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(self.layers[0].in_features, 2**16), nn.ReLU(), nn.Linear(2**16, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
 MODELS: dict[str, Any] = {
+    "wide": Wide,
     "regression": models.Regression,
     "manual": lambda: models.ManualRegression(through_lightning=True),
     "two_players": models.TwoPlayers,
@@ -116,6 +128,7 @@ class Fitted:
     num_monitors: int = 0
     in_progress_bar: float | None = None
     left_on_loop: bool = False
+    state_bytes: int = 0
 
 
 @like_torchrun()
@@ -131,6 +144,7 @@ def fit(
     thin_after: int = 1000,
     loggers: bool = False,
     promises_more: bool = False,
+    about: str = "BucketDDPMonitor",
     **trainer_options: Any,
 ) -> Fitted:
     """Train `model`, with a monitor that has these options; True: the strategy's own."""
@@ -166,7 +180,7 @@ def fit(
 
     with (
         redirect_stdout(io.StringIO()) as printed,
-        said_about("BucketDDPMonitor", said),
+        said_about(about, said),
         patch.object(HostClock, "mark", count),
         patch.object(monitor_module, "Thinning", lambda: Thinning(thin_after)),
         suppress(Accident),
@@ -184,6 +198,13 @@ def fit(
         num_marks=marks[0],
         num_monitors=sum(isinstance(callback, BucketDDPMonitor) for callback in trainer.callbacks),  # type: ignore[attr-defined]
         in_progress_bar=metrics.get("overlap_pct"),  # type: ignore[arg-type]
+        state_bytes=sum(
+            value.nbytes
+            for optimizer in trainer.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
         left_on_loop="_on_before_fetch" in vars(trainer.fit_loop.epoch_loop),
     )
 

@@ -2,6 +2,7 @@
 
 const PHASES = {
   data: "waiting for data",
+  weights: "waiting for weights",
   forward: "forward",
   backward: "backward",
   exposed: "waiting for communication",
@@ -9,8 +10,11 @@ const PHASES = {
   optimizer: "optimizer",
 };
 
+// Those in which a step waits for other ranks.
+const WAITS = ["exposed", "weights"];
+
 // Where there is no room for more.
-const SHORT = { data: "data", forward: "fwd", backward: "bwd", exposed: "wait", finish: "end", optimizer: "opt" };
+const SHORT = { data: "data", weights: "wait", forward: "fwd", backward: "bwd", exposed: "wait", finish: "end", optimizer: "opt" };
 
 function drawHead() {
   const { run, typical, history, ranks } = content;
@@ -37,12 +41,14 @@ function drawHead() {
 function drawNumbers() {
   const { typical, ranks, run } = content;
   const late = typical.straggler;
+  const waiting = total(WAITS.map((name) => typical.phases[name] ?? 0));
   const numbers = [
     ["Step", inMs(typical.step), ""],
-    ["Waiting for communication", inMs(typical.phases.exposed), percent(typical.phases.exposed / typical.step)],
+    ["Waiting for communication", inMs(waiting), percent(waiting / typical.step)],
     ["Communication", inMs(typical.communication), typical.communication ? `${percent(typical.overlap)} hidden` : ""],
     ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(typical.stragglerBy)}`],
   ];
+  if (typical.exchange) numbers.splice(3, 0, ["Exchange of weights", inMs(typical.exchange), `${inMs(typical.phases.weights ?? 0)} waited for`]);
   if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);
   for (const [term, value, note] of numbers) {
     const pair = element("div");

@@ -5,6 +5,8 @@ let joined = []; // by bucket: the rank that launched it last, and when
 let view = [0, 1]; // from when to when, in ms
 const lanes = []; // by rank: the elements, and whether they can be seen
 
+const isSharded = () => content.steps.some(({ ranks }) => ranks.some((lane) => lane?.gathers.length));
+const isWait = ([name]) => WAITS.includes(name);
 const isZoomed = () => view[0] > 0 || view[1] < step.length;
 const share = (ms) => (100 * (ms - view[0])) / (view[1] - view[0]);
 
@@ -28,7 +30,8 @@ function makeLanes() {
   });
   new ResizeObserver(() => lanes.forEach(drawLane)).observe(byId("timeline"));
   addLegend(byId("legend"), [
-    ...["data", "forward", "backward", "exposed", "finish", "optimizer"]
+    ...["data", "weights", "forward", "backward", "exposed", "finish", "optimizer"]
+      .filter((name) => name !== "weights" || isSharded())
       .filter((name) => name !== "finish" || content.steps.some(({ ranks }) => ranks.some((lane) => lane?.spans.some((_, i) => isFinish(lane, i)))))
       .map((name) => [name, PHASES[name]]),
     ["ready", "bucket complete"],
@@ -36,6 +39,7 @@ function makeLanes() {
     ["queued", "until it runs"],
     ["reduction", "reduction of a bucket"],
     ["meeting", "until the last rank has joined it"],
+    ...(isSharded() ? [["gather", "exchange of a bucket's weights"]] : []),
     ["waited", "what the step waited for"],
   ]);
 }
@@ -68,7 +72,7 @@ function showSlowestRank() {
 
 // From shortly before the first rank waits to the end.
 function zoomToTheWait() {
-  const waits = step.ranks.flatMap((lane) => (lane ? lane.spans.filter(([name]) => name === "exposed") : []));
+  const waits = step.ranks.flatMap((lane) => (lane ? lane.spans.filter(isWait) : []));
   if (!waits.length) return;
   const from = smallest(waits.map(([, start]) => start));
   const to = largest(waits.map(([, , end]) => end));
@@ -86,7 +90,7 @@ function whoJoinedLast() {
   });
 }
 
-const waitedTime = (lane) => total(lane.spans.filter(([name]) => name === "exposed").map(([, from, to]) => to - from));
+const waitedTime = (lane) => total(lane.spans.filter(isWait).map(([, from, to]) => to - from));
 const ownTime = (lane) => total(lane.spans.map(([, from, to]) => to - from)) - waitedTime(lane);
 
 function stepInWords(own, late) {
@@ -147,8 +151,10 @@ function drawLane(lane) {
   const compute = element("div", "track compute");
   const communication = element("div", "track communication");
   makeStop(compute, `rank ${lane.rank}, computation`);
-  makeStop(communication, `rank ${lane.rank}, ${count(shown.buckets.length, "reduction")}`);
+  const gathers = shown.gathers.length ? `, ${count(shown.gathers.length, "exchange")} of weights` : "";
+  makeStop(communication, `rank ${lane.rank}, ${count(shown.buckets.length, "reduction")}${gathers}`);
   compute.append(...shown.spans.flatMap(([name, ...times], i) => drawSpan(lane, isFinish(shown, i) ? "finish" : name, times)));
+  communication.append(...shown.gathers.flatMap((gather) => drawGather(lane, shown, gather)));
   communication.append(...shown.buckets.flatMap((times, index) => drawBucket(lane, shown, times, index)));
   const lines = axisTicks().at.map((ms) => {
     const line = element("div", "gridline");
@@ -201,8 +207,35 @@ function drawBucket(lane, shown, times, index) {
     part.dataset.bucket = index;
     describe(part, label, () => bucketInWords(lane, shown, times, index));
   }
-  const waits = shown.spans.filter(([name, start, end]) => name === "exposed" && end > from && start < to);
-  return [...parts, ...waits.flatMap(([, start, end]) => bar(lane, "waited", [Math.max(start, from), Math.min(end, to)]))];
+  return [...parts, ...drawWaits(lane, shown, "exposed", [from, to])];
+}
+
+// Where the step waited while something ran.
+function drawWaits(lane, shown, phase, [from, to]) {
+  const waits = shown.spans.filter(([name, start, end]) => name === phase && end > from && start < to);
+  return waits.flatMap(([, start, end]) => bar(lane, "waited", [Math.max(start, from), Math.min(end, to)]));
+}
+
+const waitedFor = (shown, phase, [from, to]) =>
+  total(shown.spans.filter(([name]) => name === phase).map(([, start, end]) => Math.max(Math.min(end, to) - Math.max(start, from), 0)));
+
+// The weights of a bucket, which the step before has changed.
+function drawGather(lane, shown, [index, from, to]) {
+  const bucket = bucketsOf(step.plan)[index];
+  const what = bucket ? `weights of bucket ${index}` : "weights of another plan";
+  const made = bar(lane, "gather", [from, to], bucket ? [`${index} · ${inBytes(bytesOf(bucket))}`, `${index}`] : [], 5).map(makeItem);
+  for (const part of made) {
+    describe(part, `${what}, exchange ${inMs(to - from)}`, () => ({
+      title: `${what}, rank ${lane.rank}`,
+      facts: [
+        ...(bucket ? [["size", inBytes(bytesOf(bucket))]] : []),
+        ["exchange", `${inMs(to - from)}, from ${inMs(from)} to ${inMs(to)}`],
+        ["the step waited", inMs(waitedFor(shown, "weights", [from, to]))],
+      ],
+      items: parametersOf(bucket),
+    }));
+  }
+  return [...made, ...drawWaits(lane, shown, "weights", [from, to])];
 }
 
 // The part of a reduction in which it waits for the last rank is paler.
@@ -215,17 +248,15 @@ function showMeeting(made, [from, to], met) {
 
 function bucketInWords(lane, shown, [ready, launched, from, to], index) {
   const bucket = bucketsOf(step.plan)[index];
-  const waits = shown.spans.filter(([name]) => name === "exposed");
-  const waited = total(waits.map(([, start, end]) => Math.max(Math.min(end, to) - Math.max(start, from), 0)));
   return {
     title: `bucket ${index}, rank ${lane.rank}`,
     facts: [
-      ["size", `${inBytes(bytesOf(bucket))}${bucket?.sparse ? ", sparse" : ""}`],
+      ["size", `${inBytes(bytesOf(bucket))}${bucket?.sparse ? ", sparse" : ""}${bucket?.sharded ? `, sharded: ${bucket.collective}` : ""}`],
       ["complete", `at ${inMs(ready)}`],
       ["launched", `at ${inMs(launched)}`],
       ["reduction", `${inMs(to - from)}, from ${inMs(from)} to ${inMs(to)}`],
       ...(joined[index].at > from ? [["of that", `${inMs(Math.min(joined[index].at, to) - from)} until rank ${joined[index].rank} joined`]] : []),
-      ["the step waited", inMs(waited)],
+      ["the step waited", inMs(waitedFor(shown, "exposed", [from, to]))],
       ["parameter tensors", number(bucket?.parameters.length ?? 0)],
     ],
     items: parametersOf(bucket),
