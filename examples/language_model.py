@@ -2,6 +2,8 @@
 
 python examples/language_model.py
 python examples/language_model.py --text a_book.txt --max-steps 2000
+python examples/language_model.py --shard-optimizer
+python examples/language_model.py --accelerator gpu --width 2048 --shard-optimizer
 """
 
 import argparse
@@ -84,12 +86,24 @@ class Windows(Dataset[Tensor]):
         return self._windows[index]
 
 
+def memory(trainer: Trainer) -> str:
+    """Say how much memory the optimizer's state takes in this process, and how much the GPU has needed for all."""
+    state = [value for of_weight in trainer.optimizers[0].state.values() for value in of_weight.values()]
+    text = f"optimizer state on rank {trainer.global_rank}: {sum(value.nbytes for value in state) / 2**20:.2f} MiB"
+    if torch.cuda.is_initialized():
+        text += f", at most in use on its GPU: {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a file; by default the manual that comes with Python")
     parser.add_argument("--max-steps", type=int, default=400)
     parser.add_argument("--context", type=int, default=64, help="how many characters the model sees")
+    parser.add_argument("--width", type=int, default=96, help="numbers for each character, a multiple of 4")
+    parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--shard-optimizer", action="store_true", help="divide AdamW's state among the ranks")
     arguments = parser.parse_args()
 
     text = arguments.text.read_text() if arguments.text else "\n".join(topics.values())
@@ -98,12 +112,12 @@ def main() -> None:
     numbers = torch.tensor([number_of[character] for character in text])
 
     seed_everything(0)
-    model = CharacterGPT(len(alphabet), context=arguments.context)
+    model = CharacterGPT(len(alphabet), context=arguments.context, width=arguments.width)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=arguments.accelerator,
         devices=arguments.devices,
         # Gradients travel as bf16: half the bytes. They are bf16 nowhere else.
-        strategy=BucketDDPStrategy(reduce_dtype="bf16"),
+        strategy=BucketDDPStrategy(reduce_dtype="bf16", shard_optimizer=arguments.shard_optimizer),
         gradient_clip_val=1.0,
         max_steps=arguments.max_steps,
         logger=False,
@@ -115,7 +129,7 @@ def main() -> None:
         written = model.eval().write(torch.tensor([number_of["\n"]]), num_characters=300)
         print("".join(alphabet[number] for number in written))
         last = model.losses[-20:]
-        print(f"loss: {model.losses[0]:.2f} -> {sum(last) / len(last):.2f}")
+        print(f"loss: {model.losses[0]:.2f} -> {sum(last) / len(last):.2f}, {memory(trainer)}")
 
 
 if __name__ == "__main__":

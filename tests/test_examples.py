@@ -44,9 +44,11 @@ ACCURACY = r"validation accuracy: ([\d.]+)%"
 # `digits.py` by itself is what tests/test_install.py runs.
 EXAMPLES = {
     "language_model": Example(
-        ["python language_model.py --max-steps 60 --context 32"],
-        numbers=r"loss: ([\d.]+) -> ([\d.]+)",
-        have_trained=lambda before, after: before > 4 and after < 3,
+        ["for s in '' --shard-optimizer; do python language_model.py --max-steps 60 --context 32 $s; done"],
+        numbers=r"loss: ([\d.]+) -> ([\d.]+), optimizer state on rank 0: ([\d.]+) MiB",
+        have_trained=lambda before, after, state, *sharded: (
+            before > 4 and after < 3 and sharded[:2] == (before, after) and 0.49 < sharded[2] / state < 0.51
+        ),
     ),
     "gan": Example(
         ["python gan.py --max-epochs 4"],

@@ -157,12 +157,16 @@ class ShardedBucket:
                 shard.param.grad = None
         self.division.is_divided = False
 
-    def start_gather(self) -> None:
-        """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
+    def drop_gradients(self) -> None:
+        """Set the gradients to None: they have been used, or nobody will use them."""
         for shard in self.shards:
             if shard.param.grad is not None:
                 shard.param.grad = None
         self.division.is_divided = False
+
+    def start_gather(self) -> None:
+        """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
+        self.drop_gradients()
         weights = self._weights_to_gather()
         self.gathering.bytes_gathered += weights.nbytes
         owner = self.layout.shares.owner

@@ -39,6 +39,13 @@ _OF_NO_NUMBERS = {
     ),
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+}
+# What changes a tensor in place, but not element by element.
+_OF_MANY_ELEMENTS = {
+    *("cumsum_", "cumprod_", "renorm_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+    *("as_strided_", "resize_", "resize_as_", "set_"),
 }
 
 
@@ -124,12 +131,18 @@ def _sharded_in(values: Any) -> Iterator[ShardedGradient]:
 def _name_of(func: Any) -> str:
     """Return the name of what torch has been asked for: of a function, a method or an attribute."""
     name: str = func.__name__
-    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name
+    if name not in ("__get__", "__set__"):
+        return name
+    attribute = str(func.__self__.__name__)
+    # With other memory than that of the bucket, whose numbers are stepped.
+    return "data = ..." if (name, attribute) == ("__set__", "data") else attribute
 
 
 def _changes_elements(name: str) -> bool:
+    """Return whether this changes each element by itself."""
     is_inplace_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
-    return is_inplace_operator or (name.endswith("_") and not name.startswith("__"))
+    is_inplace_method = name.endswith("_") and not name.startswith("__") and name not in _OF_MANY_ELEMENTS
+    return is_inplace_operator or is_inplace_method
 
 
 def _describe_share(gradient: ShardedGradient) -> str:

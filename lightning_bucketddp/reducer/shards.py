@@ -149,6 +149,13 @@ class Shards:
             for bucket in list(known.gathering.pending):
                 bucket.finish_gather()
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that were never stepped: a part of one cannot be moved to another device."""
+        for known in self.optimizers:
+            for bucket in known.gathering.reduced.values():
+                bucket.drop_gradients()
+            known.gathering.reduced.clear()
+
     def follow_params(self) -> None:
         """Have all pieces lie in their parameters' memory, which may be another by now."""
         for known in self.optimizers:

@@ -189,8 +189,8 @@ class FaultHandler:
 def torn(path: object) -> str:
     """Return why there is no checkpoint at `path` (Note: torn step)."""
     return (
-        f"checkpoint `{path}` is not saved, because a rank was lost while gradients were being exchanged, and the"
-        " weights on this rank may be wrong. Resume from the checkpoint before."
+        f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
+        " exchanged, and the weights on this rank may be wrong. Resume from the checkpoint before."
     )
 
 

@@ -1,0 +1,71 @@
+"""Changes that a user makes to a gradient that is divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.sharded_gradient import ShardedGradientError
+from lightning_bucketddp.reducer.shards import Shards
+from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.ranks import device
+
+
+def _set_data(gradient: Tensor) -> None:
+    gradient.data = torch.ones(gradient.shape)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda gradient: gradient.mul_(2),
+    "clamp_": lambda gradient: gradient.clamp_(-0.1, 0.1),
+    "rows": lambda gradient: gradient.__setitem__(slice(0, 2), 0.0),
+    "noise": lambda gradient: gradient.add_(torch.ones_like(gradient) + gradient.new_zeros(1)),
+    "data.add_": lambda gradient: gradient.data.add_(1),
+    "cumsum_": lambda gradient: gradient.cumsum_(0),
+    "renorm_": lambda gradient: gradient.renorm_(2, 0, 0.01),
+    "t_": lambda gradient: gradient.t_(),
+    "data": _set_data,
+}
+
+
+def change() -> dict[str, str]:
+    """Return what becomes of each change: "the same" as without sharding, "another", or "refused"."""
+    collectives = Collectives(device())
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    shards = Shards(collectives, whole_parameters=False)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1), shards=shards)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards.add(optimizer)
+    outcomes = {}
+    for name, function in CHANGES.items():
+        optimizer.zero_grad()
+        with reducer.backward():
+            model(torch.full((2, 6), collectives.rank + 1.0)).square().mean().backward()
+        expected = shards.full_gradient(model.weight)
+        assert expected is not None
+        assert model.weight.grad is not None
+        try:
+            function(model.weight.grad)
+        except ShardedGradientError:
+            outcomes[name] = "refused"
+            continue
+        function(expected)
+        outcomes[name] = "the same" if torch.equal(_stepped(model.weight, optimizer), expected) else "another"
+    reducer.close()
+    return outcomes
+
+
+def _stepped(weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the gradient that all ranks together have stepped `weight` by."""
+    with torch.no_grad():
+        weight.zero_()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    return -weight.detach()
