@@ -162,14 +162,6 @@ class Shards:
             for shard in known.shards.values():
                 shard.follow_param()
 
-    def drop_gradients(self) -> None:
-        """Set gradients to None that are divided: nobody will step them, and who moves a module reads them."""
-        for known in self.optimizers:
-            for layout in known.gathering.reduced:
-                for shard in layout.shards:
-                    shard.param.grad = None
-            known.gathering.reduced.clear()
-
     def begin_backward(self) -> None:
         """Make room in the buckets: weights have arrived, and gradients of an earlier backward are put aside."""
         self.finish_gathering()

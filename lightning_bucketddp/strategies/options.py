@@ -195,7 +195,7 @@ def _check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption
 
 
 def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOption:
-    if option not in (False, True, "parameters"):
+    if not isinstance(option, bool) and option != "parameters":
         raise ValueError(f"`shard_optimizer` must be True, False or 'parameters', got {option!r}.")
     if option and comm_hook is not None:
         raise ValueError(

@@ -393,8 +393,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self._state.end_exchange() and not has_raised:
             assert self._collectives is not None
             self._collectives.close_host_groups()
-        if self._state.shards is not None:
-            self._state.shards.drop_gradients()
         super().teardown()
         if self._state.shards is not None:
             # The model was moved to the CPU, so that its memory on the device is free.

