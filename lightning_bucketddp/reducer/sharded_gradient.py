@@ -149,10 +149,12 @@ def _refuse(gradient: ShardedGradient, name: str) -> NoReturn:
 def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each gradient, those that are divided completed with the other ranks."""
     order = float(order)
-    norms = [
-        torch.linalg.vector_norm(_own_part(gradient), order, dtype=_accumulated_in(gradient)) for gradient in gradients
-    ]
     places = [i for i, gradient in enumerate(gradients) if _is_divided(gradient)]
+    if order < 0:
+        _refuse(gradients[places[0]], f"norm {order}")  # type: ignore[arg-type]
+    # torch knows no maximum of nothing.
+    parts_here = [part if part.numel() else part.new_zeros(1) for part in map(_own_part, gradients)]
+    norms = [torch.linalg.vector_norm(part, order, dtype=_accumulated_in(part)) for part in parts_here]
     ranks = next(gradients[i].division.collectives for i in places)  # type: ignore[attr-defined]
     parts = torch.stack([norms[i].double() for i in places])
     if math.isinf(order):

@@ -135,6 +135,13 @@ class Shards:
             for bucket in list(known.gathering.pending):
                 bucket.finish_gather()
 
+    def release_gradients(self) -> None:
+        """Leave ordinary gradients behind; those that are divided belong to a step that does not come any more."""
+        for known in self.optimizers:
+            for param in known.shards:
+                if isinstance(gradient := param.grad, ShardedGradient):
+                    param.grad = None if gradient.division.is_divided else gradient.plain()
+
     def follow_params(self) -> None:
         """Have all pieces lie in their parameters' memory, which may be another by now."""
         for known in self.optimizers:
