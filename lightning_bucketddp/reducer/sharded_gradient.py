@@ -40,6 +40,11 @@ _OF_NO_NUMBERS = {
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
 }
+# In place, but an element becomes what others were, or lies elsewhere.
+_MOVES_ELEMENTS = {
+    *("cumsum_", "cumprod_", "renorm_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+    *("as_strided_", "resize_", "resize_as_", "set_"),
+}
 
 
 class ShardedGradientError(RuntimeError):
@@ -129,7 +134,7 @@ def _name_of(func: Any) -> str:
 
 def _changes_elements(name: str) -> bool:
     is_inplace_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
-    return is_inplace_operator or (name.endswith("_") and not name.startswith("__"))
+    return is_inplace_operator or (name.endswith("_") and not name.startswith("__") and name not in _MOVES_ELEMENTS)
 
 
 def _describe_share(gradient: ShardedGradient) -> str:
@@ -154,7 +159,7 @@ def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
         _refuse(gradients[places[0]], f"norm {order}")  # type: ignore[arg-type]
     # torch knows no maximum of nothing.
     parts_here = [part if part.numel() else part.new_zeros(1) for part in map(_own_part, gradients)]
-    norms = [torch.linalg.vector_norm(part, order, dtype=_accumulated_in(part)) for part in parts_here]
+    norms = [torch.linalg.vector_norm(_as_precise_as_float(part), order) for part in parts_here]
     ranks = next(gradients[i].division.collectives for i in places)  # type: ignore[attr-defined]
     parts = torch.stack([norms[i].double() for i in places])
     if math.isinf(order):
@@ -212,9 +217,8 @@ def _own_part(gradient: Tensor) -> Tensor:
     return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
 
 
-def _accumulated_in(gradient: Tensor) -> torch.dtype:
-    real = gradient.dtype.to_real()
-    return torch.float32 if real.itemsize < 4 else real
+def _as_precise_as_float(gradient: Tensor) -> Tensor:
+    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
 
 
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {

@@ -39,6 +39,7 @@ class ShardedOptimizer:
         self.loaded: dict[int, Any] = {}
         self.loads = [0] * collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
+        self._num_steps_inside = 0
         self._handles = [
             optimizer.register_step_pre_hook(_outside_of_graphs(self._before_step)),
             optimizer.register_step_post_hook(_outside_of_graphs(self._after_step)),
@@ -137,7 +138,12 @@ class ShardedOptimizer:
             shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
         return shard.piece
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A class of the user's may call the step that it overrides: torch calls these hooks around both.
+        if self._num_steps_inside and _is_stepping(optimizer):
+            self._num_steps_inside += 1
+            return None
+        self._num_steps_inside = 1
         self.show_parameters()  # should the last step have raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -155,6 +161,9 @@ class ShardedOptimizer:
         return (args[0], closure_with_parameters, *args[2:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
+        self._num_steps_inside -= 1
+        if self._num_steps_inside:
+            return
         self.show_parameters()
         for shard in self.shards.values():
             if shard.piece is not None:
@@ -185,6 +194,16 @@ class ShardedOptimizer:
 def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return `hook` as one that dynamo does not look into; where it is not loaded, nothing is compiled so far."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook  # type: ignore[no-untyped-call]
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether a step of `optimizer` is running; one that has raised is not."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _size_of(state: Mapping[str, Any]) -> int:
