@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.elementwise import is_elementwise
 from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
 from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
@@ -31,13 +30,13 @@ class ShardedOptimizer:
         loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
     """
 
-    def __init__(self, optimizer: Optimizer, collectives: Collectives, *, whole_parameters: bool) -> None:
+    def __init__(self, optimizer: Optimizer, gathering: Gathering, *, whole_parameters: bool) -> None:
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise(optimizer) and not whole_parameters
-        self.gathering = Gathering(collectives)
+        self.gathering = gathering
         self.shards: dict[nn.Parameter, Shard] = {}
         self.loaded: dict[int, Any] = {}
-        self.loads = [0] * collectives.world_size
+        self.loads = [0] * gathering.collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
         self._num_steps_inside = 0
         self._handles = [

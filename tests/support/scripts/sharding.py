@@ -6,16 +6,21 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as fabric_strategy
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
-from tests.support.scripts import behaviour, changes, models, parity, participation, players, styles
+from tests.support.jobs.nonfinite import collected_warnings
+from tests.support.jobs.sharding import numbers_of, raised_by
+from tests.support.scripts import behaviour, changes, fabrics, models, nonfinite, parity, participation, players, styles
 from tests.support.scripts.precision import Squares, option
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
@@ -165,6 +170,14 @@ class Copied(Wide):
         return self.loss(batch) + (self.layers(batch[0]) - self.average(batch[0])).square().mean()
 
 
+class Scripted(Wide):
+    """Has layers that run without Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(torch.jit.script(self.layers[:2]), self.layers[2])
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A module and how it is trained.
@@ -222,6 +235,7 @@ SCENARIOS: dict[str, Scenario] = {
     "penalised": Scenario(Penalised),
     "own_kernel": Scenario(OwnKernel),
     "clamped": Scenario(Clamped),
+    "scripted": Scenario(Scripted),
     "copied": Scenario(Copied),
     "scaler": Scenario(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
     "layer_added": Scenario(Wide, lambda: {"callbacks": behaviour._AddsLayer()}, num_epochs=3),
@@ -285,7 +299,7 @@ def train(scenario: Scenario, *, shard: ShardOption) -> Trained:
 
 @like_torchrun()
 def compare(*, scenario: str, shard: ShardOption = True) -> int:
-    """Train without and with sharding, and assert that all is equal; return of how many elements this rank has state."""
+    """Train without and with sharding, assert that all is equal, and return how many elements are of this rank."""
     how = SCENARIOS[scenario]
     whole, sharded = (train(how, shard=value) for value in (False, shard))
     assert sharded.num_steps == whole.num_steps > 0
@@ -314,3 +328,199 @@ def assert_divided(shards: Shards) -> int:
     assert of_all.tolist() == [shard.param.numel() for shard in divided]
     assert 0 < own.sum() < of_all.sum()
     return int(own.sum())
+
+
+# --- Refusals and failures
+
+
+class Raising(Wide):
+    """Does what `what` says after a backward, or in `configure_optimizers`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def on_after_backward(self) -> None:
+        if self._what == "gradient is read":
+            self.layers[0].weight.grad.mean()
+        elif self._what == "module fails":
+            raise RuntimeError("of the module itself")
+
+    def configure_optimizers(self) -> Any:
+        if self._what == "LBFGS":
+            return torch.optim.LBFGS(self.parameters())
+        return super().configure_optimizers()
+
+
+@like_torchrun()
+def failure(*, what: str) -> tuple[str, set[str]]:
+    """What a fit raises, and what gradients it leaves."""
+    trainer = make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1)
+    module = Raising(what)
+    error = raised_by(lambda: trainer.fit(module, models.loader()))
+    return error, {type(param.grad).__name__ for param in module.parameters()}
+
+
+class Overflowing(Squares):
+    """Has an infinite gradient in one element, which one rank owns, of its third batch on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widen(self)
+        self.found: list[bool] = []
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx == 3:
+            # The last row is of the last rank.
+            self.layers[0].weight.grad[-1, -1] = math.inf
+
+
+@like_torchrun()
+def overflow() -> tuple[float, dict[str, Tensor]]:
+    """The scale at the end, and the weights, of a run in which one rank's share of a gradient overflows."""
+    outcomes = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, check_gradients=False)
+        module = Overflowing()
+        trainer = make_trainer(
+            strategy,
+            max_epochs=1,
+            gradient_clip_val=0.1,
+            plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler),  # type: ignore[arg-type]
+        )
+        trainer.fit(module, models.loader())
+        outcomes.append((scaler.get_scale(), dict(module.state_dict())))
+    (scale, weights), (sharded_scale, sharded) = outcomes
+    assert scale == sharded_scale
+    torch.testing.assert_close(sharded, weights, rtol=1e-6, atol=1e-6)
+    assert_equal_on_ranks(sharded)
+    return scale, sharded
+
+
+@like_torchrun()
+def fit_with_bad_gradient(*, on_nonfinite: str) -> tuple[str, list[str]]:
+    """What is raised and warned of when rank 1 has a gradient that is not finite; the weights are those of no sharding."""
+    results = []
+    for shard in (False, True):
+        module = nonfinite.Module(nonfinite.Setting("gradient"))
+        strategy = BucketDDPStrategy(
+            bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=on_nonfinite, check_gradients=True
+        )
+        trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+        with collected_warnings() as messages:
+            error = raised_by(lambda: trainer.fit(module, nonfinite.Batches(())))  # noqa: B023
+        results.append((error, list(messages), dict(module.state_dict())))
+    (error, messages, weights), (error_sharded, messages_sharded, sharded) = results
+    assert (error_sharded, messages_sharded) == (error, messages)
+    torch.testing.assert_close(sharded, weights, rtol=1e-6, atol=1e-6)
+    return error, messages
+
+
+class Diverges(Wide):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # After the last step: another one would give all ranks what the owner of the weight has.
+        if self.trainer.is_last_batch and self.global_rank == 1:
+            with torch.no_grad():
+                self.layers[0].weight[0, 0] += 1
+
+
+@like_torchrun()
+def find_divergence() -> str:
+    """What the comparison of replicas finds of a weight that one rank has changed."""
+    strategy = BucketDDPStrategy(shard_optimizer=True, check_replicas_every_n_steps=4)
+    return raised_by(lambda: make_trainer(strategy, max_epochs=1).fit(Diverges(), models.loader()))
+
+
+# --- Checkpoints
+
+
+class Saved(Wide):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": self.layers[0].parameters()},
+                {"params": self.layers[2].parameters(), "lr": 0.02, "amsgrad": True},
+            ],
+            lr=0.01,
+        )
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+@like_torchrun()
+def fit_and_save(
+    *,
+    shard: ShardOption | None,
+    save_to: Path,
+    max_epochs: int,
+    resume_from: Path | None = None,
+    asynchronously: bool = False,
+) -> None:
+    """Train on the same samples per step on any number of ranks, and save in the last epoch and after the end.
+
+    Args:
+        shard: None: with torch DDP.
+    """
+    torch.manual_seed(0)
+    strategy: Any = "ddp"
+    if shard is not None:
+        options: dict[str, Any] = {"async_checkpoints": True} if asynchronously else {}
+        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, **options)
+    trainer = make_trainer(strategy, max_epochs=max_epochs, callbacks=_SavesInEpoch(save_to))
+    with numbers_of(torch.float64):
+        trainer.fit(Saved(), models.loader(batch_size=16 // dist.get_world_size()), ckpt_path=resume_from)
+        trainer.save_checkpoint(save_to)
+
+
+class _SavesInEpoch(Callback):
+    """Saves after a step, while new weights are on their way."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(".inside")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.current_epoch == trainer.max_epochs - 1:
+            trainer.save_checkpoint(self._path)
+
+
+# --- Fabric
+
+
+@like_torchrun()
+def compare_fabric(*, loop: str, shard: ShardOption) -> None:
+    """Train with Fabric, without and with sharding, and assert that weights are equal."""
+    whole, sharded = (
+        fabrics.LOOPS[loop](
+            fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=option))
+        )
+        for option in (False, shard)
+    )
+    torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)
+
+
+@like_torchrun()
+def save_or_load_fabric(*, shard: ShardOption, path: Path, loads: bool) -> list[Any]:
+    """Save with Fabric after a step, or load that; the weights after one more."""
+    fabric = fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+    module, optimizer = fabrics._set_up(fabric)
+    state = {"module": module, "optimizer": optimizer}
+    if loads:
+        fabric.load(path, state)
+    else:
+        fabrics._step(fabric, module, optimizer, step=0)
+        fabric.save(path, state)
+    fabrics._step(fabric, module, optimizer, step=1)
+    return fabrics._weights(module)
+
+
+@like_torchrun()
+def gradients_in_fabric() -> None:
+    """`strategy.full_gradient` returns what `grad` is without sharding."""
+    gradients = []
+    for shard in (False, True):
+        fabric = fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+        module, _ = fabrics._set_up(fabric)
+        fabric.backward(fabrics._loss(module, 0))
+        gradients.append([fabric.strategy.full_gradient(param) for param in module.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
