@@ -18,7 +18,14 @@ def test_divided_state_is_saved_and_loaded_as_if_it_were_not(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("case", ["channels_last", "complex", "tied_transformer", "freeze_and_unfreeze", "many_dtypes"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "channels_last",
+        "complex",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("tied_transformer", "partly_frozen", "many_dtypes")),
+    ],
+)
 def test_state_has_the_layout_of_its_parameter(case: str, shard: bool | str) -> None:
     run_on_ranks(save_and_load, case=case, optimizer="adamw", shard=shard, tolerance=1e-6)
 

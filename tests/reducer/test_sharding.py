@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.support.jobs.sharding import (
     WHOLE_TENSOR_OPTIMIZERS,
     Outcome,
     compare,
+    compile_steps,
     divide_kinds,
     look_at_gradients,
     look_at_weights,
@@ -27,6 +30,12 @@ TOLERANCE = 1e-6
 # of a gradient makes much of that where it is about zero, so these train in double precision.
 # Those for whose optimizer some parameter is not a slice, or that torch's AdamW cannot step.
 NOT_DENSE = "sparse_embedding"
+SPECIAL = ["channels_last", "complex", "unused_in_turns", "freeze_and_unfreeze"]
+
+
+def in_short(names: Iterable[str], *short: str) -> list[Any]:
+    """Return `names`, of which all but `short` are left to the long tests."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -41,7 +50,7 @@ def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != NOT_DENSE])
+@pytest.mark.parametrize("case", in_short([case for case in CASES if case != NOT_DENSE], *SPECIAL))
 def test_every_model_takes_the_same_steps_by_whole_parameters(case: str) -> None:
     # A whole parameter is stepped by the same arithmetic as without sharding.
     ranks = run_on_ranks(compare, case=case, optimizer="adamw", shard="parameters")
@@ -57,7 +66,7 @@ def assert_whole(ranks: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("case", ["mlp", "channels_last", "tied_transformer", "complex", "freeze_and_unfreeze"])
+@pytest.mark.parametrize("case", in_short(["mlp", *SPECIAL], "mlp", "channels_last"))
 def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
     setting = {"case": case, "optimizer": "adamw", "shard": shard, "clip": 0.1}
     run_on_ranks(compare, world_size=4, **setting, is_double=True, tolerance=TOLERANCE)
@@ -78,8 +87,10 @@ def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
         assert sorted(sharded.pieces) == ["head.bias", "head.weight"]
 
 
-@pytest.mark.parametrize("case", ["mlp", "complex", "many_dtypes"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize(
+    ("case", "norm_type"),
+    [("mlp", 1.0), ("mlp", 2.0), ("mlp", 3.0), ("mlp", math.inf), ("complex", 2.0), ("many_dtypes", math.inf)],
+)
 def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
     tolerance = 1e-2 if case == "many_dtypes" else TOLERANCE  # bfloat16
     run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
@@ -131,13 +142,20 @@ def test_optimizers_are_divided_by_slices_by_parameters_or_refused_with_the_reas
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
     for error in run_on_ranks(share_a_parameter):
         assert error == (
-            "ValueError: A parameter of shape (32,) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
+            "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
             " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
-        ) or error == error.replace("(32,)", "(32, 8)")
+        )
 
 
 def test_an_optimizer_that_has_raised_steps_again() -> None:
     run_on_ranks(step_after_one_that_raised)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["method", "function"])
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_a_compiled_step_is_the_same(shard: bool | str, of: str) -> None:
+    assert all(num_compiled > 1 for num_compiled in run_on_ranks(compile_steps, of=of, shard=shard, timeout_s=120))
 
 
 # --- Gradients and weights between steps

@@ -25,14 +25,24 @@ from tests.support.scripts.sharding import (
 )
 
 TOLERANCE = 1e-6
+# What others in `SCENARIOS` show as well.
+ALIKE = {
+    *("clipped_by_hand_1.0", "manual_backward", "64-true", "unused_everywhere", "unused_on_rank_1", "idle_rank"),
+    *("same_graph_twice", "graph_of_backward", "plain_backward_in_closure", "manual_clipping", "own_clipping"),
+    *("gradients_changed_while_accumulating", "input_penalty", "gan_toggled_optimizer", "gan_toggle_model"),
+    *("gan_discriminator_every_second_batch", "mean_teacher", "frozen_after_a_batch", "pruned_without_validation"),
+    *("pruned_for_good", "weight_averaging_with_statistics", "weight_averaging", "accumulation_by_epoch", "copied"),
+}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in SCENARIOS]
+)
 def test_training_equals_that_without_sharding(scenario: str) -> None:
     run_on_ranks(compare, scenario=scenario)
 
 
-@pytest.mark.parametrize("scenario", ["clip_norm", "gan_toggle_optimizer", "finetuned_backbone", "scaler"])
+@pytest.mark.parametrize("scenario", ["clip_norm", "finetuned_backbone", "scaler"])
 def test_training_by_whole_parameters_equals_that_without_sharding(scenario: str) -> None:
     run_on_ranks(compare, scenario=scenario, shard="parameters")
 
@@ -148,8 +158,10 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
 # --- Fabric
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if not loop.startswith("buffer")])
+@pytest.mark.parametrize(
+    ("loop", "shard"),
+    [*((loop, True) for loop in LOOPS if not loop.startswith("buffer")), ("two_modules", "parameters")],
+)
 def test_a_loop_of_fabric_trains_as_without_sharding(loop: str, shard: bool | str) -> None:
     run_on_ranks(compare_fabric, loop=loop, shard=shard)
 

@@ -308,7 +308,7 @@ def look_at_gradients(*, shard: ShardOption) -> dict[str, Any]:
         torch.testing.assert_close(sharded.shards.full_gradient(mine), others.grad, rtol=0, atol=0)
         for name, norm in NORMS.items():
             torch.testing.assert_close(norm(mine.grad), norm(others.grad), msg=name)  # type: ignore[arg-type]
-    assert gradient.shape == expected.shape and gradient.dtype == expected.dtype and len(gradient) == len(expected)
+    assert (gradient.shape, gradient.dtype, len(gradient)) == (expected.shape, expected.dtype, len(expected))
     errors = {name: raised_by(lambda read=read: read(gradient)) for name, read in READS.items()}
     return {**errors, "repr": repr(gradient)}
 
@@ -359,7 +359,7 @@ def look_at_weights(*, shard: ShardOption) -> None:
         assert type(param) is GatheringParameter, name
         run.inner.zero_grad()
         run.model.zero_grad()
-        assert param.grad is None and param.shape == (32, 32) and param.requires_grad and param.is_leaf
+        assert (param.grad, param.shape, param.requires_grad, param.is_leaf) == (None, (32, 32), True, True)
         assert type(param) is GatheringParameter, name
         seen = access(run.model, param)
         torch.testing.assert_close(seen.detach(), whole.model[2].weight.detach(), rtol=1e-5, atol=1e-5, msg=name)  # type: ignore[index]
@@ -478,3 +478,28 @@ def step_after_one_that_raised() -> dict[str, Tensor]:
         run.train(range(3, 5))
     torch.testing.assert_close(sharded.weights, whole.weights, rtol=1e-6, atol=1e-6)
     return sharded.weights
+
+
+def compile_steps(*, of: str, shard: ShardOption) -> int:
+    """Train with a step that dynamo compiles, and assert that weights are equal; return how much it has compiled."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        with numbers_of(torch.float64):  # compiled optimizers round otherwise
+            whole, run = Run(shard=False).train(range(4)), Run(shard=shard)
+            if of == "method":
+                run.inner.step = torch.compile(run.inner.step, backend="eager")  # type: ignore[method-assign]
+                run.train(range(4))
+            else:
+                step = torch.compile(lambda: run.inner.step(), backend="eager")
+                for number in range(4):
+                    run.inner.zero_grad()
+                    run.differentiate(number)
+                    step()
+            torch.testing.assert_close(run.weights, whole.weights, rtol=1e-7, atol=1e-7)
+        return int(torch._dynamo.utils.counters["frames"]["ok"])
+    finally:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as fabric_strategy
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.jobs.sharding import numbers_of, raised_by
@@ -401,7 +401,7 @@ def overflow() -> tuple[float, dict[str, Tensor]]:
 
 @like_torchrun()
 def fit_with_bad_gradient(*, on_nonfinite: str) -> tuple[str, list[str]]:
-    """What is raised and warned of when rank 1 has a gradient that is not finite; the weights are those of no sharding."""
+    """What is raised and warned of when rank 1 has a gradient that is not finite, with and without sharding alike."""
     results = []
     for shard in (False, True):
         module = nonfinite.Module(nonfinite.Setting("gradient"))
@@ -491,9 +491,7 @@ class _SavesInEpoch(Callback):
 def compare_fabric(*, loop: str, shard: ShardOption) -> None:
     """Train with Fabric, without and with sharding, and assert that weights are equal."""
     whole, sharded = (
-        fabrics.LOOPS[loop](
-            fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=option))
-        )
+        fabrics.LOOPS[loop](fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=option)))
         for option in (False, shard)
     )
     torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)
@@ -502,7 +500,7 @@ def compare_fabric(*, loop: str, shard: ShardOption) -> None:
 @like_torchrun()
 def save_or_load_fabric(*, shard: ShardOption, path: Path, loads: bool) -> list[Any]:
     """Save with Fabric after a step, or load that; the weights after one more."""
-    fabric = fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+    fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
     module, optimizer = fabrics._set_up(fabric)
     state = {"module": module, "optimizer": optimizer}
     if loads:
@@ -519,7 +517,7 @@ def gradients_in_fabric() -> None:
     """`strategy.full_gradient` returns what `grad` is without sharding."""
     gradients = []
     for shard in (False, True):
-        fabric = fabrics.make_fabric(fabric_strategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+        fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
         module, _ = fabrics._set_up(fabric)
         fabric.backward(fabrics._loss(module, 0))
         gradients.append([fabric.strategy.full_gradient(param) for param in module.parameters()])
