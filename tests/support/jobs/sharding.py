@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
@@ -426,6 +425,8 @@ def _differentiable(params: Iterable[Any]) -> Optimizer:
 
 
 def _zero(params: Iterable[Any]) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which compiles something
+
     return ZeroRedundancyOptimizer(params, torch.optim.Adam)
 
 
