@@ -19,7 +19,7 @@ from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
-from tests.support.jobs.sharding import numbers_of, raised_by
+from tests.support.jobs.sharding import assert_equal_on_ranks, numbers_of, raised_by
 from tests.support.scripts import behaviour, changes, fabrics, models, nonfinite, parity, participation, players, styles
 from tests.support.scripts.precision import Squares, option
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -307,16 +307,10 @@ def compare(*, scenario: str, shard: ShardOption = True) -> int:
     torch.testing.assert_close(sharded.weights, whole.weights, **same)
     torch.testing.assert_close(sharded.metrics, whole.metrics, **same)
     torch.testing.assert_close(sharded.norms, whole.norms, rtol=1e-4, atol=1e-6)
-    assert_equal_on_ranks(sharded.weights)
+    for name, weight in sharded.weights.items():
+        assert_equal_on_ranks(weight, name)
     assert sharded.shards is not None
     return assert_divided(sharded.shards)
-
-
-def assert_equal_on_ranks(weights: dict[str, Tensor]) -> None:
-    for name, value in weights.items():
-        on_rank_zero = value.clone()
-        dist.broadcast(on_rank_zero, src=0)
-        assert torch.equal(value, on_rank_zero), name
 
 
 def assert_divided(shards: Shards) -> int:
@@ -395,7 +389,8 @@ def overflow() -> tuple[float, dict[str, Tensor]]:
     (scale, weights), (sharded_scale, sharded) = outcomes
     assert scale == sharded_scale
     torch.testing.assert_close(sharded, weights, rtol=1e-6, atol=1e-6)
-    assert_equal_on_ranks(sharded)
+    for name, weight in sharded.items():
+        assert_equal_on_ranks(weight, name)
     return scale, sharded
 
 
