@@ -9,6 +9,7 @@ Note: sharded steps
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -197,11 +198,11 @@ def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_stepping(optimizer: Optimizer) -> bool:
     """Return whether a step of `optimizer` is running; one that has raised is not."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
