@@ -117,7 +117,12 @@ def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any]
     def receive(outline: Tensor, *, source: int) -> Tensor:
         tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         collectives.receive(tensor, source=source)
-        return tensor.cpu()
+        # In the memory order that it has there.
+        return (
+            tensor.cpu()
+            if tensor.stride() == outline.stride()
+            else torch.empty_like(outline, device="cpu").copy_(tensor)
+        )
 
     others = enumerate(outlines[1:], start=1)
     received = [_map_tensors(_from_bytes(raw), partial(receive, source=source)) for source, raw in others]

@@ -85,6 +85,7 @@ class Gathering:
     """What the buckets of an optimizer have in common.
 
     Attributes:
+        needed_at_once: parameters whose new weights cannot be waited for when they are used.
         buckets: in which each layout is now.
         reduced: those whose gradients have been reduced and not stepped.
         aside: gradients from before the backward that runs, this rank's part of each, by parameter.
@@ -95,6 +96,7 @@ class Gathering:
     """
 
     collectives: Collectives
+    needed_at_once: set[Tensor]
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
     reduced: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
     aside: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -175,7 +177,8 @@ class ShardedBucket:
         device = weights.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.gathering.pending.append(self)
-        self._is_marked = can_arrive_later(self.params, device)
+        can_wait = self.gathering.needed_at_once.isdisjoint(self.params)
+        self._is_marked = can_wait and can_arrive_later(self.params, device)
         if self._is_marked:
             mark_gathering(self.params, self.finish_gather)
         else:

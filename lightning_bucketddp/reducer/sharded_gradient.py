@@ -42,8 +42,8 @@ _OF_NO_NUMBERS = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
 }
-# What changes a tensor in place, but not element by element.
-_OF_MANY_ELEMENTS = {
+# In place, but an element becomes what others were, or lies elsewhere.
+_MOVES_ELEMENTS = {
     *("cumsum_", "cumprod_", "renorm_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
     *("as_strided_", "resize_", "resize_as_", "set_"),
 }
@@ -141,8 +141,7 @@ def _name_of(func: Any) -> str:
 def _changes_elements(name: str) -> bool:
     """Return whether this changes each element by itself."""
     is_inplace_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
-    is_inplace_method = name.endswith("_") and not name.startswith("__") and name not in _OF_MANY_ELEMENTS
-    return is_inplace_operator or is_inplace_method
+    return is_inplace_operator or (name.endswith("_") and not name.startswith("__") and name not in _MOVES_ELEMENTS)
 
 
 def _describe_share(gradient: ShardedGradient) -> str:
@@ -162,10 +161,12 @@ def _refuse(gradient: ShardedGradient, name: str) -> NoReturn:
 def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each gradient, those that are divided completed with the other ranks."""
     order = float(order)
-    norms = [
-        torch.linalg.vector_norm(_own_part(gradient), order, dtype=_accumulated_in(gradient)) for gradient in gradients
-    ]
     places = [i for i, gradient in enumerate(gradients) if _is_divided(gradient)]
+    if order < 0:
+        _refuse(gradients[places[0]], f"norm {order}")  # type: ignore[arg-type]
+    # torch knows no maximum of nothing.
+    parts_here = [part if part.numel() else part.new_zeros(1) for part in map(_own_part, gradients)]
+    norms = [torch.linalg.vector_norm(_as_precise_as_float(part), order) for part in parts_here]
     ranks = next(gradients[i].division.collectives for i in places)  # type: ignore[attr-defined]
     parts = torch.stack([norms[i].double() for i in places])
     if math.isinf(order):
@@ -223,9 +224,8 @@ def _own_part(gradient: Tensor) -> Tensor:
     return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
 
 
-def _accumulated_in(gradient: Tensor) -> torch.dtype:
-    real = gradient.dtype.to_real()
-    return torch.float32 if real.itemsize < 4 else real
+def _as_precise_as_float(gradient: Tensor) -> Tensor:
+    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
 
 
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {

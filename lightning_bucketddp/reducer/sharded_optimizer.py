@@ -9,6 +9,7 @@ Note: sharded steps
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.elementwise import is_elementwise
 from lightning_bucketddp.reducer.graphs import outside_of_graphs
 from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
@@ -31,14 +31,15 @@ class ShardedOptimizer:
         loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
     """
 
-    def __init__(self, optimizer: Optimizer, collectives: Collectives, *, whole_parameters: bool) -> None:
+    def __init__(self, optimizer: Optimizer, gathering: Gathering, *, whole_parameters: bool) -> None:
         self.optimizer = optimizer
         self.is_elementwise = is_elementwise(optimizer) and not whole_parameters
-        self.gathering = Gathering(collectives)
+        self.gathering = gathering
         self.shards: dict[nn.Parameter, Shard] = {}
         self.loaded: dict[int, Any] = {}
-        self.loads = [0] * collectives.world_size
+        self.loads = [0] * gathering.collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
+        self._num_steps_inside = 0
         self._handles = [
             optimizer.register_step_pre_hook(outside_of_graphs(self._before_step)),
             optimizer.register_step_post_hook(outside_of_graphs(self._after_step)),
@@ -138,7 +139,12 @@ class ShardedOptimizer:
             shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
         return shard.piece
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A class of the user's may call the step that it overrides: torch calls these hooks around both.
+        if self._num_steps_inside and _is_stepping(optimizer):
+            self._num_steps_inside += 1
+            return None
+        self._num_steps_inside = 1
         self.show_parameters()  # should the last step have raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -157,6 +163,9 @@ class ShardedOptimizer:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _after_step(self, *_: Any) -> None:
+        self._num_steps_inside -= 1
+        if self._num_steps_inside:
+            return
         self.show_parameters()
         for shard in self.shards.values():
             if shard.piece is not None:
@@ -182,6 +191,16 @@ class ShardedOptimizer:
                 " `state_dict` would have this rank's part. Save by Lightning, which gathers all of it:"
                 " `trainer.save_checkpoint`, or `fabric.save`."
             )
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether a step of `optimizer` is running; one that has raised is not."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _size_of(state: Mapping[str, Any]) -> int:

@@ -25,6 +25,7 @@ from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_
 from lightning_bucketddp.reducer.elementwise import explain_refusal
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.sharded_bucket import (
+    Gathering,
     Shard,
     ShardedBufferedBucket,
     ShardedInPlaceBucket,
@@ -32,7 +33,7 @@ from lightning_bucketddp.reducer.sharded_bucket import (
 )
 from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
-from lightning_bucketddp.reducer.weight_gathering import wait_before_forward
+from lightning_bucketddp.reducer.weight_gathering import scripted_params, wait_before_forward
 
 ShardOption = bool | Literal["parameters"]
 
@@ -55,6 +56,7 @@ class Shards:
         self._layout_of: dict[nn.Parameter, ShardedLayout] = {}
         self._optimizer_of: dict[nn.Parameter, ShardedOptimizer] = {}
         self._handles: list[RemovableHandle] = []
+        self._needed_at_once: set[Tensor] = set()
 
     def add(self, optimizer: Optimizer) -> None:
         """Divide the state of `optimizer` from now on.
@@ -67,11 +69,13 @@ class Shards:
                 f"`shard_optimizer` cannot divide the state of `{type(optimizer).__name__}`: {reason}. Use another"
                 " optimizer, or `shard_optimizer=False`."
             )
-        self.optimizers.append(ShardedOptimizer(optimizer, self._collectives, whole_parameters=self._whole_parameters))
+        gathering = Gathering(self._collectives, self._needed_at_once)
+        self.optimizers.append(ShardedOptimizer(optimizer, gathering, whole_parameters=self._whole_parameters))
 
     def watch(self, module: nn.Module) -> None:
         """Have the layers of `module` wait for their weights, those that torch does not see use them."""
         self._handles += wait_before_forward(module)
+        self._needed_at_once |= scripted_params(module)
 
     def unwatch(self) -> None:
         """Take back all that `watch` has done."""
@@ -149,11 +153,12 @@ class Shards:
             for bucket in list(known.gathering.pending):
                 bucket.finish_gather()
 
-    def drop_gradients(self) -> None:
-        """Drop gradients that were never stepped: a part of one cannot be moved to another device."""
+    def release_gradients(self) -> None:
+        """Leave ordinary gradients behind; those that are divided belong to a step that does not come any more."""
         for known in self.optimizers:
-            for bucket in known.gathering.reduced.values():
-                bucket.drop_gradients()
+            for param in known.shards:
+                if isinstance(gradient := param.grad, ShardedGradient):
+                    param.grad = None if gradient.division.is_divided else gradient.plain()
             known.gathering.reduced.clear()
 
     def follow_params(self) -> None:

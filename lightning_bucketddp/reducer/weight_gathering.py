@@ -8,8 +8,9 @@ Note: weights on their way
     parameter in the same way.
 
     Kernels that torch does not dispatch are not seen: a module that is not torch's own may pass its weights to one, so
-    its forward waits for them. dynamo guards on the class of parameters, and a captured graph has no host that could
-    wait later: there, and on side streams, where steps are warmed up to be captured, the exchange ends with the step.
+    its forward waits for them. A scripted module cannot; dynamo guards on the class of parameters, and a captured graph
+    has no host that could wait later: there, and on side streams, where steps are warmed up to be captured, the
+    exchange ends with the step.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def wait_before_forward(module: nn.Module) -> list[RemovableHandle]:
     return [
         part.register_forward_pre_hook(wait)
         for part in module.modules()
-        if any(True for _ in part.parameters(recurse=False)) and not type(part).__module__.startswith("torch.nn.")
+        if any(True for _ in part.parameters(recurse=False))
+        and not type(part).__module__.startswith("torch.nn.")
+        and not isinstance(part, torch.jit.ScriptModule)
     ]
 
 
@@ -104,6 +107,12 @@ def _may_be_captured(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return bool(torch.cuda.current_stream(device) != torch.cuda.default_stream(device)) or is_being_captured(device)
+
+
+def scripted_params(module: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that a scripted part of `module` uses, of which Python sees nothing."""
+    scripted = (part for part in module.modules() if isinstance(part, torch.jit.ScriptModule))
+    return {param for part in scripted for param in part.parameters()}
 
 
 def _dynamo_has_compiled() -> bool:

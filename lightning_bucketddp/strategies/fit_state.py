@@ -170,7 +170,7 @@ class FitState:
             self.reducer.close()
         if self.shards is not None:
             self.shards.unwatch()
-            self.shards.drop_gradients()
+            self.shards.release_gradients()
         self.evaluation.close()
         layers, self.layers = self.layers, NoLayerSync()
         return model if model is None else layers.revert(model)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from tests.support.jobs.models import CASES
-from tests.support.jobs.sharding import OPTIMIZERS, compare
+from tests.support.jobs.sharding import (
+    OPTIMIZERS,
+    READS,
+    WHOLE_TENSOR_OPTIMIZERS,
+    Outcome,
+    compare,
+    compile_steps,
+    divide_kinds,
+    look_at_gradients,
+    look_at_weights,
+    share_a_parameter,
+    step_after_one_that_raised,
+)
 from tests.support.ranks import run_on_ranks
 
 # An optimizer's kernels may add and multiply in one rounding or in two, depending on where a slice begins.
 TOLERANCE = 1e-6
+# More than two ranks add in an order that depends on where a number lies in its bucket. A step that divides by the size
+# of a gradient makes much of that where it is about zero, so these train in double precision.
+# Those for whose optimizer some parameter is not a slice, or that torch's AdamW cannot step.
+NOT_DENSE = "sparse_embedding"
+SPECIAL = ["channels_last", "complex", "unused_in_turns", "freeze_and_unfreeze"]
+
+
+def in_short(names: Iterable[str], *short: str) -> list[Any]:
+    """Return `names`, of which all but `short` are left to the long tests."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -19,6 +45,138 @@ def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
     assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "sparse_embedding"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != NOT_DENSE])
 def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", in_short([case for case in CASES if case != NOT_DENSE], *SPECIAL))
+def test_every_model_takes_the_same_steps_by_whole_parameters(case: str) -> None:
+    # A whole parameter is stepped by the same arithmetic as without sharding.
+    ranks = run_on_ranks(compare, case=case, optimizer="adamw", shard="parameters")
+    assert_whole([sharded for _, sharded in ranks])
+
+
+def assert_whole(ranks: list[Outcome]) -> None:
+    """Assert that each parameter is of one rank."""
+    for name in ranks[0].pieces:
+        numel = ranks[0].weights[name].numel()
+        assert sorted(rank.pieces[name] for rank in ranks)[-1] == (0, numel)
+        assert sum(stop - start for rank in ranks for start, stop in [rank.pieces[name]]) == numel
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+@pytest.mark.parametrize("case", in_short(["mlp", *SPECIAL], "mlp", "channels_last"))
+def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
+    setting = {"case": case, "optimizer": "adamw", "shard": shard, "clip": 0.1}
+    run_on_ranks(compare, world_size=4, **setting, is_double=True, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("optimizer", WHOLE_TENSOR_OPTIMIZERS)
+def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str, world_size: int) -> None:
+    setting = {"case": "mlp", "optimizer": optimizer, "is_double": True}
+    ranks = run_on_ranks(compare, world_size=world_size, **setting, tolerance=TOLERANCE)
+    assert_whole([sharded for _, sharded in ranks])
+    assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
+    for _, sharded in run_on_ranks(compare, case=NOT_DENSE, optimizer="sgd", shard=shard):
+        assert sorted(sharded.pieces) == ["head.bias", "head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("case", "norm_type"),
+    [("mlp", 1.0), ("mlp", 2.0), ("mlp", 3.0), ("mlp", math.inf), ("complex", 2.0), ("many_dtypes", math.inf)],
+)
+def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
+    tolerance = 1e-2 if case == "many_dtypes" else TOLERANCE  # bfloat16
+    run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
+    run_on_ranks(compare, case="mlp", optimizer="sgd", micro_batches=3, shard=shard)
+
+
+# --- Which optimizers
+
+
+REFUSED = {
+    "lbfgs": ("LBFGS", "it searches along a direction of all parameters together, and each rank would have another"),
+    "sparse_adam": (
+        "SparseAdam",
+        "its gradients are sparse, and no rank could own the rows of a gradient before it is there",
+    ),
+    "prodigy": ("Prodigy", "it computes one step size from all parameters, and each rank would have another"),
+    **{
+        kind: (
+            name,
+            "it moves all weights by the norm of all gradients between two backwards, and each rank would have another",
+        )
+        for kind, name in {"sam": "SAM", "sharp_sgd": "SharpSGD"}.items()
+    },
+    "differentiable": (
+        "Adam",
+        "with `differentiable=True` a gradient flows through its step, but not through an exchange of weights",
+    ),
+    "zero": ("ZeroRedundancyOptimizer", "it divides its state by itself"),
+}
+
+
+def test_optimizers_are_divided_by_slices_by_parameters_or_refused_with_the_reason() -> None:
+    expected: dict[str, bool | str] = {
+        **dict.fromkeys([*OPTIMIZERS, "renamed_adam"], True),
+        **dict.fromkeys([*WHOLE_TENSOR_OPTIMIZERS, "takes_back"], False),
+        **{
+            kind: f"`shard_optimizer` cannot divide the state of `{name}`: {reason}. Use another optimizer, or"
+            " `shard_optimizer=False`."
+            for kind, (name, reason) in REFUSED.items()
+        },
+    }
+    assert run_on_ranks(divide_kinds) == [expected] * 2
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    for error in run_on_ranks(share_a_parameter):
+        assert error == (
+            "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
+            " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
+        )
+
+
+def test_an_optimizer_that_has_raised_steps_again() -> None:
+    run_on_ranks(step_after_one_that_raised)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["method", "function"])
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_a_compiled_step_is_the_same(shard: bool | str, of: str) -> None:
+    assert all(num_compiled > 1 for num_compiled in run_on_ranks(compile_steps, of=of, shard=shard, timeout_s=120))
+
+
+# --- Gradients and weights between steps
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: bool | str) -> None:
+    for rank, errors in enumerate(run_on_ranks(look_at_gradients, shard=shard)):
+        num_own = 512 if shard is True else 1024 * (errors["repr"].endswith("1024 of 1024 elements>"))
+        share = f"of which rank {rank} of 2 has {num_own} of 1024 elements"
+        assert errors.pop("repr") == f"<gradient of `2.weight`, {share}>"
+        assert errors.keys() == READS.keys()
+        for name, error in errors.items():
+            assert error == (
+                f"ShardedGradientError: `{'lerp_' if name == 'adam' else name}` reads the gradient of `2.weight`,"
+                f" {share}: `shard_optimizer` divides gradients among the ranks once they are averaged. Clipping, norms"
+                " and changes element by element work as ever. For all of it call `strategy.full_gradient(param)` on"
+                " every rank, or set `shard_optimizer=False`."
+            )
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+def test_whatever_uses_a_weight_that_is_on_its_way_waits_for_it(shard: bool | str) -> None:
+    run_on_ranks(look_at_weights, shard=shard)

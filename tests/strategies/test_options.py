@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
@@ -98,6 +99,40 @@ def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
 def test_a_weight_that_is_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`gradient_weight` must be `batch_size` or a function .*, got 'tokens'\."):
         BucketDDPStrategy(gradient_weight="tokens")
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.parametrize("option", [True, False, "parameters"])
+def test_optimizers_can_be_sharded_by_slices_and_by_parameters(root: str, option: Any) -> None:
+    assert strategy_class(root)(shard_optimizer=option).options.shard_optimizer == option
+    assert strategy_class(root)().options.shard_optimizer is False
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.parametrize("option", ["slices", None, 2, [True]])
+def test_another_way_to_shard_optimizers_is_refused(root: str, option: Any) -> None:
+    with pytest.raises(ValueError, match="shard_optimizer") as raised:
+        strategy_class(root)(shard_optimizer=option)
+    assert str(raised.value) == f"`shard_optimizer` must be True, False or 'parameters', got {option!r}."
+
+
+def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2)
+    hooks: list[dict[str, Any]] = [
+        {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+        {
+            "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
+            "ddp_comm_state": state,
+            "model_averaging_period": 4,
+        },
+    ]
+    for hook in hooks:
+        with pytest.raises(ValueError, match="shard_optimizer") as raised:
+            BucketDDPStrategy(shard_optimizer=True, **hook)
+        assert str(raised.value) == (
+            "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients, and"
+            " with post-localSGD the weights differ between ranks. Pass one of them."
+        )
 
 
 def test_keywords_without_effect_are_explained_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
