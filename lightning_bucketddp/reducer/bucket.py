@@ -211,9 +211,16 @@ class BufferedBucket:
         """Copy the gradients into the buffer and point `.grad` at it."""
         grads = [param.grad for param in self.params]
         views = self.views
-        outside = [position for position, grad in enumerate(grads) if grad is not views[position]]
+        start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        outside = [
+            position
+            for position, grad in enumerate(grads)
+            if grad is not views[position] or grad.data_ptr() != start + self._offsets[position] * itemsize
+        ]
         for position in outside:
-            if sys.getrefcount(views[position]) > self._references_of_ours:
+            if grads[position] is views[position]:
+                views[position] = self._view(self.buffer, position)  # torch has moved the other, with the module
+            elif sys.getrefcount(views[position]) > self._references_of_ours:
                 self._part_with(position)
         sources = [grad for position in outside if (grad := grads[position]) is not None]
         missing: list[int] = []

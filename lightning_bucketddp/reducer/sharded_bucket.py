@@ -21,7 +21,7 @@ from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
-from lightning_bucketddp.reducer.sharded_gradient import Division, ShardedGradient
+from lightning_bucketddp.reducer.sharded_gradient import Division, NormsOfAll, ShardedGradient
 from lightning_bucketddp.reducer.weight_gathering import can_arrive_later, mark_gathering, unmark_gathering
 
 
@@ -85,6 +85,7 @@ class Gathering:
     """What the buckets of an optimizer have in common.
 
     Attributes:
+        norms: of all gradients that are divided.
         needed_at_once: parameters whose new weights cannot be waited for when they are used.
         buckets: in which each layout is now.
         reduced: those whose gradients have been reduced and not stepped.
@@ -96,6 +97,7 @@ class Gathering:
     """
 
     collectives: Collectives
+    norms: NormsOfAll
     needed_at_once: set[Tensor]
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
     reduced: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class ShardedBucket:
 
     def _keep_share(self, *, publish: bool) -> None:
         """End a backward: from now on the gradients are divided, and those from before are added to them."""
-        self.division.is_divided = True
+        self.division.set(is_divided=True)
         aside = self.gathering.aside
         if aside:
             for position, shard in enumerate(self.shards):
@@ -157,18 +159,14 @@ class ShardedBucket:
             if isinstance(shard.param.grad, ShardedGradient):
                 self.gathering.aside[shard.param] = self.own_gradient(position).clone()
                 shard.param.grad = None
-        self.division.is_divided = False
-
-    def drop_gradients(self) -> None:
-        """Set the gradients to None: they have been used, or nobody will use them."""
-        for shard in self.shards:
-            if shard.param.grad is not None:
-                shard.param.grad = None
-        self.division.is_divided = False
+        self.division.set(is_divided=False)
 
     def start_gather(self) -> None:
         """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
-        self.drop_gradients()
+        for shard in self.shards:
+            if shard.param.grad is not None:
+                shard.param.grad = None
+        self.division.set(is_divided=False)
         weights = self._weights_to_gather()
         self.gathering.bytes_gathered += weights.nbytes
         owner = self.layout.shares.owner
@@ -250,7 +248,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     ) -> None:
         self.layout, self.shards, self.gathering = layout, shards, gathering
         self.shares = layout.shares
-        self.division = Division(gathering.collectives)
+        self.division = Division(gathering.collectives, gathering.norms)
         self._idle = idle
         offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
         super().__init__(
@@ -273,7 +271,10 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     def collect(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
             missing = super().collect()
-        return [position for position in missing if position not in self._idle] if self._idle else missing
+        if not self._idle:
+            return missing
+        self.zero([position for position in missing if position in self._idle])  # weights have travelled there
+        return [position for position in missing if position not in self._idle]
 
     def zero(self, positions: Sequence[int]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -300,7 +301,7 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     def __init__(self, layout: ShardedLayout, *, gathering: Gathering, arrivals: Arrivals) -> None:
         self.layout, self.shards, self.gathering = layout, layout.shards, gathering
         self.shares = layout.shares
-        self.division = Division(gathering.collectives)
+        self.division = Division(gathering.collectives, gathering.norms)
         self._own_gradient = torch.empty(0)
         super().__init__(layout.shards[0].param, arrivals=arrivals)
 

@@ -53,12 +53,57 @@ class ShardedGradientError(RuntimeError):
     """A gradient that is divided among the ranks was read as if this rank had all of it."""
 
 
-@dataclass(slots=True)
+class NormsOfAll:
+    """The norms of all divided gradients, which are asked for together: torch asks for one after the other.
+
+    Args:
+        divided: returns the gradients, on all ranks the same ones in the same order.
+    """
+
+    def __init__(self, collectives: Collectives, divided: Callable[[], Sequence[ShardedGradient]]) -> None:
+        self._collectives = collectives
+        self._divided = divided
+        self._known: dict[tuple[float, Division, str], Tensor] = {}
+
+    def forget(self) -> None:
+        """Ask anew next time: a gradient has changed."""
+        self._known.clear()
+
+    def of(self, gradient: ShardedGradient, order: float) -> Tensor:
+        """Return the norm of all of `gradient`. All ranks must call this."""
+        if (order, gradient.division, gradient.param_name) not in self._known:
+            divided = list(self._divided())
+            for one, norm in zip(divided, self._ask(divided, order), strict=True):
+                self._known[order, one.division, one.param_name] = norm
+        return self._known[order, gradient.division, gradient.param_name]
+
+    def _ask(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
+        # torch knows no maximum of nothing.
+        parts = [_as_precise_as_float(one.own if len(one.own) else one.own.new_zeros(1)) for one in divided]
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts, order)])
+        if math.isinf(order):
+            self._collectives.maximum(norms)
+            return norms
+        if order == 0:
+            self._collectives.sum(norms)
+            return norms
+        powers = norms**order
+        self._collectives.sum(powers)
+        return powers ** (1 / order)
+
+
+@dataclass(slots=True, eq=False)
 class Division:
     """Whether the gradients of one bucket are divided now: reduced, and neither used nor set aside since."""
 
     collectives: Collectives
+    norms: NormsOfAll
     is_divided: bool = False
+
+    def set(self, is_divided: bool) -> None:
+        """Note that the gradients are others now, and whether they are divided."""
+        self.is_divided = is_divided
+        self.norms.forget()
 
 
 class ShardedGradient(Tensor):
@@ -100,6 +145,7 @@ class ShardedGradient(Tensor):
             changed = set(map(id, _sharded_in(args[:1]))) if _changes_elements(name) else set()
             if any(id(gradient) not in changed for gradient in divided):
                 _refuse(divided[0], name)
+            divided[0].division.norms.forget()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **given)
         if name in ("data", "detach") and isinstance(result, Tensor) and isinstance(args[0], ShardedGradient):
@@ -161,25 +207,15 @@ def _refuse(gradient: ShardedGradient, name: str) -> NoReturn:
 def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each gradient, those that are divided completed with the other ranks."""
     order = float(order)
-    places = [i for i, gradient in enumerate(gradients) if _is_divided(gradient)]
-    if order < 0:
-        _refuse(gradients[places[0]], f"norm {order}")  # type: ignore[arg-type]
-    # torch knows no maximum of nothing.
-    parts_here = [part if part.numel() else part.new_zeros(1) for part in map(_own_part, gradients)]
-    norms = [torch.linalg.vector_norm(_as_precise_as_float(part), order) for part in parts_here]
-    ranks = next(gradients[i].division.collectives for i in places)  # type: ignore[attr-defined]
-    parts = torch.stack([norms[i].double() for i in places])
-    if math.isinf(order):
-        ranks.maximum(parts)
-    elif order == 0:
-        ranks.sum(parts)
-    else:
-        parts = parts**order
-        ranks.sum(parts)
-        parts = parts ** (1 / order)
-    for i, part in zip(places, parts, strict=True):
-        norms[i] = part
-    return [norm.to(gradient.dtype.to_real()) for norm, gradient in zip(norms, gradients, strict=True)]
+    norms = []
+    for gradient in gradients:
+        if not (isinstance(gradient, ShardedGradient) and gradient.division.is_divided):
+            norms.append(torch.linalg.vector_norm(gradient, order))
+            continue
+        if order < 0:
+            _refuse(gradient, f"norm {order}")
+        norms.append(gradient.division.norms.of(gradient, order).to(gradient.dtype.to_real()))
+    return norms
 
 
 def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -212,16 +248,11 @@ def _vector_norm(
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Do a GradScaler's part on this rank's shares; what one rank finds holds for all."""
-    torch._amp_foreach_non_finite_check_and_unscale_([_own_part(g) for g in gradients], found_inf, inv_scale)
-    next(g.division.collectives for g in gradients if _is_divided(g)).maximum(found_inf)  # type: ignore[attr-defined]
-
-
-def _is_divided(gradient: Tensor) -> bool:
-    return isinstance(gradient, ShardedGradient) and gradient.division.is_divided
-
-
-def _own_part(gradient: Tensor) -> Tensor:
-    return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
+    divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
+    parts = [one.own if isinstance(one, ShardedGradient) and one.division.is_divided else one for one in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
+    divided[0].division.collectives.maximum(found_inf)
+    divided[0].division.norms.forget()
 
 
 def _as_precise_as_float(gradient: Tensor) -> Tensor:

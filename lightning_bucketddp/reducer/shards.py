@@ -31,7 +31,7 @@ from lightning_bucketddp.reducer.sharded_bucket import (
     ShardedInPlaceBucket,
     ShardedLayout,
 )
-from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+from lightning_bucketddp.reducer.sharded_gradient import NormsOfAll, ShardedGradient
 from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
 from lightning_bucketddp.reducer.weight_gathering import scripted_params, wait_before_forward
 
@@ -57,6 +57,7 @@ class Shards:
         self._optimizer_of: dict[nn.Parameter, ShardedOptimizer] = {}
         self._handles: list[RemovableHandle] = []
         self._needed_at_once: set[Tensor] = set()
+        self._norms = NormsOfAll(collectives, self._divided_gradients)
 
     def add(self, optimizer: Optimizer) -> None:
         """Divide the state of `optimizer` from now on.
@@ -69,7 +70,7 @@ class Shards:
                 f"`shard_optimizer` cannot divide the state of `{type(optimizer).__name__}`: {reason}. Use another"
                 " optimizer, or `shard_optimizer=False`."
             )
-        gathering = Gathering(self._collectives, self._needed_at_once)
+        gathering = Gathering(self._collectives, self._norms, self._needed_at_once)
         self.optimizers.append(ShardedOptimizer(optimizer, gathering, whole_parameters=self._whole_parameters))
 
     def watch(self, module: nn.Module) -> None:
@@ -174,6 +175,13 @@ class Shards:
             for layout, bucket in list(known.gathering.reduced.items()):
                 if any(shard.param.requires_grad for shard in layout.shards):
                     bucket.put_aside()
+
+    def _divided_gradients(self) -> list[ShardedGradient]:
+        params = [
+            shard.param for known in self.optimizers for layout in known.gathering.reduced for shard in layout.shards
+        ]
+        gradients = [param.grad for param in params]
+        return [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
 
     def refuse_unmarked(self, param: Tensor) -> None:
         """Refuse a backward that nobody has announced and that has added to a gradient which is divided."""

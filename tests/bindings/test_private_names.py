@@ -24,6 +24,7 @@ TORCH = {
     "_amp_foreach_non_finite_check_and_unscale_": "torch",
     "_foreach_copy_": "torch",
     "_foreach_mul": "torch",
+    "_foreach_norm": "torch",
     "_foreach_mul_": "torch",
     "_foreach_sub": "torch",
     "_foreach_zero_": "torch",

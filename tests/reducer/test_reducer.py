@@ -26,6 +26,7 @@ def test_no_sync_around_backward_alone_is_enough() -> None:
         reducing.parameter_that_was_frozen_at_setup_synchronises_alone,
         reducing.half_precision_gradients_do_not_overflow,
         reducing.gradients_live_in_the_buckets,
+        reducing.gradients_that_were_moved_with_the_module_are_reduced,
         reducing.a_large_gradient_stays_where_it_is,
         reducing.strides_follow_the_parameter,
         reducing.copies_carry_nothing_of_ours,

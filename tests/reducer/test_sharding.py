@@ -14,6 +14,7 @@ from tests.support.jobs.sharding import (
     READS,
     WHOLE_TENSOR_OPTIMIZERS,
     Outcome,
+    clip,
     compare,
     compile_steps,
     divide_kinds,
@@ -94,6 +95,11 @@ def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
 def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
     tolerance = 1e-2 if case == "many_dtypes" else TOLERANCE  # bfloat16
     run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("foreach", [True, None])
+def test_the_norm_of_all_gradients_takes_one_exchange(foreach: bool | None) -> None:
+    assert run_on_ranks(clip, foreach=foreach) == [1, 1]
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])

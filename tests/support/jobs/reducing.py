@@ -356,6 +356,24 @@ def gradients_live_in_the_buckets() -> None:
     assert_views()
 
 
+def gradients_that_were_moved_with_the_module_are_reduced() -> None:
+    """As by `module.to`, between two micro-batches: torch gives gradients other memory, and leaves the objects."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    rank = dist.get_rank()
+    model(batch(rank, 0)).sum().backward()
+    model.zero_grad()
+    with reducer.no_sync():
+        model(batch(rank, 1)).sum().backward()
+    model._apply(torch.clone)
+    model(batch(rank, 2)).sum().backward()
+    for step in (1, 2):
+        reference(batch(rank, step)).sum().backward()
+    average_by_hand(reference)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
 def a_large_gradient_stays_where_it_is() -> None:
     """It is reduced where autograd has put it, and nobody keeps it when the user lets it go."""
     model = nn.Linear(1024, 1024).to(device())

@@ -20,10 +20,13 @@ from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.sharded_bucket import ShardedBucket, flat
+from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.weight_gathering import GatheringParameter
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import CASES
+from tests.support.jobs.parity import counted_all_reduces
 from tests.support.ranks import device
 
 NUM_STEPS = 4
@@ -188,6 +191,26 @@ def assert_equal_on_ranks(weight: Tensor, name: str) -> None:
 
 
 @contextmanager
+def foreign_parts_spoiled() -> Iterator[None]:
+    """Leave nothing useful of the gradients that are others', as NCCL does: gloo gives every rank all of them."""
+    keep_share = ShardedBucket._keep_share
+
+    def spoil(bucket: ShardedBucket, *, publish: bool) -> None:
+        for shard in bucket.shards:
+            gradient = shard.param.grad
+            if gradient is not None:
+                numbers = flat(gradient.plain() if isinstance(gradient, ShardedGradient) else gradient)
+                numbers[: shard.own[0]], numbers[shard.own[1] :] = float("nan"), float("nan")
+        keep_share(bucket, publish=publish)
+
+    ShardedBucket._keep_share = spoil  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardedBucket._keep_share = keep_share  # type: ignore[method-assign]
+
+
+@contextmanager
 def numbers_of(dtype: torch.dtype) -> Iterator[None]:
     """Make models and data of `dtype`."""
     before = torch.get_default_dtype()
@@ -201,7 +224,7 @@ def numbers_of(dtype: torch.dtype) -> Iterator[None]:
 def compare(*, tolerance: float = 0.0, is_double: bool = False, **setting: Any) -> tuple[Outcome, Outcome]:
     """Train without and with sharding, and assert that weights are equal; return both outcomes."""
     shard = setting.pop("shard", True)
-    with numbers_of(torch.float64) if is_double else nullcontext():
+    with foreign_parts_spoiled(), numbers_of(torch.float64) if is_double else nullcontext():
         whole, sharded = (train(shard=option, **setting) for option in (False, shard))
     for name, expected in whole.weights.items():
         torch.testing.assert_close(sharded.weights[name], expected, rtol=tolerance, atol=tolerance)
@@ -299,6 +322,15 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     param = nn.Parameter(torch.zeros(gradient.shape))
     param.grad = gradient
     return param
+
+
+def clip(*, foreach: bool | None) -> int:
+    """Return how many all-reduces it takes to clip the gradients of several parameters."""
+    run = Run(shard=True)
+    run.differentiate(0)
+    with counted_all_reduces() as num_all_reduces:
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, foreach=foreach)
+        return num_all_reduces()
 
 
 def look_at_gradients(*, shard: ShardOption) -> dict[str, Any]:

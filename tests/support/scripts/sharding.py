@@ -19,7 +19,12 @@ from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
-from tests.support.jobs.sharding import assert_equal_on_ranks, numbers_of, raised_by
+from tests.support.jobs.sharding import (
+    assert_equal_on_ranks,
+    foreign_parts_spoiled,
+    numbers_of,
+    raised_by,
+)
 from tests.support.scripts import behaviour, changes, fabrics, models, nonfinite, parity, participation, players, styles
 from tests.support.scripts.precision import Squares, option
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -291,7 +296,8 @@ def train(scenario: Scenario, *, shard: ShardOption) -> Trained:
     module = scenario.module()
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, **scenario.strategy)
     trainer = make_trainer(strategy, max_epochs=scenario.num_epochs, **scenario.options())
-    trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
+    with foreign_parts_spoiled():
+        trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return Trained(weights, metrics, getattr(module, "norms", []), trainer.global_step, trainer.strategy.shards)
