@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from benchmarks.models import build
 from benchmarks.ranks import synchronize
 from benchmarks.variants import Variant, attach
+
+# By which the ranks of one machine talk, also those of NCCL if each pretends to be a host of its own.
+_INTERFACE = "lo"
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,18 @@ class Loop:
         """The size of the optimizer's state of a variant."""
         return float(self.training(name).state_bytes)
 
+    def bytes_sent(self, name: str) -> float:
+        """Bytes that all ranks together send in a step of a variant, as the kernel counts them."""
+        training = self.training(name)
+        self._now_on_all_ranks()
+        before = _bytes_on(_INTERFACE)
+        for _ in range(self._settings.steps):
+            training.step()
+        for param in training.workload.model.parameters():
+            param.sum()  # its weights may still be on their way
+        self._now_on_all_ranks()
+        return (_bytes_on(_INTERFACE) - before) / self._settings.steps
+
     def plan(self, name: str) -> tuple[str, str | None]:
         """What bucketddp has planned, in words, and the profile that it has planned from, as JSON, if it has one."""
         reducer = self.training(name).attached.reducer
@@ -120,3 +136,9 @@ class Loop:
         dist.barrier()
         synchronize(self._device)
         return time.perf_counter()
+
+
+def _bytes_on(interface: str) -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    [counters] = [line.split(":")[1].split() for line in lines if line.strip().startswith(f"{interface}:")]
+    return int(counters[0])

@@ -71,6 +71,8 @@ def measure(args: argparse.Namespace, model: str) -> list[Table]:
         add("step", steps, unit="ms", scale=1000)
         state = {variant.name: ranks.call("state_bytes", variant.name) for variant in settings.variants}
         add("optimizer state on each rank", state, unit="MiB", scale=1 / MIB)
+        sent = {variant.name: ranks.call("bytes_sent", variant.name)[:1] for variant in settings.variants}
+        add("sent by all ranks in a step", sent, unit="MiB", scale=1 / MIB)
         if args.memory:
             # Others than those that have trained: what they have left would be freed while a step is measured. Those
             # are still there, because MPS does not take clients while it ends for want of any.
