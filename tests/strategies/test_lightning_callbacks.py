@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.lightning_callbacks import (
     MONITORS,
-    fail_with_divided_gradients,
     find_batch_size,
     find_learning_rate,
     save_on_exception,
@@ -76,7 +75,3 @@ def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_pat
         assert rank["step"] == 3
         assert rank["weights"] == ddp[0]["weights"]
         torch.testing.assert_close(rank["saved"], ddp[0]["saved"], rtol=0, atol=0)
-
-
-def test_an_exception_beside_gradients_that_are_divided_is_the_one_that_is_raised() -> None:
-    assert run_on_ranks(fail_with_divided_gradients) == ["Accident", "Accident"]

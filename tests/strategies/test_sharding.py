@@ -32,6 +32,9 @@ ALIKE = {
     *("gradients_changed_while_accumulating", "input_penalty", "gan_toggled_optimizer", "gan_toggle_model"),
     *("gan_discriminator_every_second_batch", "mean_teacher", "frozen_after_a_batch", "pruned_without_validation"),
     *("pruned_for_good", "weight_averaging_with_statistics", "weight_averaging", "accumulation_by_epoch", "copied"),
+    *("clipped_by_hand_inf", "plain_sgd_accumulated", "clamped", "two_losses_one_reduction", "closure", "batchnorm"),
+    *("gradients_changed_in_place", "weight_penalty", "pruned_by_masks", "frozen_before_a_batch"),
+    *("finetuned_layer_by_layer", "gan_nothing_switched_off"),
 }
 
 

@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
-from lightning_bucketddp import BucketDDPStrategy
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -174,23 +173,6 @@ def save_on_exception(*, strategy: str, by: str, directory: Path) -> dict[str, A
     [file] = directory.glob("*.ckpt")
     checkpoint = torch.load(file, weights_only=False)
     return {"weights": _weights(module), "saved": checkpoint["state_dict"], "step": checkpoint["global_step"]}
-
-
-class _FailsBeforeStep(Callback):
-    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            raise Accident
-
-
-@like_torchrun()
-def fail_with_divided_gradients() -> str:
-    """Return by its name what `fit` raises when all ranks fail between a backward and the step."""
-    trainer = make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1, callbacks=[_FailsBeforeStep()])
-    try:
-        trainer.fit(Regression(), loader())
-    except Exception as error:
-        return type(error).__name__
-    return ""
 
 
 def _weights(module: LightningModule) -> dict[str, Any]:
