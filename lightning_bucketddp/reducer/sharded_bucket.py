@@ -92,7 +92,6 @@ class Gathering:
         aside: gradients from before the backward that runs, this rank's part of each, by parameter.
         pending: buckets whose weights are on their way.
         is_torn: an exchange of weights has failed: they are not those of one step.
-        bytes_gathered: given to exchanges of weights so far.
         observer: is told of them; another one than this is set while steps are recorded.
     """
 
@@ -104,7 +103,6 @@ class Gathering:
     aside: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     pending: list[ShardedBucket] = field(default_factory=list)
     is_torn: bool = False
-    bytes_gathered: int = 0
     observer: BackwardObserver = NO_OBSERVER
 
     def note_other_gradients(self) -> None:
@@ -139,7 +137,8 @@ class ShardedBucket:
 
     def _keep_share(self, *, publish: bool) -> None:
         """End a backward: from now on the gradients are divided, and those from before are added to them."""
-        self.division.set(is_divided=True)
+        self.division.is_divided = True
+        self.gathering.norms.forget()
         aside = self.gathering.aside
         if aside:
             for position, shard in enumerate(self.shards):
@@ -159,16 +158,13 @@ class ShardedBucket:
             if isinstance(shard.param.grad, ShardedGradient):
                 self.gathering.aside[shard.param] = self.own_gradient(position).clone()
                 shard.param.grad = None
-        self.division.set(is_divided=False)
 
     def start_gather(self) -> None:
         """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
         for shard in self.shards:
             if shard.param.grad is not None:
                 shard.param.grad = None
-        self.division.set(is_divided=False)
         weights = self._weights_to_gather()
-        self.gathering.bytes_gathered += weights.nbytes
         owner = self.layout.shares.owner
         self._transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=owner)
         self.gathering.observer.gather_started(self, self._transfer, weights.nbytes)
@@ -271,10 +267,13 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     def collect(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
             missing = super().collect()
-        if not self._idle:
-            return missing
-        self.zero([position for position in missing if position in self._idle])  # weights have travelled there
-        return [position for position in missing if position not in self._idle]
+        # Another one: gradients of before, which somebody has kept, stay divided.
+        self.division = Division(self.gathering.collectives, self.gathering.norms)
+        for view in self.views:
+            view.division = self.division  # type: ignore[attr-defined]
+        if idle := [position for position in missing if position in self._idle]:
+            self.zero(idle)  # weights have travelled there
+        return [position for position in missing if position not in self._idle] if idle else missing
 
     def zero(self, positions: Sequence[int]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -307,6 +306,10 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
 
     def own_gradient(self, position: int) -> Tensor:
         return self._own_gradient
+
+    def collect(self) -> list[int]:
+        self.division = Division(self.gathering.collectives, self.gathering.norms)
+        return super().collect()
 
     def attach(self, position: int) -> None:
         gradient = self._new() if self._gradient is None else self._gradient

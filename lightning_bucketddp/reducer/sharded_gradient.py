@@ -71,11 +71,14 @@ class NormsOfAll:
 
     def of(self, gradient: ShardedGradient, order: float) -> Tensor:
         """Return the norm of all of `gradient`. All ranks must call this."""
-        if (order, gradient.division, gradient.param_name) not in self._known:
+        key = (order, gradient.division, gradient.param_name)
+        if key not in self._known:
             divided = list(self._divided())
+            if all(one.division is not gradient.division for one in divided):
+                _refuse(gradient, "norm")  # one of before
             for one, norm in zip(divided, self._ask(divided, order), strict=True):
                 self._known[order, one.division, one.param_name] = norm
-        return self._known[order, gradient.division, gradient.param_name]
+        return self._known[key]
 
     def _ask(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
         # torch knows no maximum of nothing.
@@ -94,16 +97,11 @@ class NormsOfAll:
 
 @dataclass(slots=True, eq=False)
 class Division:
-    """Whether the gradients of one bucket are divided now: reduced, and neither used nor set aside since."""
+    """Whether the gradients that a bucket has collected are divided by now, or even gone: weights travel there."""
 
     collectives: Collectives
     norms: NormsOfAll
     is_divided: bool = False
-
-    def set(self, is_divided: bool) -> None:
-        """Note that the gradients are others now, and whether they are divided."""
-        self.is_divided = is_divided
-        self.norms.forget()
 
 
 class ShardedGradient(Tensor):

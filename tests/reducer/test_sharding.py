@@ -18,6 +18,7 @@ from tests.support.jobs.sharding import (
     compare,
     compile_steps,
     divide_kinds,
+    keep_a_gradient,
     look_at_gradients,
     look_at_weights,
     share_a_parameter,
@@ -95,6 +96,11 @@ def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
 def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
     tolerance = 1e-2 if case == "many_dtypes" else TOLERANCE  # bfloat16
     run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
+
+
+def test_a_gradient_that_was_kept_over_a_step_is_refused() -> None:
+    for errors in run_on_ranks(keep_a_gradient):
+        assert all(" reads the gradient of `" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("foreach", [True, None])

@@ -324,6 +324,21 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     return param
 
 
+def keep_a_gradient() -> list[str]:
+    """Return what reading a gradient raises that was kept over a step, and over the next backward."""
+    run = Run(optimizer="sgd").train(range(1))
+    run.differentiate(1)
+    kept = [param.grad for param in run.model.parameters()]
+    run.inner.step()
+    errors = []
+    for step in (2, 3):
+        errors += [raised_by(lambda one=one: one.mean()) for one in kept]  # type: ignore[misc,union-attr]
+        errors += [raised_by(lambda one=one: one.norm()) for one in kept]  # type: ignore[misc,union-attr]
+        run.inner.zero_grad()
+        run.differentiate(step)
+    return errors
+
+
 def clip(*, foreach: bool | None) -> int:
     """Return how many all-reduces it takes to clip the gradients of several parameters."""
     run = Run(shard=True)
