@@ -70,7 +70,7 @@ def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) 
         ("Trainer", "lightning.pytorch", "trainer_lightning"),
         pytest.param("Trainer", "pytorch_lightning", "trainer_pytorch_lightning", marks=pytest.mark.long),
         pytest.param("Fabric", "lightning.fabric", "fabric_lightning", marks=pytest.mark.long),
-        ("Fabric", "lightning_fabric", "fabric_lightning_fabric"),
+        pytest.param("Fabric", "lightning_fabric", "fabric_lightning_fabric", marks=pytest.mark.long),
     ],
 )
 def test_an_installed_wheel_is_found_by_name(entry: str, root: str, module: str, installed: Path) -> None:
@@ -89,6 +89,7 @@ def test_an_installed_wheel_is_found_by_name(entry: str, root: str, module: str,
     assert all(installed in Path(file).parents for file in files.split())
 
 
+@pytest.mark.long
 def test_an_editable_install_is_found_by_name() -> None:
     """The environment that runs the tests has one: `make test`, or `pip install -e .`."""
     printed = run_code("""

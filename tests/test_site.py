@@ -66,7 +66,7 @@ def test_nothing_is_loaded_from_the_network(site: Path, driver: Chrome) -> None:
     assert [name for name in loaded if not name.startswith("file:")] == []
 
 
-@pytest.mark.parametrize("width", [500, 1280])
+@pytest.mark.parametrize("width", [500, pytest.param(1280, marks=pytest.mark.long)])
 def test_no_code_is_cut_off(site: Path, driver: Chrome, width: int) -> None:
     driver.set_window_size(width, 1000)
     cut = {}

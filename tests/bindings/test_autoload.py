@@ -104,6 +104,7 @@ def test_importing_the_package_first_registers_where_torch_loads_no_entry_points
     assert printed == "True"
 
 
+@pytest.mark.long
 def test_a_strategy_module_may_be_the_first_import() -> None:
     """As when a spawned process unpickles a strategy."""
     printed = run_code("""

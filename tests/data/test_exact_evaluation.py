@@ -60,7 +60,7 @@ def assert_logged_as_alone(outcome: dict[str, Any], expected: dict[str, Any], wo
             assert outcome["logged"][name] == pytest.approx(value, rel=1e-6), name
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
 def test_every_sample_counts_once(world_size: int) -> None:
     cases = {**CASES, **REPEATING}
     ranks = run_on_ranks(evaluate, world_size=world_size, cases=list(cases.values()))

@@ -151,9 +151,11 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
 @pytest.mark.parametrize(
     ("what", "rank"),
     [
-        ("loop", 1),
-        pytest.param("loop", 0, marks=pytest.mark.long),  # it keeps a core busy
-        *((what, rank) for what in ("sleep in a library", "SIGSTOP") for rank in (0, 1)),
+        *(pytest.param("loop", rank, marks=pytest.mark.long) for rank in (0, 1)),  # it keeps a core busy
+        ("sleep in a library", 0),
+        pytest.param("sleep in a library", 1, marks=pytest.mark.long),
+        pytest.param("SIGSTOP", 0, marks=pytest.mark.long),
+        ("SIGSTOP", 1),
     ],
 )
 def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
