@@ -25,7 +25,8 @@ class HostTime(Loop):
         synchronize(self._device)
         start = self._clock()
         training.attached.model.zero_grad()
-        loss.backward()
+        with training.attached.backward():
+            loss.backward()
         taken = self._clock() - start
         synchronize(self._device)
         return taken / 1000

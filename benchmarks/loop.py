@@ -74,7 +74,8 @@ class Training:
             with nullcontext() if is_last else self.attached.no_sync():
                 loss = self.workload.loss(self.attached.model)
                 mark("forward")
-                loss.backward()
+                with self.attached.backward():
+                    loss.backward()
                 mark("backward")
         self._optimizer.step()
         mark("optimizer")

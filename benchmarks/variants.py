@@ -56,6 +56,8 @@ class Attached:
 
     model: nn.Module
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Marks a backward, as a strategy does.
+    backward: Callable[[], AbstractContextManager[None]] = nullcontext
     # Known after some steps; in the gradients' own dtype.
     bucket_bytes: Callable[[], list[int]] = list
     reducer: Reducer | None = None
@@ -120,7 +122,7 @@ def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached
     ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
     if variant.wire == "bf16":
         ddp.register_comm_hook(dist.group.WORLD, compress)
-    return Attached(ddp, ddp.no_sync, lambda: _ddp_bucket_bytes(ddp))
+    return Attached(ddp, ddp.no_sync, bucket_bytes=lambda: _ddp_bucket_bytes(ddp))
 
 
 def compress(state, bucket):  # type: ignore[no-untyped-def]  # torch DDP takes annotations as types only, not as text
@@ -137,7 +139,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
         collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
     options = dict(variant.options)
     shards = Shards(collectives, whole_parameters=False) if options.pop("shard_optimizer", False) else None
-    reducer = Reducer(replicas, ReducerConfig(**options), shards=shards)
+    reducer = Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=True)
     if shards is not None:
         shards.watch(model)
     collectives.world_size = world_size
@@ -145,7 +147,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     def bucket_bytes() -> list[int]:
         return [] if reducer.bucket_set is None else [bucket.num_bytes for bucket in reducer.bucket_set.buckets]
 
-    return Attached(model, reducer.no_sync, bucket_bytes, reducer, shards)
+    return Attached(model, reducer.no_sync, reducer.backward, bucket_bytes, reducer, shards)
 
 
 def _ddp_bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

@@ -79,6 +79,8 @@ class Collectives:
         self.group = group if group is not None else self._world
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
+        self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
         self._further: dict[str, Collectives] = {}
 
@@ -266,7 +268,7 @@ class Collectives:
             work.wait()
 
     def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        work: dist.Work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        work: dist.Work = self.group.allreduce([tensor], self._asynchronously[op])
         return work
 
     def _probe_average(self) -> bool:
@@ -282,6 +284,14 @@ class Collectives:
         except (RuntimeError, ValueError):
             return False
         return True
+
+
+def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    if hasattr(options, "asyncOp"):  # since torch 2.7; all operations are, before
+        options.asyncOp = True
+    return options
 
 
 def files_of_collectives() -> tuple[str, ...]:

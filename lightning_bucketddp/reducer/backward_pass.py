@@ -126,13 +126,17 @@ class BackwardEnd:
         if backward.queue is None:
             backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(backward.bucket_set, observer=backward.observer)
+        assert backward.bucket_set is not None  # where there is a queue
         if died:
             backward.queue.abandon()
             backward.observer.backward_abandoned()
         else:
             backward.queue.launch_rest()
+            late = backward.queue.find_late()
             backward.queue.wait(factor=factor)
             backward.observer.gradients_final()
+            if late is not None:
+                raise self._plan_cache.late_gradient(backward.bucket_set.plan[late].members, late)
         self._weighting.end()
         if self._broadcast_buffers:
             self._replicas.broadcast_buffers()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +16,14 @@ from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.shares import Shares
 
+# Not `bool`, which reads the gradient.
+_IS_THERE = partial(operator.is_not, None)
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
+
+
+# More gradients than ever come: a bucket that expects so many leaves when its backward ends.
+UNKNOWN = sys.maxsize
 
 
 class LateGradientError(RuntimeError):
@@ -26,29 +34,31 @@ class LateGradientError(RuntimeError):
 class Arrivals:
     """How many gradients a bucket waits for in a backward, how many of them are still to come, and whether it has left.
 
-    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
+    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing). `last` is
+    the index of the parameter whose gradient came last when all were counted; None: they never all came. Where only
+    that one is watched, `version_when_complete` is what the bucket's version then has to be at least.
     """
 
     expected: int
     pending: int = 0
     launched: bool = False
+    last: int | None = None
+    version_when_complete: int = 0
 
     def begin(self) -> None:
         """Expect the gradients of a backward that begins."""
         self.pending = self.expected
         self.launched = False
 
+    def watch(self, version_when_complete: int) -> None:
+        """Expect the gradient that came last, in a backward that begins."""
+        self.pending = UNKNOWN if self.last is None else 1
+        self.launched = False
+        self.version_when_complete = version_when_complete
+
     def rest(self) -> None:
         """Have the next gradient acted on: no backward runs, so it begins one."""
         self.pending = 0
-
-
-def late_gradient(name: str, *, bucket: int, rank: int) -> LateGradientError:
-    """Return what to raise for the gradient of parameter `name`."""
-    return LateGradientError(
-        f"Gradient of `{name}` arrived after its bucket {bucket} had left (rank {rank}). The parameter is used more"
-        " often in this backward than in the first one. Pass `overlap=False` to the strategy if that is intended."
-    )
 
 
 class Bucket(Protocol):
@@ -68,6 +78,16 @@ class Bucket(Protocol):
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients, by member; none if they are gone."""
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change of a gradient in place, if there are several."""
+
+    def version_when_complete(self) -> int | None:
+        """Return the version at which a backward that begins will have added to all gradients; 0: they will be new.
+
+        None if that cannot be told; also 0 for a gradient that is alone and need not be told.
+        """
 
     def collect(self) -> list[int]:
         """Take the gradients from the parameters, and return the positions of members without one."""
@@ -193,7 +213,7 @@ class BufferedBucket:
         self._may_be_resized = may_be_resized
         self.views = self.views_of(self.buffer)
         # Measured, not known: it depends on the interpreter how many references a call itself holds.
-        self._references_of_ours = sys.getrefcount(self.views[0]) if self.views else 0
+        self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
 
     @property
     def num_bytes(self) -> int:
@@ -203,13 +223,41 @@ class BufferedBucket:
     def gradients(self) -> list[Tensor]:
         return self.views
 
+    @property
+    def version(self) -> int:
+        return self.buffer._version
+
+    def version_when_complete(self) -> int | None:
+        grads = [param.grad for param in self.params]
+        if not any(map(_IS_THERE, grads)):
+            return 0
+        return self.version + len(grads) if all(map(operator.is_, grads, self.views)) else None
+
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return the members' gradients in a buffer with the layout of this bucket's."""
         return [self._view(buffer, position) for position in range(len(self.params))]
 
     def collect(self) -> list[int]:
         """Copy the gradients into the buffer and point `.grad` at it."""
-        grads = [param.grad for param in self.params]
+        params, views = self.params, self.views
+        grads: list[Any] = [param.grad for param in params]
+        if not self._are_new(grads):
+            return self._collect_some(grads)
+        torch._foreach_copy_(views, grads)
+        for param, view in zip(params, views, strict=True):
+            param.grad = view
+        return []
+
+    def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether all gradients are there, none of them here, and nobody has kept any of those here."""
+        return (
+            bool(grads)
+            and all(map(_IS_THERE, grads))
+            and not any(map(operator.is_, grads, self.views))
+            and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
+        )
+
+    def _collect_some(self, grads: Sequence[Tensor | None]) -> list[int]:
         views = self.views
         start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
         outside = [
@@ -217,10 +265,11 @@ class BufferedBucket:
             for position, grad in enumerate(grads)
             if grad is not views[position] or grad.data_ptr() != start + self._offsets[position] * itemsize
         ]
+        references = list(map(sys.getrefcount, views))
         for position in outside:
             if grads[position] is views[position]:
                 views[position] = self._view(self.buffer, position)  # torch has moved the other, with the module
-            elif sys.getrefcount(views[position]) > self._references_of_ours:
+            elif references[position] > self._references_of_ours:
                 self._part_with(position)
         sources = [grad for position in outside if (grad := grads[position]) is not None]
         missing: list[int] = []
@@ -242,11 +291,15 @@ class BufferedBucket:
         param = self.params[position]
         offset = buffer.storage_offset() + self._offsets[position]
         strides = gradient_strides(param)
+        # It has the version of the buffer, whatever its storage is.
+        view = buffer.detach()
         if self._may_be_resized:
-            return buffer.as_strided(param.shape, strides, offset)
-        start = offset * buffer.itemsize
-        storage = buffer.untyped_storage()[start : start + param.numel() * buffer.itemsize]
-        return buffer.new_empty(0).set_(storage, 0, param.shape, strides)
+            view.data = buffer.as_strided(param.shape, strides, offset)
+        else:
+            start = offset * buffer.itemsize
+            storage = buffer.untyped_storage()[start : start + param.numel() * buffer.itemsize]
+            view.data = buffer.new_empty(0).set_(storage, 0, param.shape, strides)
+        return view
 
     def zero(self, positions: Sequence[int]) -> None:
         torch._foreach_zero_([self.views[position] for position in positions])
@@ -309,6 +362,13 @@ class InPlaceBucket:
         return self.wire
 
     @property
+    def version(self) -> int:
+        return 0
+
+    def version_when_complete(self) -> int | None:
+        return 0
+
+    @property
     def gradients(self) -> list[Tensor]:
         grad = self.params[0].grad
         return [] if grad is None else [grad]
@@ -366,6 +426,13 @@ class SparseBucket:
     def numbers(self) -> Tensor:
         values = self.gradient.values()
         return torch.view_as_real(values) if values.is_complex() else values
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def version_when_complete(self) -> int | None:
+        return 0
 
     @property
     def gradients(self) -> list[Tensor]:

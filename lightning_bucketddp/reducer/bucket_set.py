@@ -104,6 +104,9 @@ class BucketSet:
             self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
+        # Several gradients for one parameter, or a wrapper around its gradient, need a hook on each (Note: watched
+        # gradients, in `grad_hooks`).
+        self.can_be_watched = shards is None and not may_be_resized and max(num_firings.values(), default=0) <= 1
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
 
     def scale(self, factor: float) -> None:

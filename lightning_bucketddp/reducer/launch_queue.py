@@ -42,17 +42,20 @@ class LaunchQueue:
 
     Args:
         collectives: for what `reduction` does not cover.
+        finds_late: nobody else would notice a gradient that arrives after its bucket has left.
     """
 
     __slots__ = (
         "_bucket_set",
         "_collectives",
+        "_finds_late",
         "_finiteness",
         "_in_flight",
         "_missing",
         "_observer",
         "_reduction",
         "_stats",
+        "_versions",
         "next_to_launch",
     )
 
@@ -65,8 +68,12 @@ class LaunchQueue:
         finiteness: Finiteness,
         stats: ReducerStats,
         observer: BackwardObserver,
+        finds_late: bool = False,
     ) -> None:
         self.next_to_launch = 0
+        self._finds_late = finds_late
+        # Of each bucket that has left.
+        self._versions: list[int] = []
         self._bucket_set = bucket_set
         self._reduction = reduction
         self._collectives = collectives
@@ -84,16 +91,26 @@ class LaunchQueue:
         names = [specs[member].name for member in self._bucket_set.plan[index].members]
         return f", before bucket {index} of {num_buckets} ({list_names(names)})"
 
-    def launch_complete(self) -> None:
-        """Launch buckets up to the first that still waits for a gradient."""
+    def launch_complete(self) -> bool:
+        """Launch buckets up to the first that still waits for a gradient.
+
+        Return False if only some of its gradients were counted, and one that was not has not arrived either.
+        """
         buckets = self._bucket_set.buckets
         while self.next_to_launch < len(buckets) and buckets[self.next_to_launch].arrivals.pending <= 0:
-            self._launch_next()
+            if not self._launch_next(only_complete=self._finds_late):
+                return False
+        return True
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
         while self.next_to_launch < len(self._bucket_set.buckets):
-            self._launch_next()
+            self._launch_next(only_complete=False)
+
+    def find_late(self) -> int | None:
+        """Return the index of a bucket whose gradients have changed since it left; None: there is none."""
+        buckets = self._bucket_set.buckets
+        return next((i for i, version in enumerate(self._versions) if version != buckets[i].version), None)
 
     def wait(self, *, factor: float) -> None:
         """Make the gradients final: what was reduced, multiplied by `factor`."""
@@ -117,12 +134,16 @@ class LaunchQueue:
             pending.wait()
             self._observer.reduction_ended(index)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, *, only_complete: bool) -> bool:
         bucket = self._bucket_set.buckets[self.next_to_launch]
         # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, profiler_span("bucketddp::launch"):
             self._join_producers(bucket)
-            self._start(bucket, missing=bucket.collect())
+            missing = bucket.collect()
+            if only_complete and (missing or bucket.version < bucket.arrivals.version_when_complete):
+                return False
+            self._start(bucket, missing=missing)
+        return True
 
     def _start(self, bucket: Bucket, *, missing: Sequence[int]) -> None:
         index = self.next_to_launch
@@ -141,6 +162,8 @@ class LaunchQueue:
         pending = bucket.start(self._reduction, index=index, is_last=is_last)
         self._in_flight.append(pending)
         self._observer.reduction_started(index, pending)
+        if self._finds_late:
+            self._versions.append(bucket.version)
         self._stats.num_reductions += 1
         self._stats.bytes_reduced += bucket.num_bytes
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_bucketddp.reducer.bucket import Reduction
+from lightning_bucketddp.reducer.bucket import LateGradientError, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.wording import list_names
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,15 @@ class PlanCache:
         self._bucket_sets: dict[Trainable, BucketSet] = {}
         self._better: dict[Trainable, Sequence[BucketSpec]] = {}
         self._tuners: dict[Trainable, PlanTuner] = {}
+
+    def late_gradient(self, param_indices: Sequence[int], bucket_index: int) -> LateGradientError:
+        """Return what to raise for a gradient, of one of some parameters, that arrived after its bucket had left."""
+        names = list_names([self.specs[index].name for index in param_indices])
+        return LateGradientError(
+            f"Gradient of {names if len(param_indices) == 1 else f'one of {names}'} arrived after its bucket"
+            f" {bucket_index} had left (rank {self._collectives.rank}). The parameter is used more often in this"
+            " backward than in the first one. Pass `overlap=False` to the strategy if that is intended."
+        )
 
     def close(self) -> None:
         """Let go of the buffers, and observe nothing any more."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
@@ -31,7 +30,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_cho
 from lightning_bucketddp.planning.simulation import cost_until, simulate
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, Reduction
 from lightning_bucketddp.reducer.clock import Clock
-from lightning_bucketddp.reducer.grad_hooks import hook
+from lightning_bucketddp.reducer.grad_hooks import Removable, hook_on_node
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import BackwardObserver
 
@@ -136,7 +135,7 @@ class PlanTuner(BackwardObserver):
         self._clock = clock
         self._say = say
         self._members = [i for bucket in plan for i in bucket.members]
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._num_backwards = 0
         self._current: _Observation | None = None
         self._observed: list[_Observation] = []
@@ -168,7 +167,7 @@ class PlanTuner(BackwardObserver):
         if position == NUM_WARM_UP:
             self._observed.clear()
             if not self._hooks:
-                self._hooks = [hook(self._params[i], self._see(i)) for i in self._members]
+                self._hooks = [hook_on_node(self._params[i], self._see(i)) for i in self._members]
         if position > 0:
             return None
         return self._propose() if phase == 1 else self._decide()
@@ -182,8 +181,8 @@ class PlanTuner(BackwardObserver):
             handle.remove()
         self._hooks.clear()
 
-    def _see(self, param_index: int) -> Callable[[Tensor], None]:
-        def on_gradient(_param: Tensor) -> None:
+    def _see(self, param_index: int) -> Callable[..., None]:
+        def on_gradient(*_: object) -> None:
             if self._current is not None:
                 self._current.arrivals[param_index] = self._clock.mark()
 

@@ -25,7 +25,7 @@ from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.backward_pass import Alive, BackwardEnd, BackwardPass
-from lightning_bucketddp.reducer.bucket import Reduction, late_gradient
+from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.comm_hook import CommHookReduction
@@ -52,6 +52,7 @@ class Reducer:
         shards: what optimizers divide among the ranks; None: nothing.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
+        all_are_marked: each backward that concerns these parameters runs inside of `backward()`.
         say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
     """
 
@@ -64,6 +65,7 @@ class Reducer:
         shards: Shards | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
+        all_are_marked: bool = False,
         say: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
@@ -111,7 +113,12 @@ class Reducer:
             and weighting is None
         )
         take_over(replicas.parameters)
-        self._hooks = GradientHooks([] if self._is_passthrough else self._params, self._act_on_gradient, self.close)
+        self._hooks = GradientHooks(
+            [] if self._is_passthrough else self._params,
+            self._act_on_gradient,
+            self.close,
+            may_watch=all_are_marked and config.overlap,
+        )
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
@@ -174,7 +181,7 @@ class Reducer:
             yield
             self._finish_alone()
             return
-        backward = self._begin()
+        backward = self._begin(is_marked=True)
         try:
             yield
         finally:
@@ -201,16 +208,22 @@ class Reducer:
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
         if bucket.arrivals.launched:
-            raise late_gradient(self._plan_cache.specs[index].name, bucket=bucket_index, rank=self._collectives.rank)
+            raise self._plan_cache.late_gradient([index], bucket_index)
+        bucket.arrivals.last = index
         if backward.queue is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
-            bucket.collect()
+            if bucket.collect() and self._hooks.is_watching:
+                self._hooks.stop_watching()
             return
+        if self._hooks.is_watching and torch.is_grad_enabled():
+            # It makes a graph of gradients, and adds to them out of place: no version would tell a late one.
+            self._hooks.stop_watching()
         backward.observer.bucket_ready(bucket_index)
-        if self._config.overlap and backward.queue.next_to_launch == bucket_index:
-            backward.queue.launch_complete()
+        is_next = self._config.overlap and backward.queue.next_to_launch == bucket_index
+        if is_next and not backward.queue.launch_complete():
+            self._hooks.stop_watching()
 
-    def _begin(self) -> BackwardPass:
+    def _begin(self, *, is_marked: bool) -> BackwardPass:
         if self._backward is not None:
             self._finish(self._backward, died=True)
         self.finiteness.begin(self.stats)
@@ -223,13 +236,15 @@ class Reducer:
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
-            self._hooks.begin(None)
+            self._hooks.begin(None, may_watch=False, is_marked=is_marked)
         bucket_set = self._plan_cache.bucket_set(trainable)
-        self._hooks.begin(bucket_set)
         tuner = self._plan_cache.tuner(trainable) if syncs else None
+        self._hooks.begin(bucket_set, may_watch=tuner is None, is_marked=is_marked)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
         observer = all_of(tuner, self.observer if is_recorded else None)
-        queue = self._new_queue(bucket_set, observer=observer) if syncs and bucket_set is not None else None
+        queue = None
+        if syncs and bucket_set is not None:
+            queue = self._new_queue(bucket_set, observer=observer, finds_late=self._hooks.is_watching)
         self._backward = BackwardPass(
             trainable, syncs, observer, is_tuned=tuner is not None, bucket_set=bucket_set, queue=queue, factor=factor
         )
@@ -240,7 +255,7 @@ class Reducer:
         self._weighting.refuse_unweighted()
         if self._shards is not None:
             self._shards.refuse_unmarked(self._params[index])
-        backward = self._begin()
+        backward = self._begin(is_marked=False)
         alive = Alive()
 
         def on_end(_token: object) -> None:

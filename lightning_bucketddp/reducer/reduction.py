@@ -51,7 +51,7 @@ class MeanReduction:
         return PendingSparseMean(self._collectives, bucket)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes longer to make
 class _PendingMean:
     bytes_sent: int
     transfer: Pending

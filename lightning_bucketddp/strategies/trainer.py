@@ -315,6 +315,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 weighting=state.weighting.weighting,
                 shards=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
+                # With manual optimization users may call `loss.backward()`.
+                all_are_marked=self._module.automatic_optimization,
                 say=rank_zero_info,
             )
             if state.shards is not None:

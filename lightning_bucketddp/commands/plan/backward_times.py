@@ -21,7 +21,7 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of
 from lightning_bucketddp.reducer.clock import Clock, clock_of
-from lightning_bucketddp.reducer.grad_hooks import hook
+from lightning_bucketddp.reducer.grad_hooks import hook_on_parameter
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 
@@ -173,7 +173,7 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
     with ExitStack() as hooks:
         for name, param in trainable.items():
-            hooks.enter_context(hook(param, partial(_mark_arrival, run, name, clock)))
+            hooks.enter_context(hook_on_parameter(param, partial(_mark_arrival, run, name, clock)))
         torch.autograd.backward(loss)
     run.end = clock.mark()
     return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.collectives import all_reduced
 from tests.support.jobs.models import WIDTH, batch
 from tests.support.jobs.parity import assert_equal_on_all_ranks, build_reducer
 from tests.support.ranks import device
@@ -82,9 +82,9 @@ def _raised_by(call: Callable[[], Any]) -> str | None:
 
 def dtype_sent(hook_name: str) -> str:
     """What the gradients travel as."""
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+    with all_reduced() as tensors:
         _train_ours(hook_name)
-    return str(max((call.args[0] for call in all_reduce.call_args_list), key=Tensor.numel).dtype)
+    return str(max(tensors, key=Tensor.numel).dtype)
 
 
 def power_sgd_in_several_buckets() -> float:

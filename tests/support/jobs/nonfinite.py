@@ -16,9 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import Reducer
+from tests.support.collectives import all_reduced
 from tests.support.jobs.comm_hooks import HOOKS
 from tests.support.jobs.models import CASES, WIDTH, batch
-from tests.support.jobs.parity import build_reducer, counted_all_reduces
+from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
 
 SMALL_BUCKETS_MB = 40 / 2**20
@@ -82,7 +83,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if case == "sparse_embedding" else 0.9)
     withheld = []
     error = ""
-    with collected_warnings() as warnings, counted_all_reduces() as count:
+    with collected_warnings() as warnings, all_reduced() as reduced:
         try:
             for step in range(steps):
                 if step in leaves_out:
@@ -108,7 +109,7 @@ def train(
     reducer.close()
     weights = [param.detach().cpu() for param in model.parameters()]
     stats = reducer.stats
-    return Outcome(error, warnings, withheld, stats.num_nonfinite, count(), stats.num_reductions, weights)
+    return Outcome(error, warnings, withheld, stats.num_nonfinite, len(reduced), stats.num_reductions, weights)
 
 
 def _backward(reducer: Reducer, loss: Tensor, *, tells_loss: bool) -> None:

@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer import grad_hooks
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES, Case
 from tests.support.ranks import device
 
@@ -44,17 +46,29 @@ class Outcome:
     stats: ReducerStats
     num_buckets: int
     num_all_reduces: int
+    is_watching: bool
 
 
 def build_reducer(
-    model: nn.Module, *, all_alone: bool = False, shards: Shards | None = None, **options: Any
+    model: nn.Module,
+    *,
+    all_alone: bool = False,
+    all_are_marked: bool = False,
+    shards: Shards | None = None,
+    **options: Any,
 ) -> Reducer:
-    """A reducer for `model`, set up as the strategies do it; `all_alone` treats each gradient as a large one."""
+    """A reducer for `model`, set up as the strategies do it.
+
+    Args:
+        all_alone: treats each gradient as a large one.
+        all_are_marked: leaves hooks out from the third backward on, where that can be done.
+    """
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
-    with patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)) if all_alone else nullcontext():
-        return Reducer(replicas, ReducerConfig(**options), shards=shards)
+    alone_from = dict.fromkeys(_ALONE_FROM_BYTES, 0) if all_alone else {}
+    with patch.dict(_ALONE_FROM_BYTES, alone_from), patch.object(grad_hooks, "_FIRST_COUNTED", 0):
+        return Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=all_are_marked)
 
 
 def torch_ddp_can(case: str) -> bool:
@@ -107,23 +121,29 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
     torch.manual_seed(7)
     theirs_bare = case.build().to(device())
     theirs = reference.wrap(theirs_bare)
-    reducer = build_reducer(ours, bucket_cap_mb=training.bucket_cap_mb, all_alone=training.all_alone)
+    reducer = build_reducer(
+        ours,
+        bucket_cap_mb=training.bucket_cap_mb,
+        all_alone=training.all_alone,
+        all_are_marked=training.marked,
+    )
     our_optimizer = _optimizer(training.optimizer, ours)
     their_optimizer = _optimizer(training.optimizer, theirs_bare)
     num_all_reduces = 0
     for step in range(training.steps):
         case.on_step(ours, step)
         case.on_step(theirs_bare, step)
-        with counted_all_reduces() as count:
+        with all_reduced() as reduced:
             _step(_OurSide(ours, reducer, training.marked), our_optimizer, case, training, step)
-        num_all_reduces += count()
+        num_all_reduces += len(reduced)
         _step(_TheirSide(theirs, reference.synchronise), their_optimizer, case, training, step)
         _assert_equal(ours, theirs_bare, training.tolerance, step)
         assert_equal_on_all_ranks(ours)
     bucket_set = reducer.bucket_set
     assert bucket_set is not None
+    is_watching = reducer._hooks.is_watching
     reducer.close()
-    return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces)
+    return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces, is_watching)
 
 
 @dataclass(frozen=True)
@@ -219,21 +239,3 @@ def assert_equal_on_all_ranks(model: nn.Module) -> None:
         reference = param.detach().clone()
         dist.broadcast(torch.view_as_real(reference) if reference.is_complex() else reference, src=0)
         assert torch.equal(reference, param), f"{name} differs between rank 0 and rank {dist.get_rank()}"
-
-
-@contextmanager
-def counted_all_reduces() -> Iterator[Callable[[], int]]:
-    """Counts the calls of `torch.distributed.all_reduce`, whoever makes them."""
-    original = dist.all_reduce
-    calls = 0
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        yield lambda: calls
-    finally:
-        dist.all_reduce = original

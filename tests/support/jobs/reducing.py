@@ -18,8 +18,9 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.bucket import LateGradientError
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
+from tests.support.collectives import all_reduced
 from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
-from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer, counted_all_reduces
+from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
 from tests.support.ranks import device
 
 
@@ -45,11 +46,11 @@ def no_sync_around_backward_alone_is_enough() -> int:
     reducer = build_reducer(model)
     x = batch(dist.get_rank(), 0)
     loss = model(x).square().mean()
-    with counted_all_reduces() as count, reducer.no_sync():
+    with all_reduced() as reduced, reducer.no_sync():
         loss.backward()
     reference(x).square().mean().backward()
     _assert_same_gradients(model, reference)
-    return count()
+    return len(reduced)
 
 
 def calling_a_submodule_synchronises() -> None:
@@ -139,20 +140,14 @@ def gradients_travel_in_another_dtype(own: torch.dtype, travels_as: str) -> list
     reducer = build_reducer(model, reduce_dtype=travels_as)
     wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[travels_as]
     seen: set[str] = set()
-    original = dist.all_reduce
-
-    def observing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.add(str(tensor.dtype))
-        return original(tensor, *args, **kwargs)
-
     for step in range(3):
         x = batch(dist.get_rank(), step).to(own)
         reference = copy.deepcopy(model)
         reference(x).square().mean().backward()
         model.zero_grad()
-        dist.all_reduce = observing
-        model(x).square().mean().backward()
-        dist.all_reduce = original
+        with all_reduced() as tensors:
+            model(x).square().mean().backward()
+        seen.update(str(tensor.dtype) for tensor in tensors)
         for param, local in zip(model.parameters(), reference.parameters(), strict=True):
             assert param.grad is not None
             assert local.grad is not None
@@ -409,9 +404,9 @@ def copies_carry_nothing_of_ours() -> None:
     build_reducer(model)
     model(batch(0, 0)).sum().backward()
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with counted_all_reduces() as count:
+        with all_reduced() as reduced:
             duplicate(batch(0, 1)).sum().backward()
-        assert count() == 0
+        assert not reduced
 
 
 def closed_reducer_does_nothing() -> int:
@@ -419,9 +414,9 @@ def closed_reducer_does_nothing() -> int:
     reducer = build_reducer(model)
     model(batch(0, 0)).sum().backward()
     reducer.close()
-    with counted_all_reduces() as count:
+    with all_reduced() as reduced:
         model(batch(0, 1)).sum().backward()
-    return count()
+    return len(reduced)
 
 
 def setup_error(build: Callable[[], nn.Module]) -> str:

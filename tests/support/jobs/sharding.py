@@ -25,8 +25,8 @@ from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.weight_gathering import GatheringParameter
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES
-from tests.support.jobs.parity import counted_all_reduces
 from tests.support.ranks import device
 
 NUM_STEPS = 4
@@ -343,9 +343,9 @@ def clip(*, foreach: bool | None) -> int:
     """Return how many all-reduces it takes to clip the gradients of several parameters."""
     run = Run(shard=True)
     run.differentiate(0)
-    with counted_all_reduces() as num_all_reduces:
+    with all_reduced() as reduced:
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, foreach=foreach)
-        return num_all_reduces()
+        return len(reduced)
 
 
 def look_at_gradients(*, shard: ShardOption) -> dict[str, Any]:

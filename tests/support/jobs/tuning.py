@@ -26,6 +26,7 @@ from lightning_bucketddp.reducer.bucket import BufferedBucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.collectives import each_all_reduce
 from tests.support.jobs.models import batch
 from tests.support.jobs.parity import assert_equal_on_all_ranks
 from tests.support.ranks import device
@@ -55,20 +56,15 @@ class VirtualNetwork:
 
     @contextmanager
     def passes_time(self) -> Iterator[None]:
-        original = dist.all_reduce
-
-        def timed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def timed(tensor: Tensor, work: Any) -> Any:
             # What is measured alone has powers of two.
             slower = 1.0 if tensor.nbytes.bit_count() == 1 else self.contention
             seconds = slower * (self.latency_s + tensor.nbytes * self.s_per_byte)
             self._idle_from = max(self._idle_from, self._now) + seconds
-            return _TimedWork(original(tensor, *args, **kwargs), self, self._idle_from)
+            return _TimedWork(work, self, self._idle_from)
 
-        dist.all_reduce = timed
-        try:
+        with each_all_reduce(timed):
             yield
-        finally:
-            dist.all_reduce = original
 
     def wait_until(self, done_s: float) -> None:
         self._now = max(self._now, done_s)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import nn
 
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from tests.support.collectives import all_reduced
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
@@ -31,9 +31,8 @@ def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
     buckets = _Buckets()
     trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=buckets)
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+    with all_reduced() as reduced:
         trainer.fit(modules[module](), models.loader())
-    reduced = [call.args[0] for call in all_reduce.call_args_list]
     return {
         "steps": trainer.global_step,
         "reductions_by_bucket": [sum(tensor is buffer for tensor in reduced) for buffer in buckets.buffers],

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import lightning_bucketddp
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from tests.support.collectives import all_reduced
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 NUM_STEPS = 6
@@ -163,10 +163,9 @@ LOOPS: dict[str, Callable[[Any], list[Any]]] = {
 def count_reductions() -> list[int]:
     """How often each bucket is reduced when gradients accumulate over three backwards, twice."""
     fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+    with all_reduced() as reduced:
         _accumulate(fabric)
     [reducer] = fabric.strategy.reducers.values()
-    reduced = [call.args[0] for call in all_reduce.call_args_list]
     return [sum(tensor is bucket.wire for tensor in reduced) for bucket in reducer.bucket_set.buckets]
 
 

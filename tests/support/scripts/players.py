@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from tests.support.collectives import all_reduced
 from tests.support.scripts.models import WIDTH, Regression, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
@@ -117,11 +117,10 @@ class _WatchedGan(Gan):
     def _turn(self, optimizer: Any) -> Iterator[None]:
         reducer = self.trainer.strategy.reducer
         before = reducer.stats.bytes_reduced
-        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce, super()._turn(optimizer):
+        with all_reduced() as reduced, super()._turn(optimizer):
             yield
         name_of = {param: name for name, param in self.named_parameters()}
         bucket_of = {bucket.wire.data_ptr(): bucket for bucket in reducer.bucket_set.buckets}
-        reduced = [call.args[0] for call in all_reduce.call_args_list]
         self.turns.append(
             {
                 "members": sorted(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from tests.support.collectives import all_reduced
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
@@ -64,10 +64,10 @@ def train(*, precision: str, like_ddp: bool, reduce_dtype: str | None = None) ->
     module = Squares()
     dtypes = _Dtypes()
     trainer = make_trainer(strategy, max_epochs=2, gradient_clip_val=0.1, callbacks=dtypes, **option(precision))
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+    with all_reduced() as reduced:
         trainer.fit(module, models.loader())
     # The many small reductions of metrics and counters are none of ours.
-    travelled = {str(call.args[0].dtype) for call in all_reduce.call_args_list if call.args[0].numel() > 1}
+    travelled = {str(tensor.dtype) for tensor in reduced if tensor.numel() > 1}
     return {
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
         "gradients": sorted(dtypes.seen),
