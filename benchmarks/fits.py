@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_bucketddp
+from benchmarks.comm_hooks import HOOKS
 from benchmarks.loop import OPTIMIZERS, LoopSettings
 from benchmarks.models import Workload, build
 from benchmarks.ranks import synchronize
-from benchmarks.variants import Variant, compress
+from benchmarks.variants import Variant
 
 pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
 
@@ -76,11 +77,11 @@ class Fits:
 def _strategy(variant: Variant, device: torch.device) -> Any:
     if variant.kind == "alone":
         return pl.strategies.SingleDeviceStrategy(device=device)
-    if variant.kind == "ours":
-        return lightning_bucketddp.BucketDDPStrategy(**variant.options)
-    if variant.wire == "bf16":
-        return pl.strategies.DDPStrategy(ddp_comm_hook=compress, **variant.options)
-    return pl.strategies.DDPStrategy(**variant.options)
+    options = dict(variant.options)
+    if variant.hook:
+        options["ddp_comm_hook"], options["ddp_comm_state"] = HOOKS[variant.hook]()
+    kind = lightning_bucketddp.BucketDDPStrategy if variant.kind == "ours" else pl.strategies.DDPStrategy
+    return kind(**options)
 
 
 class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]

@@ -1,6 +1,7 @@
 """All that the targets for a GPU need, in one command and in a given time, which decides how often all is repeated.
 
-    python -m benchmarks.gpu_suite --seconds 330 --out DIRECTORY
+    python -m benchmarks.gpu_suite --out DIRECTORY
+    python -m benchmarks.gpu_suite --out DIRECTORY --seconds 90 --parts hooks memory
 
 The most important comes first, and each table is printed and written when it is ready, so that a run that is cut short
 is worth something. Two ranks share the GPU: start NVIDIA's MPS first. With `--device cpu` small models take the places
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import memory, overlap
+from benchmarks.comm_hooks import HOOKS
 from benchmarks.command import turns_of
 from benchmarks.fits import Fits
 from benchmarks.limits import Limits
@@ -28,7 +30,7 @@ from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
 from benchmarks.report import Table, about, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, with_unused
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, with_hook, with_unused
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
 # What `bucketddp` sets by itself before it makes a process group; the ranks of a benchmark have one already.
@@ -61,7 +63,7 @@ class Stage:
 
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
-        model = SMALL[settings.model] if self._is_rehearsal else settings.model
+        model = SMALL.get(settings.model, settings.model) if self._is_rehearsal else settings.model
         if name not in self._groups:
             self._groups[name] = Ranks(bench, replace(settings, model=model), self._places[name])
         else:
@@ -71,14 +73,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Part:
-    """Something to measure; `share` is its share of the time."""
+    """Something to measure; `share` is its share of the time, `name` what `--parts` calls it and others like it."""
 
+    name: str
     title: str
     share: float
-    measure: Callable[[Stage, str, float], Table]
+    measure: Callable[[Stage, str, float], Sequence[Table]]
 
 
-def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Steps with fp32 on the wire against their limits."""
     ours = [*our_variants(), *our_variants(caps=[25.0])]
     settings = LoopSettings(model, (ALONE, *ours, *ddp_variants()), steps=3)
@@ -90,16 +93,16 @@ def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
         # For `benchmarks.simulated_networks`; the reducer does not see the rest of a step.
         others = {f"{phase}_s": statistics.median(samples["phases"][phase]) for phase in ("forward", "optimizer")}
         (stage.directory / f"profile_{model}.json").write_text(json.dumps({**json.loads(profile), **others}, indent=1))
-    return overlap.table_of_limits(title, samples)
+    return [overlap.table_of_limits(title, samples)]
 
 
-def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> Table:
+def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> list[Table]:
     """Steps in a bare loop."""
     turns = turns_of(stage.ranks(on, Loop, settings), settings.variants)
-    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+    return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
 
 
-def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Steps through the Trainer, of processes with and without settings for the network, which take turns."""
     [ours], [theirs, *_] = our_variants(), ddp_variants()
     turns = {}
@@ -110,18 +113,23 @@ def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
     ):
         settings = LoopSettings(model, (ours, theirs), steps=8)
         turns[name] = partial(stage.ranks(on, Fits, settings).slowest, "turn", variant.name)
-    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+    return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
 
 
-def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Peak memory."""
     settings = LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()))
-    return memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)
+    return [memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)]
 
 
 def bf16(model: str) -> LoopSettings:
     variants = (ALONE, *our_variants(wire="bf16"), *ddp_variants(wire="bf16"))
     return LoopSettings(model, variants, steps=3)
+
+
+def hooked(model: str, hook: str) -> LoopSettings:
+    ours = [*our_variants(), *our_variants(caps=[25.0])]
+    return LoopSettings(model, (ALONE, *with_hook(hook, [*ours, *ddp_variants()])), steps=3)
 
 
 def alone_on_gpu(model: str) -> LoopSettings:
@@ -141,45 +149,62 @@ def unused(model: str) -> LoopSettings:
 
 
 PARTS = [
-    Part("gpt2, 2 ranks, fp32 wire", 6, partial(hidden, model="gpt2")),
-    Part("resnet50, 2 ranks, fp32 wire", 4, partial(hidden, model="resnet50")),
-    Part("gpt2, 2 ranks, bf16 wire", 3, partial(steps, settings=bf16("gpt2"))),
-    Part("resnet50, 2 ranks, bf16 wire", 2, partial(steps, settings=bf16("resnet50"))),
-    Part("resnet50, 1 rank", 2, partial(steps, settings=alone_on_gpu("resnet50"), on="one rank")),
-    Part("gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
-    Part("resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
-    Part("resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
-    Part("gpt2, 2 ranks, peak memory", 1, partial(peaks, model="gpt2")),
+    Part("loop", "gpt2, 2 ranks, fp32 wire", 6, partial(hidden, model="gpt2")),
+    Part("loop", "resnet50, 2 ranks, fp32 wire", 4, partial(hidden, model="resnet50")),
+    Part("bf16", "gpt2, 2 ranks, bf16 wire", 3, partial(steps, settings=bf16("gpt2"))),
+    Part("bf16", "resnet50, 2 ranks, bf16 wire", 2, partial(steps, settings=bf16("resnet50"))),
+    Part("loop", "resnet50, 1 rank", 2, partial(steps, settings=alone_on_gpu("resnet50"), on="one rank")),
+    Part("trainer", "gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
+    Part("trainer", "resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
+    *(
+        Part("hooks", f"{model}, 2 ranks, {hook} hook", share, partial(steps, settings=hooked(model, hook)))
+        for model, share in (("resnet50", 1.5), ("gpt2", 3))
+        for hook in HOOKS
+    ),
+    Part("unused", "resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
+    Part("memory", "gpt2, 2 ranks, peak memory", 1, partial(peaks, model="gpt2")),
 ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=330, help="for everything (default: 330)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    names = list(dict.fromkeys(part.name for part in PARTS))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    what.add_argument("--list", action="store_true", help="only say what the parts are")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="NAME", help="(default: all)")
+    parser.add_argument("--seconds", type=float, default=420, help="for all parts together (default: 420)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (default: cuda)")
     args = parser.parse_args(arguments)
+    parts = [part for part in PARTS if part.name in args.parts]
+    if args.list:
+        print(*(f"{part.name:<10}{part.title}" for part in parts), sep="\n")
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + args.seconds
-    stage = Stage(args.device, args.out)
-    stage.start()
     results = Results(args.out, about("MPS" if args.device == "cuda" else "a rehearsal"))
+    measure(parts, Stage(args.device, args.out), results, deadline=time.monotonic() + args.seconds)
+    return int(bool(results.missing))
+
+
+def measure(parts: Sequence[Part], stage: Stage, results: Results, *, deadline: float) -> None:
+    """Measure each of `parts`, which share the time until `deadline`."""
+    stage.start()
     try:
-        for index, part in enumerate(PARTS):
+        for index, part in enumerate(parts):
             left = deadline - time.monotonic()
             if left <= 0:
                 results.miss(part, "no time was left")
                 continue
             try:
-                share = left * part.share / sum(later.share for later in PARTS[index:])
-                results.add(part.measure(stage, part.title, share))
+                share = left * part.share / sum(later.share for later in parts[index:])
+                for table in part.measure(stage, part.title, share):
+                    results.add(table)
             except Exception:
                 # Ranks that failed cannot go on; the other parts can.
                 results.miss(part, traceback.format_exc())
                 stage.end()
     finally:
         stage.end()
-    return int(bool(results.missing))
 
 
 class Results:

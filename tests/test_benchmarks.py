@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, bu
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, ddp_variants, our_variants, with_unused
-from tests.support.jobs.benches import Failing
+from benchmarks.variants import ALONE, ddp_variants, our_variants, with_hook, with_unused
+from tests.support.jobs.benches import Failing, gradients_with_hook
+from tests.support.ranks import run_on_ranks
 
 OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
@@ -138,7 +140,9 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     ]
     monkeypatch.setattr(gpu_suite.Stage, "start", lambda self: None)  # each group when it is needed
     monkeypatch.setattr(gpu_suite, "MOST_ROUNDS", 1)
-    monkeypatch.setattr(gpu_suite, "PARTS", [gpu_suite.Part("fails", 1, fail), *(by_title[title] for title in titles)])
+    monkeypatch.setattr(
+        gpu_suite, "PARTS", [gpu_suite.Part("fails", "fails", 1, fail), *(by_title[title] for title in titles)]
+    )
     assert gpu_suite.main(["--device=cpu", "--seconds=170", f"--out={tmp_path}"]) == 1
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert list(found["missing"]) == ["fails"]
@@ -146,6 +150,12 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     assert [table["title"].split(";")[0] for table in found["tables"]] == titles
     assert list(found["tables"][0]["rows"]) == ["bucketddp, network settings", "bucketddp", "ddp"]
     assert all(table["title"] in (tmp_path / "gpu_suite.txt").read_text() for table in found["tables"])
+
+
+def test_parts_of_the_suite_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_suite.main(["--list", "--parts", "hooks", "memory"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["hooks"] * 6 + ["memory"]
 
 
 def test_the_suite_begins_nothing_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +193,17 @@ def test_rounds_end_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_speed_up_is_over_the_best_ddp() -> None:
     table = table_of("", {"bucketddp": [1, 2, 9], "ddp": [6, 6, 6], "ddp best": [4, 4, 4]}, unit="ms", scale=1000)
-    assert table.rows == {"bucketddp": [2000, 2], "ddp": [6000, 4 / 6], "ddp best": [4000, 1]}
+    assert [row[:4] for row in table.rows.values()] == [
+        [2000, 1000, 9000, 2],
+        [6000, 6000, 6000, 4 / 6],
+        [4000, 4000, 4000, 1],
+    ]
+    assert all(math.isnan(row[4]) for row in table.rows.values())
+
+
+def test_a_step_is_compared_with_one_without_communication() -> None:
+    table = table_of("", {ALONE.name: [2, 2, 5], "bucketddp": [3, 3, 3]}, unit="ms")
+    assert [row[4] for row in table.rows.values()] == [1, 1.5]
 
 
 def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
@@ -193,7 +213,18 @@ def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
         "communication": {"bucketddp": [6.0], "ddp": [3.0]},
     }
     table = overlap.table_of_limits("", samples)
-    assert [row[3] for row in table.rows.values()] == [1.0, 0.5]
+    assert [row[-1] for row in table.rows.values()] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
+def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
+    variants = with_hook(hook, [*our_variants(), *ddp_variants()[:1]])
+    ranks = run_on_ranks(gradients_with_hook, world_size=2, variants=variants)
+    for variant in variants:
+        [(mean, reduced), (_, on_other_rank)] = [rank[variant.name] for rank in ranks]
+        assert torch.equal(reduced, on_other_rank)
+        assert not torch.equal(reduced, mean)  # less than all bits have travelled
+        assert (reduced - mean).abs().max() <= error * mean.abs().max()
 
 
 def test_overhead_is_the_ratio_of_medians() -> None:
