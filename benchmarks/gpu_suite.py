@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +23,19 @@ from pathlib import Path
 from benchmarks import memory, overlap
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.command import turns_of
-from benchmarks.fits import Fits
+from benchmarks.fits import OpenFits
 from benchmarks.limits import Limits
 from benchmarks.loop import Loop, LoopSettings
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
 from benchmarks.report import Table, about, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, with_hook, with_unused
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
-# What `bucketddp` sets by itself before it makes a process group; the ranks of a benchmark have one already.
-NETWORK_SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
+# Ranks whose process group `bucketddp` makes, with NCCL's sockets as it sets them. The others have torch's defaults.
+BY_US = "two ranks, set up by bucketddp"
 MOST_ROUNDS = 50
 
 
@@ -46,7 +47,7 @@ class Stage:
         self._is_rehearsal = device == "cpu"
         self._places = {
             "two ranks": Place(device, 2),
-            "two ranks, tuned": Place(device, 2, NETWORK_SETTINGS),
+            BY_US: Place(device, 2, have_group=False),
             "one rank": Place(device, 1),
         }
         self._groups: dict[str, Ranks] = {}
@@ -63,11 +64,13 @@ class Stage:
 
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
-        model = SMALL.get(settings.model, settings.model) if self._is_rehearsal else settings.model
+        if self._is_rehearsal:
+            model, variants = SMALL.get(settings.model, settings.model), tuple(settling_in(3, settings.variants))
+            settings = replace(settings, model=model, variants=variants, steps=1)
         if name not in self._groups:
-            self._groups[name] = Ranks(bench, replace(settings, model=model), self._places[name])
+            self._groups[name] = Ranks(bench, settings, self._places[name])
         else:
-            self._groups[name].build(bench, replace(settings, model=model))
+            self._groups[name].build(bench, settings)
         return self._groups[name]
 
 
@@ -102,17 +105,32 @@ def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, o
     return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
 
 
-def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
+def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
     """Steps through the Trainer, of processes with and without settings for the network, which take turns."""
-    [ours], [theirs, *_] = our_variants(), ddp_variants()
-    turns = {}
-    for on, name, variant in (
-        ("two ranks, tuned", "bucketddp, network settings", ours),
-        ("two ranks", "bucketddp", ours),
-        ("two ranks", "ddp", theirs),
-    ):
-        settings = LoopSettings(model, (ours, theirs), steps=8)
-        turns[name] = partial(stage.ranks(on, Fits, settings).slowest, "turn", variant.name)
+    turns: dict[tuple[str, str], Callable[[], float]] = {}
+    for on, variants in (("two ranks", settings.variants), (BY_US, settings.variants[1:])):
+        # Ours is the first there: it makes the process group, and sets what it sets by itself.
+        ranks = stage.ranks(on, OpenFits, replace(settings, variants=variants))
+        turns |= {(on, name): turn for name, turn in turns_of(ranks, variants).items()}
+    samples = take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds)
+    alone, ours, *theirs = (variant.name for variant in settings.variants)
+    sockets = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+
+    def table(how: str, groups: Mapping[str, str]) -> Table:
+        found = {name: samples[on, name] for name, on in groups.items()}
+        return table_of(f"{title}, {how}", found, unit="ms", scale=1000)
+
+    here = {alone: "two ranks"}
+    return [
+        table("equal settings", here | dict.fromkeys((ours, *theirs), "two ranks")),
+        table(f"equal settings, {sockets}", here | dict.fromkeys((ours, *theirs), BY_US)),
+        table("as users get it", here | {ours: BY_US, theirs[0]: "two ranks"}),
+    ]
+
+
+def fits_of_one(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
+    """Steps through the Trainer, on one rank."""
+    turns = turns_of(stage.ranks("one rank", OpenFits, settings), settings.variants)
     return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
 
 
@@ -132,8 +150,8 @@ def hooked(model: str, hook: str) -> LoopSettings:
     return LoopSettings(model, (ALONE, *with_hook(hook, [*ours, *ddp_variants()])), steps=3)
 
 
-def alone_on_gpu(model: str) -> LoopSettings:
-    return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=10)
+def all_flags(model: str, *, steps: int) -> LoopSettings:
+    return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=steps)
 
 
 def unused(model: str) -> LoopSettings:
@@ -148,21 +166,39 @@ def unused(model: str) -> LoopSettings:
     return LoopSettings(model, tuple(variants), steps=5)
 
 
+# The shares are the seconds that five rounds or more take on an H200.
 PARTS = [
-    Part("loop", "gpt2, 2 ranks, fp32 wire", 6, partial(hidden, model="gpt2")),
-    Part("loop", "resnet50, 2 ranks, fp32 wire", 4, partial(hidden, model="resnet50")),
-    Part("bf16", "gpt2, 2 ranks, bf16 wire", 3, partial(steps, settings=bf16("gpt2"))),
-    Part("bf16", "resnet50, 2 ranks, bf16 wire", 2, partial(steps, settings=bf16("resnet50"))),
-    Part("loop", "resnet50, 1 rank", 2, partial(steps, settings=alone_on_gpu("resnet50"), on="one rank")),
-    Part("trainer", "gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
-    Part("trainer", "resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
+    *(
+        Part(
+            "trainer",
+            f"{model}, 2 ranks, through the Trainer",
+            share,
+            partial(fits, settings=all_flags(model, steps=steps)),
+        )
+        for model, steps, share in (("gpt2", 4, 55), ("resnet50", 8, 28), ("tiny_layers", 20, 18))
+    ),
+    *(
+        Part(
+            "trainer",
+            f"{model}, 1 rank, through the Trainer",
+            share,
+            partial(fits_of_one, settings=all_flags(model, steps=steps)),
+        )
+        for model, steps, share in (("resnet50", 8, 14), ("tiny_layers", 20, 10))
+    ),
+    Part("loop", "gpt2, 2 ranks, fp32 wire", 50, partial(hidden, model="gpt2")),
+    Part("loop", "resnet50, 2 ranks, fp32 wire", 22, partial(hidden, model="resnet50")),
+    Part("loop", "resnet50, 1 rank", 10, partial(steps, settings=all_flags("resnet50", steps=10), on="one rank")),
     *(
         Part("hooks", f"{model}, 2 ranks, {hook} hook", share, partial(steps, settings=hooked(model, hook)))
-        for model, share in (("resnet50", 1.5), ("gpt2", 3))
+        for model, share in (("resnet50", 12), ("gpt2", 20))
         for hook in HOOKS
     ),
-    Part("unused", "resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
-    Part("memory", "gpt2, 2 ranks, peak memory", 1, partial(peaks, model="gpt2")),
+    Part("bf16", "gpt2, 2 ranks, bf16 wire", 20, partial(steps, settings=bf16("gpt2"))),
+    Part("bf16", "resnet50, 2 ranks, bf16 wire", 10, partial(steps, settings=bf16("resnet50"))),
+    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(steps, settings=unused("resnet50"))),
+    Part("memory", "gpt2, 2 ranks, peak memory", 35, partial(peaks, model="gpt2")),
+    Part("memory", "resnet50, 2 ranks, peak memory", 15, partial(peaks, model="resnet50")),
 ]
 
 
