@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_suite --out DIRECTORY
     python -m benchmarks.gpu_suite --out DIRECTORY --seconds 90 --parts hooks memory
+    python -m benchmarks.gpu_suite --markdown DIRECTORY/gpu_suite.json
 
 The most important comes first, and each table is printed and written when it is ready, so that a run that is cut short
 is worth something. Two ranks share the GPU: start NVIDIA's MPS first. With `--device cpu` small models take the places
@@ -11,6 +12,7 @@ of the real ones, to see that everything runs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import memory, overlap
 from benchmarks.comm_hooks import HOOKS
@@ -28,7 +31,7 @@ from benchmarks.limits import Limits
 from benchmarks.loop import Loop, LoopSettings
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
-from benchmarks.report import Table, about, table_of
+from benchmarks.report import SPEED_UP, Table, about, is_ddp, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in, with_hook, with_unused
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS
@@ -36,7 +39,11 @@ from lightning_bucketddp.comm.nccl_sockets import SETTINGS
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
 # Ranks whose process group `bucketddp` makes, with NCCL's sockets as it sets them. The others have torch's defaults.
 BY_US = "two ranks, set up by bucketddp"
-MOST_ROUNDS = 50
+# How variants are compared through the Trainer, at the end of a title.
+EQUAL = "equal settings"
+EQUAL_WITH_SOCKETS = f"{EQUAL}, {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}"
+AS_USERS_GET_IT = "as users get it"
+NAMES = {"resnet50": "ResNet-50", "gpt2": "GPT-2 124M", "tiny_layers": "500 tiny parameters"}
 
 
 class Stage:
@@ -45,6 +52,7 @@ class Stage:
     def __init__(self, device: str, directory: Path) -> None:
         self.directory = directory
         self._is_rehearsal = device == "cpu"
+        self.most_rounds = 2 if self._is_rehearsal else 50
         self._places = {
             "two ranks": Place(device, 2),
             BY_US: Place(device, 2, have_group=False),
@@ -89,7 +97,7 @@ def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> list[Tabl
     ours = [*our_variants(), *our_variants(caps=[25.0])]
     settings = LoopSettings(model, (ALONE, *ours, *ddp_variants()), steps=3)
     ranks = stage.ranks("two ranks", Limits, settings)
-    samples = overlap.measure(ranks, settings, repetitions=MOST_ROUNDS, seconds=seconds)
+    samples = overlap.measure(ranks, settings, repetitions=stage.most_rounds, seconds=seconds)
     [(plan, profile), *_] = ranks.call("plan", ours[0].name)
     print(f"{ours[0].name}: {plan}")
     if profile is not None:
@@ -102,7 +110,7 @@ def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> list[Tabl
 def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> list[Table]:
     """Steps in a bare loop."""
     turns = turns_of(stage.ranks(on, Loop, settings), settings.variants)
-    return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
+    return [table_of(title, take_turns(turns, repetitions=stage.most_rounds, seconds=seconds), unit="ms", scale=1000)]
 
 
 def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
@@ -112,9 +120,8 @@ def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) ->
         # Ours is the first there: it makes the process group, and sets what it sets by itself.
         ranks = stage.ranks(on, OpenFits, replace(settings, variants=variants))
         turns |= {(on, name): turn for name, turn in turns_of(ranks, variants).items()}
-    samples = take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds)
+    samples = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds)
     alone, ours, *theirs = (variant.name for variant in settings.variants)
-    sockets = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
 
     def table(how: str, groups: Mapping[str, str]) -> Table:
         found = {name: samples[on, name] for name, on in groups.items()}
@@ -122,16 +129,16 @@ def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) ->
 
     here = {alone: "two ranks"}
     return [
-        table("equal settings", here | dict.fromkeys((ours, *theirs), "two ranks")),
-        table(f"equal settings, {sockets}", here | dict.fromkeys((ours, *theirs), BY_US)),
-        table("as users get it", here | {ours: BY_US, theirs[0]: "two ranks"}),
+        table(EQUAL, here | dict.fromkeys((ours, *theirs), "two ranks")),
+        table(EQUAL_WITH_SOCKETS, here | dict.fromkeys((ours, *theirs), BY_US)),
+        table(AS_USERS_GET_IT, here | {ours: BY_US, theirs[0]: "two ranks"}),
     ]
 
 
 def fits_of_one(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
     """Steps through the Trainer, on one rank."""
     turns = turns_of(stage.ranks("one rank", OpenFits, settings), settings.variants)
-    return [table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)]
+    return [table_of(title, take_turns(turns, repetitions=stage.most_rounds, seconds=seconds), unit="ms", scale=1000)]
 
 
 def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
@@ -154,16 +161,24 @@ def all_flags(model: str, *, steps: int) -> LoopSettings:
     return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=steps)
 
 
-def unused(model: str) -> LoopSettings:
-    """With all layers, with the same ones unused in each step, and with others."""
+def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
+    """Steps with all layers, with the same ones unused in each step, and with others."""
     best = ddp_variants()[-2]  # without a static graph, which allows no others
-    variants: list[Variant] = [ALONE, *our_variants(), best]
+    every = [ALONE, *our_variants(), best]
+    groups: dict[str, list[Variant]] = {"all layers used": every}
     for which in ("same", "changing"):
-        for variant in (ALONE, *our_variants(), best):
-            left_out = with_unused(variant, which)
-            assert left_out is not None
-            variants.append(replace(left_out, name=left_out.name.replace("unused", f"unused, {which}")))
-    return LoopSettings(model, tuple(variants), steps=5)
+        left_out = [found for variant in every if (found := with_unused(variant, which)) is not None]
+        groups[f"unused: {which}"] = [replace(found, name=f"{found.name}, {which}") for found in left_out]
+    settings = LoopSettings(model, tuple(itertools.chain(*groups.values())), steps=5)
+    turns = turns_of(stage.ranks("two ranks", Loop, settings), settings.variants)
+    samples = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds)
+    tables = []
+    for how, group in groups.items():
+        found = {used.name: samples[variant.name] for used, variant in zip(every, group, strict=True)}
+        table = table_of(f"{title}, {how}", found, unit="ms", scale=1000)
+        rows = {name: [*row, row[0] / statistics.median(samples[name]) / 1000] for name, row in table.rows.items()}
+        tables.append(replace(table, columns=[*table.columns, "x all layers used"], rows=rows))
+    return tables
 
 
 # The shares are the seconds that five rounds or more take on an H200.
@@ -196,7 +211,7 @@ PARTS = [
     ),
     Part("bf16", "gpt2, 2 ranks, bf16 wire", 20, partial(steps, settings=bf16("gpt2"))),
     Part("bf16", "resnet50, 2 ranks, bf16 wire", 10, partial(steps, settings=bf16("resnet50"))),
-    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(steps, settings=unused("resnet50"))),
+    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(unused, model="resnet50")),
     Part("memory", "gpt2, 2 ranks, peak memory", 35, partial(peaks, model="gpt2")),
     Part("memory", "resnet50, 2 ranks, peak memory", 15, partial(peaks, model="resnet50")),
 ]
@@ -207,11 +222,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(part.name for part in PARTS))
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    what.add_argument("--markdown", type=Path, metavar="FILE", help="only print a short table of this gpu_suite.json")
     what.add_argument("--list", action="store_true", help="only say what the parts are")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="NAME", help="(default: all)")
     parser.add_argument("--seconds", type=float, default=420, help="for all parts together (default: 420)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (default: cuda)")
     args = parser.parse_args(arguments)
+    if args.markdown is not None:
+        print(markdown(json.loads(args.markdown.read_text())["tables"]))
+        return 0
     parts = [part for part in PARTS if part.name in args.parts]
     if args.list:
         print(*(f"{part.name:<10}{part.title}" for part in parts), sep="\n")
@@ -241,6 +260,32 @@ def measure(parts: Sequence[Part], stage: Stage, results: Results, *, deadline: 
                 stage.end()
     finally:
         stage.end()
+
+
+def markdown(tables: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each comparison: how many times faster than the best torch DDP, and both medians with their ranges."""
+    rows: dict[str, dict[str, str]] = {}
+    for table in tables:
+        if SPEED_UP not in table["columns"]:
+            continue
+        what, _, how = table["title"].split(";")[0].partition(" Trainer, ")
+        model, _, rest = (f"{what} Trainer" if how else what).partition(",")
+        rows.setdefault(NAMES[model] + "," + rest, {})[how or EQUAL] = _cell(table)
+    columns = (EQUAL, EQUAL_WITH_SOCKETS, AS_USERS_GET_IT)
+    lines = [
+        ["", *columns],
+        ["---"] * 4,
+        *([what, *(cells.get(how, "") for how in columns)] for what, cells in rows.items()),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def _cell(table: Mapping[str, Any]) -> str:
+    rows: Mapping[str, Sequence[float]] = table["rows"]
+    ours = rows["bucketddp"]
+    best = min((row for name, row in rows.items() if is_ddp(name)), key=lambda row: row[0])
+    own, theirs = (f"{median:.3g} ms ({least:.3g} to {most:.3g})" for median, least, most, *_ in (ours, best))
+    return f"**{ours[table['columns'].index(SPEED_UP)]:.2f}x**: {own} against {theirs}"
 
 
 class Results:

@@ -13,6 +13,8 @@ import torch
 
 from benchmarks.variants import ALONE
 
+SPEED_UP = "speed-up over best ddp"
+
 
 @dataclass(frozen=True)
 class Table:
@@ -53,7 +55,7 @@ def table_of(title: str, samples: Mapping[str, Sequence[float]], *, unit: str, s
         name: [median, min(scaled[name]), max(scaled[name]), best / median, median / alone]
         for name, median in medians.items()
     }
-    columns = [f"median {unit}", "min", "max", "speed-up over best ddp", "x no communication"]
+    columns = [f"median {unit}", "min", "max", SPEED_UP, "x no communication"]
     return Table(title, columns, rows, samples=scaled)
 
 
