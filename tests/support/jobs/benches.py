@@ -1,4 +1,4 @@
-"""Of benchmarks: one of which a rank fails, and the communication hooks that they measure."""
+"""Of benchmarks: one of which a rank fails, the communication hooks that are measured, and memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.loop import LoopSettings
+from benchmarks.peaks import Memory, Peaks
 from benchmarks.variants import Variant, attach
 
 
@@ -50,3 +52,10 @@ def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tens
         if attached.reducer is not None:
             attached.reducer.close()
     return means
+
+
+def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
+    """What each variant needs for a step with one micro-batch, and the size of the gradients."""
+    peaks = Peaks(settings, torch.device("cpu"))
+    # Once is enough: nothing is freed by another thread here.
+    return [peaks._memory_on_cpu(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
