@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -97,6 +97,10 @@ class OpenFits(Fits):
         num_unmeasured = self._variants[name].steps_to_settle if is_new else 1
         accumulate, steps = self._settings.accumulate, self._settings.steps
         return breaks.go_on(_Turn(num_unmeasured * accumulate, steps * accumulate)) / steps
+
+    def environment(self, names: Sequence[str]) -> dict[str, str]:
+        """The variables of these names, as far as they are set."""
+        return {name: os.environ[name] for name in names if name in os.environ}
 
     def close(self) -> None:
         """End all fits, in the same order on every rank."""

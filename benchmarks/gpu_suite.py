@@ -41,7 +41,7 @@ SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
 BY_US = "two ranks, set up by bucketddp"
 # How variants are compared through the Trainer, at the end of a title.
 EQUAL = "equal settings"
-EQUAL_WITH_SOCKETS = f"{EQUAL}, {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}"
+EQUAL_TO_OURS = "equal settings, those of bucketddp"
 AS_USERS_GET_IT = "as users get it"
 NAMES = {"resnet50": "ResNet-50", "gpt2": "GPT-2 124M", "tiny_layers": "500 tiny parameters"}
 
@@ -122,6 +122,8 @@ def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) ->
         turns |= {(on, name): turn for name, turn in turns_of(ranks, variants).items()}
     samples = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds)
     alone, ours, *theirs = (variant.name for variant in settings.variants)
+    [made, *_] = ranks.call("environment", list(SETTINGS))
+    ours_are = f"; bucketddp sets {' '.join(f'{name}={value}' for name, value in made.items()) or 'nothing here'}"
 
     def table(how: str, groups: Mapping[str, str]) -> Table:
         found = {name: samples[on, name] for name, on in groups.items()}
@@ -130,8 +132,8 @@ def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) ->
     here = {alone: "two ranks"}
     return [
         table(EQUAL, here | dict.fromkeys((ours, *theirs), "two ranks")),
-        table(EQUAL_WITH_SOCKETS, here | dict.fromkeys((ours, *theirs), BY_US)),
-        table(AS_USERS_GET_IT, here | {ours: BY_US, theirs[0]: "two ranks"}),
+        table(EQUAL_TO_OURS + ours_are, here | dict.fromkeys((ours, *theirs), BY_US)),
+        table(AS_USERS_GET_IT + ours_are, here | {ours: BY_US, theirs[0]: "two ranks"}),
     ]
 
 
@@ -271,7 +273,7 @@ def markdown(tables: Sequence[Mapping[str, Any]]) -> str:
         what, _, how = table["title"].split(";")[0].partition(" Trainer, ")
         model, _, rest = (f"{what} Trainer" if how else what).partition(",")
         rows.setdefault(NAMES[model] + "," + rest, {})[how or EQUAL] = _cell(table)
-    columns = (EQUAL, EQUAL_WITH_SOCKETS, AS_USERS_GET_IT)
+    columns = (EQUAL, EQUAL_TO_OURS, AS_USERS_GET_IT)
     lines = [
         ["", *columns],
         ["---"] * 4,

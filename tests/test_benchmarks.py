@@ -139,7 +139,7 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
         raise RuntimeError("this part failed")
 
     kinds = {part.name: part for part in reversed(gpu_suite.PARTS)}  # the first of each
-    parts = [gpu_suite.Part("fails", "fails", 1, fail), *(kinds[name] for name in ("trainer", "unused", "memory"))]
+    parts = [gpu_suite.Part("fails", "fails", 1, fail), *(kinds[name] for name in ("trainer", "unused", "hooks"))]
     monkeypatch.setattr(gpu_suite.Stage, "start", lambda self: None)  # each group when it is needed
     monkeypatch.setattr(gpu_suite, "PARTS", parts)
     assert gpu_suite.main(["--device=cpu", "--seconds=1", f"--out={tmp_path}"]) == 1
@@ -148,9 +148,9 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     assert "this part failed" in found["missing"]["fails"]
     trainer, used = "gpt2, 2 ranks, through the Trainer", "resnet50, 2 ranks, unused layers"
     assert [table["title"].split(";")[0] for table in found["tables"]] == [
-        *(f"{trainer}, {how}" for how in (gpu_suite.EQUAL, gpu_suite.EQUAL_WITH_SOCKETS, gpu_suite.AS_USERS_GET_IT)),
+        *(f"{trainer}, {how}" for how in (gpu_suite.EQUAL, gpu_suite.EQUAL_TO_OURS, gpu_suite.AS_USERS_GET_IT)),
         *(f"{used}, {which}" for which in ("all layers used", "unused: same", "unused: changing")),
-        "gpt2, 2 ranks, peak memory",
+        "resnet50, 2 ranks, 8-bit hook",
     ]
     all_rows, with_sockets, as_users_get_it, all_layers, *_ = [list(table["rows"]) for table in found["tables"]]
     assert all_rows == with_sockets == [ALONE.name, OURS, *THEIRS]
