@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_bucketddp
+from benchmarks.comm_hooks import HOOKS
 from benchmarks.loop import OPTIMIZERS, LoopSettings
 from benchmarks.models import Workload, build
-from benchmarks.ranks import synchronize
-from benchmarks.variants import Variant, compress
+from benchmarks.ranks import NUM_RANKS, synchronize
+from benchmarks.variants import Variant
 
 pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
+
+
+_ENDLESS = 10**9
 
 
 class Fits:
@@ -47,24 +54,26 @@ class Fits:
         num_unmeasured = variant.steps_to_settle * settings.accumulate
         num_batches = num_unmeasured + settings.steps * settings.accumulate
         stopwatch = _Stopwatch(self._device, first=num_unmeasured, last=num_batches)
-        trainer = pl.Trainer(
+        # One more, at the beginning of which the last measured step has ended.
+        self._trainer(variant, stopwatch).fit(self._modules[key], DataLoader(range(num_batches + 1)))
+        start, end = stopwatch.times
+        return (end - start) / settings.steps
+
+    def _trainer(self, variant: Variant, callback: Any) -> Any:
+        return pl.Trainer(
             accelerator="gpu" if self._device.type == "cuda" else "cpu",
             devices=[self._device.index] if self._device.type == "cuda" else 1,
-            num_nodes=1 if variant.kind == "alone" else dist.get_world_size(),
+            num_nodes=1 if variant.kind == "alone" else int(os.environ[NUM_RANKS]),
             strategy=_strategy(variant, self._device),
-            accumulate_grad_batches=settings.accumulate,
+            accumulate_grad_batches=self._settings.accumulate,
             max_epochs=1,
-            callbacks=[stopwatch, *self._monitors(variant)],
+            callbacks=[callback, *self._monitors(variant)],
             use_distributed_sampler=False,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        # One more, at the beginning of which the last measured step has ended.
-        trainer.fit(self._modules[key], DataLoader(range(num_batches + 1)))
-        start, end = stopwatch.times
-        return (end - start) / settings.steps
 
     def _monitors(self, variant: Variant) -> list[Any]:
         if variant.records_every is None:
@@ -73,14 +82,47 @@ class Fits:
         return [monitor(every_n_steps=variant.records_every, dirpath=self._folder.name, summary=False)]
 
 
+class OpenFits(Fits):
+    """Variants that take turns, each a fit that waits between its turns and so has to settle only once."""
+
+    def __init__(self, settings: LoopSettings, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self._open: dict[str, _Breaks] = {}
+
+    def turn(self, name: str) -> float:
+        """Seconds per step."""
+        is_new = name not in self._open
+        breaks = self._opened(self._variants[name]) if is_new else self._open[name]
+        # What others have driven out of the caches comes back in a step that is not measured.
+        num_unmeasured = self._variants[name].steps_to_settle if is_new else 1
+        accumulate, steps = self._settings.accumulate, self._settings.steps
+        return breaks.go_on(_Turn(num_unmeasured * accumulate, steps * accumulate)) / steps
+
+    def environment(self, names: Sequence[str]) -> dict[str, str]:
+        """The variables of these names, as far as they are set."""
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+    def close(self) -> None:
+        """End all fits, in the same order on every rank."""
+        while self._open:
+            self._open.pop(next(iter(self._open))).end()
+
+    def _opened(self, variant: Variant) -> _Breaks:
+        module = _Module(build(self._settings.model, self._device), variant, self._settings)
+        breaks = self._open[variant.name] = _Breaks(self._device)
+        trainer = self._trainer(variant, breaks)
+        breaks.begin(lambda: trainer.fit(module, DataLoader(range(_ENDLESS))))
+        return breaks
+
+
 def _strategy(variant: Variant, device: torch.device) -> Any:
     if variant.kind == "alone":
         return pl.strategies.SingleDeviceStrategy(device=device)
-    if variant.kind == "ours":
-        return lightning_bucketddp.BucketDDPStrategy(**variant.options)
-    if variant.wire == "bf16":
-        return pl.strategies.DDPStrategy(ddp_comm_hook=compress, **variant.options)
-    return pl.strategies.DDPStrategy(**variant.options)
+    options = dict(variant.options)
+    if variant.hook:
+        options["ddp_comm_hook"], options["ddp_comm_state"] = HOOKS[variant.hook]()
+    kind = lightning_bucketddp.BucketDDPStrategy if variant.kind == "ours" else pl.strategies.DDPStrategy
+    return kind(**options)
 
 
 class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
@@ -112,3 +154,64 @@ class _Stopwatch(pl.Callback):  # type: ignore[name-defined,misc]
         if batch_idx in self._batches:
             synchronize(self._device)
             self.times.append(time.perf_counter())
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """So many batches, of which the last ones are measured."""
+
+    num_unmeasured: int
+    num_measured: int
+
+
+class _Breaks(pl.Callback):  # type: ignore[name-defined,misc]
+    """A fit in a thread of its own that stops between two batches. One thread runs while the others wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._orders: SimpleQueue[_Turn | None] = SimpleQueue()
+        self._answers: SimpleQueue[float | BaseException | None] = SimpleQueue()
+        self._first = self._last = 0  # batches of a turn that are measured
+        self._began_at = 0.0
+
+    def begin(self, fit: Callable[[], None]) -> None:
+        """Start the thread; it waits for the first turn when it comes to the first batch."""
+
+        def run() -> None:
+            try:
+                fit()
+                self._answers.put(None)
+            except BaseException as error:  # raised where the turn was asked for
+                self._answers.put(error)
+
+        self._thread = Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def go_on(self, turn: _Turn | None) -> float:
+        """Train until `turn` is over, None: until the fit is; return seconds of what is measured."""
+        self._orders.put(turn)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise RuntimeError("A fit failed.") from answer
+        return answer or 0.0
+
+    def end(self) -> None:
+        """End the fit as Lightning ends it."""
+        if self._thread.is_alive():
+            self.go_on(None)
+            self._thread.join()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._last:
+            synchronize(self._device)
+            if batch_idx > 0:
+                self._answers.put(time.perf_counter() - self._began_at)
+            turn = self._orders.get()
+            if turn is None:
+                trainer.should_stop = True
+                return
+            self._first = batch_idx + turn.num_unmeasured
+            self._last = self._first + turn.num_measured
+        if batch_idx == self._first:
+            synchronize(self._device)
+            self._began_at = time.perf_counter()

@@ -1,39 +1,49 @@
 """All that the targets for a GPU need, in one command and in a given time, which decides how often all is repeated.
 
-    python -m benchmarks.gpu_suite --seconds 330 --out DIRECTORY
+    python -m benchmarks.gpu_suite --out DIRECTORY
+    python -m benchmarks.gpu_suite --out DIRECTORY --seconds 90 --parts hooks memory
+    python -m benchmarks.gpu_suite --markdown DIRECTORY/gpu_suite.json
 
 The most important comes first, and each table is printed and written when it is ready, so that a run that is cut short
-is worth something. Two ranks share the GPU: start NVIDIA's MPS first. With `--device cpu` small models take the places
-of the real ones, to see that everything runs.
+is worth something. Two ranks share the GPU: start NVIDIA's MPS first. `--device cpu` is a rehearsal, to see that all of
+it runs: small models, two rounds at most and one at least of each part.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import memory, overlap
+from benchmarks.comm_hooks import HOOKS
 from benchmarks.command import turns_of
-from benchmarks.fits import Fits
+from benchmarks.fits import OpenFits
 from benchmarks.limits import Limits
 from benchmarks.loop import Loop, LoopSettings
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
-from benchmarks.report import Table, about, table_of
+from benchmarks.report import SPEED_UP, Table, about, is_ddp, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, with_unused
+from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
-# What `bucketddp` sets by itself before it makes a process group; the ranks of a benchmark have one already.
-NETWORK_SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
-MOST_ROUNDS = 50
+# Ranks whose process group `bucketddp` makes, with NCCL's sockets as it sets them. The others have torch's defaults.
+BY_US = "two ranks, set up by bucketddp"
+# How variants are compared through the Trainer, at the end of a title.
+EQUAL = "equal settings"
+EQUAL_TO_OURS = "equal settings, those of bucketddp"
+AS_USERS_GET_IT = "as users get it"
+NAMES = {"resnet50": "ResNet-50", "gpt2": "GPT-2 124M", "tiny_layers": "500 tiny parameters"}
 
 
 class Stage:
@@ -41,10 +51,11 @@ class Stage:
 
     def __init__(self, device: str, directory: Path) -> None:
         self.directory = directory
-        self._is_rehearsal = device == "cpu"
+        self.is_rehearsal = device == "cpu"
+        self.most_rounds = 2 if self.is_rehearsal else 50
         self._places = {
             "two ranks": Place(device, 2),
-            "two ranks, tuned": Place(device, 2, NETWORK_SETTINGS),
+            BY_US: Place(device, 2, have_group=False),
             "one rank": Place(device, 1),
         }
         self._groups: dict[str, Ranks] = {}
@@ -61,62 +72,81 @@ class Stage:
 
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
-        model = SMALL[settings.model] if self._is_rehearsal else settings.model
+        if self.is_rehearsal:
+            model, variants = SMALL.get(settings.model, settings.model), tuple(settling_in(3, settings.variants))
+            settings = replace(settings, model=model, variants=variants, steps=1)
         if name not in self._groups:
-            self._groups[name] = Ranks(bench, replace(settings, model=model), self._places[name])
+            self._groups[name] = Ranks(bench, settings, self._places[name])
         else:
-            self._groups[name].build(bench, replace(settings, model=model))
+            self._groups[name].build(bench, settings)
         return self._groups[name]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something to measure; `share` is its share of the time."""
+    """Something to measure; `share` is its share of the time, `name` what `--parts` calls it and others like it."""
 
+    name: str
     title: str
     share: float
-    measure: Callable[[Stage, str, float], Table]
+    measure: Callable[[Stage, str, float], Sequence[Table]]
 
 
-def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Steps with fp32 on the wire against their limits."""
     ours = [*our_variants(), *our_variants(caps=[25.0])]
     settings = LoopSettings(model, (ALONE, *ours, *ddp_variants()), steps=3)
     ranks = stage.ranks("two ranks", Limits, settings)
-    samples = overlap.measure(ranks, settings, repetitions=MOST_ROUNDS, seconds=seconds)
+    samples = overlap.measure(ranks, settings, repetitions=stage.most_rounds, seconds=seconds)
     [(plan, profile), *_] = ranks.call("plan", ours[0].name)
     print(f"{ours[0].name}: {plan}")
     if profile is not None:
         # For `benchmarks.simulated_networks`; the reducer does not see the rest of a step.
         others = {f"{phase}_s": statistics.median(samples["phases"][phase]) for phase in ("forward", "optimizer")}
         (stage.directory / f"profile_{model}.json").write_text(json.dumps({**json.loads(profile), **others}, indent=1))
-    return overlap.table_of_limits(title, samples)
+    return [overlap.table_of_limits(title, samples)]
 
 
-def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> Table:
+def steps(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "two ranks") -> list[Table]:
     """Steps in a bare loop."""
     turns = turns_of(stage.ranks(on, Loop, settings), settings.variants)
-    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+    return [table_of(title, take_turns(turns, repetitions=stage.most_rounds, seconds=seconds), unit="ms", scale=1000)]
 
 
-def tuned(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
     """Steps through the Trainer, of processes with and without settings for the network, which take turns."""
-    [ours], [theirs, *_] = our_variants(), ddp_variants()
-    turns = {}
-    for on, name, variant in (
-        ("two ranks, tuned", "bucketddp, network settings", ours),
-        ("two ranks", "bucketddp", ours),
-        ("two ranks", "ddp", theirs),
-    ):
-        settings = LoopSettings(model, (ours, theirs), steps=8)
-        turns[name] = partial(stage.ranks(on, Fits, settings).slowest, "turn", variant.name)
-    return table_of(title, take_turns(turns, repetitions=MOST_ROUNDS, seconds=seconds), unit="ms", scale=1000)
+    turns: dict[tuple[str, str], Callable[[], float]] = {}
+    for on, variants in (("two ranks", settings.variants), (BY_US, settings.variants[1:])):
+        # Ours is the first there: it makes the process group, and sets what it sets by itself.
+        ranks = stage.ranks(on, OpenFits, replace(settings, variants=variants))
+        turns |= {(on, name): turn for name, turn in turns_of(ranks, variants).items()}
+    samples = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds)
+    alone, ours, *theirs = (variant.name for variant in settings.variants)
+    [made, *_] = ranks.call("environment", list(SETTINGS))
+    ours_are = f"; bucketddp sets {' '.join(f'{name}={value}' for name, value in made.items()) or 'nothing here'}"
+
+    def table(how: str, groups: Mapping[str, str]) -> Table:
+        found = {name: samples[on, name] for name, on in groups.items()}
+        return table_of(f"{title}, {how}", found, unit="ms", scale=1000)
+
+    here = {alone: "two ranks"}
+    return [
+        table(EQUAL, here | dict.fromkeys((ours, *theirs), "two ranks")),
+        table(EQUAL_TO_OURS + ours_are, here | dict.fromkeys((ours, *theirs), BY_US)),
+        table(AS_USERS_GET_IT + ours_are, here | {ours: BY_US, theirs[0]: "two ranks"}),
+    ]
 
 
-def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> Table:
+def fits_of_one(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
+    """Steps through the Trainer, on one rank."""
+    turns = turns_of(stage.ranks("one rank", OpenFits, settings), settings.variants)
+    return [table_of(title, take_turns(turns, repetitions=stage.most_rounds, seconds=seconds), unit="ms", scale=1000)]
+
+
+def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Peak memory."""
     settings = LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()))
-    return memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)
+    return [memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)]
 
 
 def bf16(model: str) -> LoopSettings:
@@ -124,62 +154,140 @@ def bf16(model: str) -> LoopSettings:
     return LoopSettings(model, variants, steps=3)
 
 
-def alone_on_gpu(model: str) -> LoopSettings:
-    return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=10)
+def hooked(model: str, hook: str) -> LoopSettings:
+    ours = [*our_variants(), *our_variants(caps=[25.0])]
+    return LoopSettings(model, (ALONE, *with_hook(hook, [*ours, *ddp_variants()])), steps=3)
 
 
-def unused(model: str) -> LoopSettings:
-    """With all layers, with the same ones unused in each step, and with others."""
+def all_flags(model: str, *, steps: int) -> LoopSettings:
+    return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=steps)
+
+
+def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
+    """Steps with all layers, with the same ones unused in each step, and with others."""
     best = ddp_variants()[-2]  # without a static graph, which allows no others
-    variants: list[Variant] = [ALONE, *our_variants(), best]
+    every = [ALONE, *our_variants(), best]
+    groups: dict[str, list[Variant]] = {"all layers used": every}
     for which in ("same", "changing"):
-        for variant in (ALONE, *our_variants(), best):
-            left_out = with_unused(variant, which)
-            assert left_out is not None
-            variants.append(replace(left_out, name=left_out.name.replace("unused", f"unused, {which}")))
-    return LoopSettings(model, tuple(variants), steps=5)
+        left_out = [found for variant in every if (found := with_unused(variant, which)) is not None]
+        groups[f"unused: {which}"] = [replace(found, name=f"{found.name}, {which}") for found in left_out]
+    settings = LoopSettings(model, tuple(itertools.chain(*groups.values())), steps=5)
+    turns = turns_of(stage.ranks("two ranks", Loop, settings), settings.variants)
+    samples = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds)
+    tables = []
+    for how, group in groups.items():
+        found = {used.name: samples[variant.name] for used, variant in zip(every, group, strict=True)}
+        table = table_of(f"{title}, {how}", found, unit="ms", scale=1000)
+        rows = {name: [*row, row[0] / statistics.median(samples[name]) / 1000] for name, row in table.rows.items()}
+        tables.append(replace(table, columns=[*table.columns, "x all layers used"], rows=rows))
+    return tables
 
 
+# The shares are the seconds that five rounds or more take on an H200.
 PARTS = [
-    Part("gpt2, 2 ranks, fp32 wire", 6, partial(hidden, model="gpt2")),
-    Part("resnet50, 2 ranks, fp32 wire", 4, partial(hidden, model="resnet50")),
-    Part("gpt2, 2 ranks, bf16 wire", 3, partial(steps, settings=bf16("gpt2"))),
-    Part("resnet50, 2 ranks, bf16 wire", 2, partial(steps, settings=bf16("resnet50"))),
-    Part("resnet50, 1 rank", 2, partial(steps, settings=alone_on_gpu("resnet50"), on="one rank")),
-    Part("gpt2, 2 ranks, through the Trainer", 4, partial(tuned, model="gpt2")),
-    Part("resnet50, 2 ranks, through the Trainer", 3, partial(tuned, model="resnet50")),
-    Part("resnet50, 2 ranks, unused layers", 2, partial(steps, settings=unused("resnet50"))),
-    Part("gpt2, 2 ranks, peak memory", 1, partial(peaks, model="gpt2")),
+    *(
+        Part(
+            "trainer",
+            f"{model}, 2 ranks, through the Trainer",
+            share,
+            partial(fits, settings=all_flags(model, steps=steps)),
+        )
+        for model, steps, share in (("gpt2", 4, 55), ("resnet50", 8, 28), ("tiny_layers", 20, 18))
+    ),
+    *(
+        Part(
+            "trainer",
+            f"{model}, 1 rank, through the Trainer",
+            share,
+            partial(fits_of_one, settings=all_flags(model, steps=steps)),
+        )
+        for model, steps, share in (("resnet50", 8, 14), ("tiny_layers", 20, 10))
+    ),
+    Part("loop", "gpt2, 2 ranks, fp32 wire", 50, partial(hidden, model="gpt2")),
+    Part("loop", "resnet50, 2 ranks, fp32 wire", 22, partial(hidden, model="resnet50")),
+    Part("loop", "resnet50, 1 rank", 10, partial(steps, settings=all_flags("resnet50", steps=10), on="one rank")),
+    *(
+        Part("hooks", f"{model}, 2 ranks, {hook} hook", share, partial(steps, settings=hooked(model, hook)))
+        for model, share in (("resnet50", 12), ("gpt2", 20))
+        for hook in HOOKS
+    ),
+    Part("bf16", "gpt2, 2 ranks, bf16 wire", 20, partial(steps, settings=bf16("gpt2"))),
+    Part("bf16", "resnet50, 2 ranks, bf16 wire", 10, partial(steps, settings=bf16("resnet50"))),
+    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(unused, model="resnet50")),
+    Part("memory", "gpt2, 2 ranks, peak memory", 35, partial(peaks, model="gpt2")),
+    Part("memory", "resnet50, 2 ranks, peak memory", 15, partial(peaks, model="resnet50")),
 ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=330, help="for everything (default: 330)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    names = list(dict.fromkeys(part.name for part in PARTS))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIRECTORY", help="for gpu_suite.json and .txt")
+    what.add_argument("--markdown", type=Path, metavar="FILE", help="only print a short table of this gpu_suite.json")
+    what.add_argument("--list", action="store_true", help="only say what the parts are")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="NAME", help="(default: all)")
+    parser.add_argument("--seconds", type=float, default=420, help="for all parts together (default: 420)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (default: cuda)")
     args = parser.parse_args(arguments)
+    if args.markdown is not None:
+        print(markdown(json.loads(args.markdown.read_text())["tables"]))
+        return 0
+    parts = [part for part in PARTS if part.name in args.parts]
+    if args.list:
+        print(*(f"{part.name:<10}{part.title}" for part in parts), sep="\n")
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + args.seconds
-    stage = Stage(args.device, args.out)
-    stage.start()
     results = Results(args.out, about("MPS" if args.device == "cuda" else "a rehearsal"))
+    measure(parts, Stage(args.device, args.out), results, deadline=time.monotonic() + args.seconds)
+    return int(bool(results.missing))
+
+
+def measure(parts: Sequence[Part], stage: Stage, results: Results, *, deadline: float) -> None:
+    """Measure each of `parts`, which share the time until `deadline`."""
+    stage.start()
     try:
-        for index, part in enumerate(PARTS):
+        for index, part in enumerate(parts):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 and not stage.is_rehearsal:
                 results.miss(part, "no time was left")
                 continue
             try:
-                share = left * part.share / sum(later.share for later in PARTS[index:])
-                results.add(part.measure(stage, part.title, share))
+                share = left * part.share / sum(later.share for later in parts[index:])
+                for table in part.measure(stage, part.title, share):
+                    results.add(table)
             except Exception:
                 # Ranks that failed cannot go on; the other parts can.
                 results.miss(part, traceback.format_exc())
                 stage.end()
     finally:
         stage.end()
-    return int(bool(results.missing))
+
+
+def markdown(tables: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each comparison: how many times faster than the best torch DDP, and both medians with their ranges."""
+    rows: dict[str, dict[str, str]] = {}
+    for table in tables:
+        if SPEED_UP not in table["columns"]:
+            continue
+        what, _, how = table["title"].split(";")[0].partition(" Trainer, ")
+        model, _, rest = (f"{what} Trainer" if how else what).partition(",")
+        rows.setdefault(NAMES[model] + "," + rest, {})[how or EQUAL] = _cell(table)
+    columns = (EQUAL, EQUAL_TO_OURS, AS_USERS_GET_IT)
+    lines = [
+        ["", *columns],
+        ["---"] * 4,
+        *([what, *(cells.get(how, "") for how in columns)] for what, cells in rows.items()),
+    ]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+
+
+def _cell(table: Mapping[str, Any]) -> str:
+    rows: Mapping[str, Sequence[float]] = table["rows"]
+    ours = rows["bucketddp"]
+    best = min((row for name, row in rows.items() if is_ddp(name)), key=lambda row: row[0])
+    own, theirs = (f"{median:.3g} ms ({least:.3g} to {most:.3g})" for median, least, most, *_ in (ours, best))
+    return f"**{ours[table['columns'].index(SPEED_UP)]:.2f}x**: {own} against {theirs}"
 
 
 class Results:

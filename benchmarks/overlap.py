@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.limits import Limits
 from benchmarks.loop import LoopSettings
 from benchmarks.models import WORKLOADS
 from benchmarks.ranks import Ranks
-from benchmarks.report import Table, best_ddp
+from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, WIRES, ddp_variants, our_variants, settling_in
 
@@ -61,21 +62,19 @@ def measure(
 
 
 def table_of_limits(title: str, samples: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
-    """Medians in milliseconds, and efficiencies."""
-    step, communication, phases = (
+    """Milliseconds of steps, and efficiencies."""
+    communication, phases = (
         {name: statistics.median(values) * 1000 for name, values in samples[what].items()}
-        for what in ("step", "communication", "phases")
+        for what in ("communication", "phases")
     )
-    best = best_ddp(step)
+    parts = ", ".join(f"{phase} {taken:.2f} ms" for phase, taken in phases.items())
+    steps = table_of(f"{title}; alone: {parts}", samples["step"], unit="ms", scale=1000)
     rows = {}
-    for name, taken in step.items():
+    for name, row in steps.rows.items():
         hidden = max(phases["backward"], communication.get(name, 0.0))
         limit = phases["forward"] + hidden + phases["optimizer"]
-        rows[name] = [taken, best / taken, communication.get(name, float("nan")), limit / taken]
-    parts = ", ".join(f"{phase} {taken:.2f} ms" for phase, taken in phases.items())
-    columns = ["ms", "speed-up over best ddp", "communication ms", "efficiency"]
-    scaled = {name: [value * 1000 for value in values] for name, values in samples["step"].items()}
-    return Table(f"{title}; alone: {parts}", columns, rows, samples=scaled)
+        rows[name] = [*row, communication.get(name, float("nan")), limit / row[0]]
+    return replace(steps, columns=[*steps.columns, "communication ms", "efficiency"], rows=rows)
 
 
 if __name__ == "__main__":

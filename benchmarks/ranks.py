@@ -3,6 +3,8 @@
     with Ranks(Loop, settings, Place(device="cpu", num_ranks=2)) as ranks:
         seconds = ranks.slowest("turn", "ddp")      # Loop(settings, device).turn("ddp"), on all ranks at once
 
+A bench that has a method `close` is closed before another one takes its place.
+
 The process that asks decides whose turn it is. So variants can take turns within one group of ranks and between two.
 """
 
@@ -32,6 +34,9 @@ _REPOSITORY = str(Path(__file__).parents[1])
 _STUCK_AFTER = timedelta(minutes=5)
 _END_WITHIN_S = 5
 
+# In the environment of each rank: how many there are.
+NUM_RANKS = "BENCHMARK_NUM_RANKS"
+
 # Built on each rank from the settings, which can be pickled.
 Bench = Callable[[Any, torch.device], Any]
 
@@ -49,6 +54,8 @@ class Place:
         num_ranks: how many processes there are.
         variables: their environment, beside what they inherit.
         address: where rank 0 can be reached by the others.
+        have_group: whether the ranks are in a process group from the start. Else the first who needs one makes it, as
+            in a user's program.
         within: by rank, a command that runs the rest of its command line on another host of this machine, for example
             `nsenter`. Empty: all run here.
     """
@@ -57,6 +64,7 @@ class Place:
     num_ranks: int = 2
     variables: Mapping[str, str] = field(default_factory=dict)
     address: str = "127.0.0.1"
+    have_group: bool = True
     within: Sequence[Sequence[str]] = ()
 
     def __str__(self) -> str:
@@ -162,22 +170,26 @@ def _serve(pipe: Connection) -> None:
     place = start.place
     # For a Trainer in this process: one node per rank, because several ranks may share a device.
     os.environ.update(MASTER_ADDR=place.address, MASTER_PORT=str(start.port), NODE_RANK=str(start.rank), LOCAL_RANK="0")
+    os.environ[NUM_RANKS] = str(place.num_ranks)
     device = _device(start.rank, place)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{place.address}:{start.port}",
-        rank=start.rank,
-        world_size=place.num_ranks,
-        timeout=_STUCK_AFTER,
-    )
+    if place.have_group:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{place.address}:{start.port}",
+            rank=start.rank,
+            world_size=place.num_ranks,
+            timeout=_STUCK_AFTER,
+        )
     bench = None
     build: Callable[[], Any] = dict
     while True:
         try:
             asked, args = pipe.recv()
         except EOFError:
+            _close(bench)
             return
         if not isinstance(asked, str):
+            _close(bench)
             bench, build = None, functools.partial(asked, args, device)
             gc.collect()  # what the last one leaves behind
             continue
@@ -186,6 +198,11 @@ def _serve(pipe: Connection) -> None:
             pipe.send((getattr(bench, asked)(*args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+
+
+def _close(bench: Any) -> None:
+    if hasattr(bench, "close"):
+        bench.close()
 
 
 def _device(rank: int, place: Place) -> torch.device:

@@ -11,6 +11,10 @@ from typing import Literal
 
 import torch
 
+from benchmarks.variants import ALONE
+
+SPEED_UP = "speed-up over best ddp"
+
 
 @dataclass(frozen=True)
 class Table:
@@ -33,7 +37,7 @@ class Table:
 
     def __str__(self) -> str:
         first = max(len(name) for name in self.rows) + 2
-        widths = [max(len(column) + 2, 12) for column in self.columns]
+        widths = [max(len(column) + 2, 9) for column in self.columns]
         header = " " * first + "".join(f"{column:>{width}}" for column, width in zip(self.columns, widths, strict=True))
         lines = [
             f"{name:<{first}}" + "".join(f"{_shown(value):>{width}}" for value, width in zip(row, widths, strict=True))
@@ -43,12 +47,16 @@ class Table:
 
 
 def table_of(title: str, samples: Mapping[str, Sequence[float]], *, unit: str, scale: float = 1.0) -> Table:
-    """Medians, and how many times faster than the best torch DDP variant of the same run each one is."""
+    """Medians and how far samples are apart, against the best torch DDP variant and against no communication."""
     scaled = {name: [value * scale for value in values] for name, values in samples.items()}
     medians = {name: statistics.median(values) for name, values in scaled.items()}
-    best = best_ddp(medians)
-    rows = {name: [median, best / median] for name, median in medians.items()}
-    return Table(title, [unit, "speed-up over best ddp"], rows, samples=scaled)
+    best, alone = best_ddp(medians), medians.get(ALONE.name, float("nan"))
+    rows = {
+        name: [median, min(scaled[name]), max(scaled[name]), best / median, median / alone]
+        for name, median in medians.items()
+    }
+    columns = [f"median {unit}", "min", "max", SPEED_UP, "x no communication"]
+    return Table(title, columns, rows, samples=scaled)
 
 
 def best_ddp(values: Mapping[str, float]) -> float:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comm_hooks import HOOKS
 from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
@@ -34,6 +33,7 @@ class Variant:
         kind: who reduces the gradients.
         options: keywords of the strategy, or flags of torch DDP.
         wire: what gradients travel as.
+        hook: a name in `HOOKS`, of the communication hook that reduces them; empty: none.
         unused: whether every tenth layer is left out, the same ones in each step or others.
         reduces_alone: whether one rank alone does what it does among others, instead of nothing.
         steps_to_settle: after how many steps every further one is like the last.
@@ -44,6 +44,7 @@ class Variant:
     kind: Literal["alone", "ours", "ddp"]
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
+    hook: str = ""
     unused: Unused = "none"
     reduces_alone: bool = False
     steps_to_settle: int = 5
@@ -86,10 +87,15 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     view = {"gradient_as_bucket_view": True}
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
     flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
-    hook = " bf16_compress_hook" if wire == "bf16" else ""
+    hook = "bf16_compress_hook" if wire == "bf16" else ""
     # By name: without `batched_grad_copy` two of them are the same.
-    named = {f"ddp{hook} {'+'.join(some)}".strip(): some for some in flags}
-    return [Variant(name, "ddp", some, wire) for name, some in named.items()]
+    named = {" ".join(filter(None, ["ddp", hook, "+".join(some)])): some for some in flags}
+    return [Variant(name, "ddp", some, wire, hook) for name, some in named.items()]
+
+
+def with_hook(hook: str, variants: Sequence[Variant]) -> list[Variant]:
+    """`variants` with a communication hook, a name in `HOOKS`."""
+    return [replace(variant, hook=hook) for variant in variants]
 
 
 def settling_in(steps: int | None, variants: Sequence[Variant]) -> list[Variant]:
@@ -120,14 +126,10 @@ def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached
         return _attach_ours(variant, model, device)
     device_ids = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
-    if variant.wire == "bf16":
-        ddp.register_comm_hook(dist.group.WORLD, compress)
+    if variant.hook:
+        hook, state = HOOKS[variant.hook]()
+        ddp.register_comm_hook(state, hook)
     return Attached(ddp, ddp.no_sync, bucket_bytes=lambda: _ddp_bucket_bytes(ddp))
-
-
-def compress(state, bucket):  # type: ignore[no-untyped-def]  # torch DDP takes annotations as types only, not as text
-    """torch's `bf16_compress_hook`, under a name that torch DDP does not refuse without NCCL."""
-    return bf16_compress_hook(state, bucket)
 
 
 def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
@@ -138,6 +140,8 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     if variant.reduces_alone and world_size == 1:
         collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
     options = dict(variant.options)
+    if variant.hook:
+        options["comm_hook"], options["comm_state"] = HOOKS[variant.hook]()
     shards = Shards(collectives, whole_parameters=False) if options.pop("shard_optimizer", False) else None
     reducer = Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=True)
     if shards is not None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, step_time
+from benchmarks.fits import OpenFits, _Breaks
+from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.ranks import Place, RankFailed, Ranks
-from benchmarks.report import table_of
+from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, ddp_variants, our_variants, with_unused
-from tests.support.jobs.benches import Failing
+from benchmarks.variants import ALONE, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants
+from tests.support.ranks import run_on_ranks
 
 OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
@@ -58,7 +65,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
         [[ALONE.name, OURS, *THEIRS[:-1]]],
     ),
     "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
-    "memory": (memory.main, [*SMALL, "--ranks=1"], [[OURS, *THEIRS]]),
+    "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, *THEIRS]]),
     "monitor_overhead": (
         monitor_overhead.main,
         [*SMALL, *BRIEF, "--steps=2"],
@@ -131,26 +138,93 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     def fail(stage: Any, title: str, seconds: float) -> Any:
         raise RuntimeError("this part failed")
 
-    by_title = {part.title: part for part in gpu_suite.PARTS}
-    titles = [
-        "gpt2, 2 ranks, through the Trainer",
-        "resnet50, 2 ranks, unused layers",
-    ]
+    kinds = {part.name: part for part in reversed(gpu_suite.PARTS)}  # the first of each
+    parts = [gpu_suite.Part("fails", "fails", 1, fail), *(kinds[name] for name in ("trainer", "unused", "hooks"))]
     monkeypatch.setattr(gpu_suite.Stage, "start", lambda self: None)  # each group when it is needed
-    monkeypatch.setattr(gpu_suite, "MOST_ROUNDS", 1)
-    monkeypatch.setattr(gpu_suite, "PARTS", [gpu_suite.Part("fails", 1, fail), *(by_title[title] for title in titles)])
-    assert gpu_suite.main(["--device=cpu", "--seconds=170", f"--out={tmp_path}"]) == 1
+    monkeypatch.setattr(gpu_suite, "PARTS", parts)
+    assert gpu_suite.main(["--device=cpu", "--seconds=1", f"--out={tmp_path}"]) == 1
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert list(found["missing"]) == ["fails"]
     assert "this part failed" in found["missing"]["fails"]
-    assert [table["title"].split(";")[0] for table in found["tables"]] == titles
-    assert list(found["tables"][0]["rows"]) == ["bucketddp, network settings", "bucketddp", "ddp"]
+    trainer, used = "gpt2, 2 ranks, through the Trainer", "resnet50, 2 ranks, unused layers"
+    assert [table["title"].split(";")[0] for table in found["tables"]] == [
+        *(f"{trainer}, {how}" for how in (gpu_suite.EQUAL, gpu_suite.EQUAL_TO_OURS, gpu_suite.AS_USERS_GET_IT)),
+        *(f"{used}, {which}" for which in ("all layers used", "unused: same", "unused: changing")),
+        "resnet50, 2 ranks, 8-bit hook",
+    ]
+    all_rows, with_sockets, as_users_get_it, all_layers, *_ = [list(table["rows"]) for table in found["tables"]]
+    assert all_rows == with_sockets == [ALONE.name, OURS, *THEIRS]
+    assert as_users_get_it == [ALONE.name, OURS, "ddp"]
+    assert all_layers == [ALONE.name, OURS, THEIRS[-2]]
     assert all(table["title"] in (tmp_path / "gpu_suite.txt").read_text() for table in found["tables"])
+
+
+def test_a_short_table_has_a_column_for_each_way_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def table(title: str, ours: float) -> dict[str, Any]:
+        samples = {"bucketddp": [ours, ours + 1, ours + 2], "ddp": [70, 80, 90], "ddp static_graph": [50, 60, 70]}
+        return asdict(table_of(title, samples, unit="ms"))
+
+    through = "gpt2, 2 ranks, through the Trainer"
+    tables = [
+        table(f"{through}, {gpu_suite.EQUAL}", 49),
+        table(f"{through}, {gpu_suite.AS_USERS_GET_IT}", 29),
+        table("resnet50, 2 ranks, fp32 wire; alone: forward 2 ms", 59),
+        asdict(Table("gpt2, peak memory", ["peak MiB"], {"bucketddp": [1]})),
+    ]
+    (tmp_path / "gpu_suite.json").write_text(json.dumps({"tables": tables}))
+    assert gpu_suite.main(["--markdown", str(tmp_path / "gpu_suite.json")]) == 0
+    best = "against 60 ms (50 to 70)"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| GPT-2 124M, 2 ranks, through the Trainer"
+        f" | **1.20x**: 50 ms (49 to 51) {best} | | **2.00x**: 30 ms (29 to 31) {best} |",
+        f"| ResNet-50, 2 ranks, fp32 wire | **1.00x**: 60 ms (59 to 61) {best} | | |",
+    ]
+
+
+def test_a_fit_goes_on_where_it_was_when_its_turn_comes_again() -> None:
+    trained: list[Any] = []
+    counting = register_optimizer_step_post_hook(lambda *args: trained.append(args))
+    fits = OpenFits(LoopSettings("tiny_layers", (replace(ALONE, steps_to_settle=3),), steps=2), torch.device("cpu"))
+    counts = []
+    for _ in range(2):
+        assert fits.turn(ALONE.name) > 0
+        counts.append(len(trained))
+    threads = threading.active_count()
+    fits.close()
+    counting.remove()
+    assert counts == [3 + 2, 3 + 2 + 1 + 2]
+    assert threading.active_count() == threads - 1
+
+
+def test_a_fit_that_fails_tells_whoever_has_asked_for_the_turn() -> None:
+    def fail() -> None:
+        raise ValueError("this fit failed")
+
+    breaks = _Breaks(torch.device("cpu"))
+    breaks.begin(fail)
+    with pytest.raises(RuntimeError, match="A fit failed") as raised:
+        breaks.go_on(None)
+    assert "this fit failed" in str(raised.value.__cause__)
+
+
+def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> None:
+    settings = LoopSettings("gpt2_shapes", tuple(settling_in(2, [ALONE, ddp_variants()[0]])))
+    for found, num_bytes in run_on_ranks(memory_of_variants, world_size=2, settings=settings):
+        alone, ddp = found
+        assert alone.kept / num_bytes == pytest.approx(1, abs=0.05)  # its weights
+        assert (ddp.kept - alone.kept) / num_bytes == pytest.approx(1, abs=0.05)
+        assert (ddp.peak - alone.peak) / num_bytes == pytest.approx(1, abs=0.05)
+
+
+def test_parts_of_the_suite_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_suite.main(["--list", "--parts", "hooks", "memory"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["hooks"] * 6 + ["memory"] * 2
 
 
 def test_the_suite_begins_nothing_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_suite.Stage, "start", lambda self: None)
-    assert gpu_suite.main(["--device=cpu", "--seconds=0", f"--out={tmp_path}"]) == 1
+    assert gpu_suite.main(["--seconds=0", f"--out={tmp_path}"]) == 1
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert found["missing"] == {part.title: "no time was left" for part in gpu_suite.PARTS}
 
@@ -183,7 +257,17 @@ def test_rounds_end_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_speed_up_is_over_the_best_ddp() -> None:
     table = table_of("", {"bucketddp": [1, 2, 9], "ddp": [6, 6, 6], "ddp best": [4, 4, 4]}, unit="ms", scale=1000)
-    assert table.rows == {"bucketddp": [2000, 2], "ddp": [6000, 4 / 6], "ddp best": [4000, 1]}
+    assert [row[:4] for row in table.rows.values()] == [
+        [2000, 1000, 9000, 2],
+        [6000, 6000, 6000, 4 / 6],
+        [4000, 4000, 4000, 1],
+    ]
+    assert all(math.isnan(row[4]) for row in table.rows.values())
+
+
+def test_a_step_is_compared_with_one_without_communication() -> None:
+    table = table_of("", {ALONE.name: [2, 2, 5], "bucketddp": [3, 3, 3]}, unit="ms")
+    assert [row[4] for row in table.rows.values()] == [1, 1.5]
 
 
 def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
@@ -193,7 +277,18 @@ def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
         "communication": {"bucketddp": [6.0], "ddp": [3.0]},
     }
     table = overlap.table_of_limits("", samples)
-    assert [row[3] for row in table.rows.values()] == [1.0, 0.5]
+    assert [row[-1] for row in table.rows.values()] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
+def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
+    variants = with_hook(hook, [*our_variants(), *ddp_variants()[:1]])
+    ranks = run_on_ranks(gradients_with_hook, world_size=2, variants=variants)
+    for variant in variants:
+        [(mean, reduced), (_, on_other_rank)] = [rank[variant.name] for rank in ranks]
+        assert torch.equal(reduced, on_other_rank)
+        assert not torch.equal(reduced, mean)  # less than all bits have travelled
+        assert (reduced - mean).abs().max() <= error * mean.abs().max()
 
 
 def test_overhead_is_the_ratio_of_medians() -> None:

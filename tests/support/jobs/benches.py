@@ -1,4 +1,4 @@
-"""A benchmark of which a rank fails."""
+"""Of benchmarks: one of which a rank fails, the communication hooks that are measured, and memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.loop import LoopSettings
+from benchmarks.peaks import Memory, Peaks
+from benchmarks.variants import Variant, attach
 
 
 class Failing:
@@ -24,3 +29,33 @@ class Failing:
         if dist.get_rank() == 1:
             os._exit(3)
         time.sleep(600)  # in a collective it would notice, and be the first to tell
+
+
+def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tensor]]:
+    """By variant: the mean of the ranks' gradients, and what a hook has made of them in the third step."""
+    means = {}
+    for variant in variants:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Linear(33, 31)
+        attached = attach(variant, model, torch.device("cpu"))
+        x = torch.randn(8, 33)
+        for _ in range(3):
+            model.zero_grad()
+            attached.model(x).square().mean().backward()
+        reduced = torch.cat([param.grad.flatten() for param in model.parameters()])
+        with attached.no_sync():
+            model.zero_grad()
+            attached.model(x).square().mean().backward()
+        exact = torch.cat([param.grad.flatten() for param in model.parameters()])
+        dist.all_reduce(exact)
+        means[variant.name] = (exact / dist.get_world_size(), reduced)
+        if attached.reducer is not None:
+            attached.reducer.close()
+    return means
+
+
+def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
+    """What each variant needs for a step with one micro-batch, and the size of the gradients."""
+    peaks = Peaks(settings, torch.device("cpu"))
+    # Once is enough: nothing is freed by another thread here.
+    return [peaks._memory_on_cpu(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
