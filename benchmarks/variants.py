@@ -144,6 +144,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
         options["comm_hook"], options["comm_state"] = HOOKS[variant.hook]()
     shards = Shards(collectives, whole_parameters=False) if options.pop("shard_optimizer", False) else None
     reducer = Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=True)
+    model.register_forward_pre_hook(lambda *_: reducer.give_back_memory())
     if shards is not None:
         shards.watch(model)
     collectives.world_size = world_size

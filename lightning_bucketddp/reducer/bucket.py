@@ -1,4 +1,11 @@
-"""Gradients that travel together, the parameters they belong to, and what is expected of those who reduce them."""
+"""Gradients that travel together, the parameters they belong to, and what is expected of those who reduce them.
+
+Note: memory between steps
+    Gradients that are set to None free no memory as long as buckets hold it: the next forward would find as much less.
+    So on a GPU a buffer gives its memory back to torch's allocator when no gradient is in it any more, at the begin of a
+    forward and of a backward, and takes some when its gradients are there. In steady state nothing of that reaches the
+    driver. On a CPU new memory costs more than it is worth, and each gradient has a storage of its own in the buffer.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +114,9 @@ class Bucket(Protocol):
     def release(self, *, publish: bool) -> None:
         """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
 
+    def give_back(self) -> None:
+        """Let go of memory that no gradient is in (Note: memory between steps)."""
+
     def clear(self) -> None:
         """Make all gradients zero that the parameters have from here."""
 
@@ -180,9 +190,11 @@ class BufferedBucket:
         params: the members, in order of arrival; all of one dtype and on one device.
         arrivals: when the bucket is complete.
         num_flags: spare elements at the end of the buffer that travel with the gradients.
-        may_be_resized: a communication hook gets the buffer and may resize it. A gradient then has the whole buffer as
-            its storage, because a part of it would be left behind. Otherwise each has its part, so that `torch.save`
-            and `copy.deepcopy` of one gradient do not take all others along.
+        may_be_resized: a communication hook gets the buffer and may resize it.
+        gives_back: the buffer has memory only as long as gradients are in it (Note: memory between steps). Then, and if
+            it may be resized, a gradient has the whole buffer as its storage, because a part of it would be left
+            behind. Otherwise each has its part, so that `torch.save` and `copy.deepcopy` of one gradient do not take
+            all others along.
         layout: where each gradient lies; None: one behind the other.
     """
 
@@ -196,6 +208,7 @@ class BufferedBucket:
         num_flags: int,
         device: torch.device,
         may_be_resized: bool = False,
+        gives_back: bool = False,
         layout: BufferLayout | None = None,
     ) -> None:
         self.params = list(params)
@@ -210,18 +223,23 @@ class BufferedBucket:
         self.numbers = gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._offsets = layout.offsets
-        self._may_be_resized = may_be_resized
+        self._gives_back = gives_back and bool(params)
+        self._shares_storage = may_be_resized or gives_back
+        self._storage = self.wire.untyped_storage()
+        self._num_bytes = self.wire.nbytes
+        self._has_padding = any(param.numel() * dtype.itemsize % _ALIGN_BYTES for param in params)
+        self._uses_of_ours: int | None = None
         self.views = self.views_of(self.buffer)
         # Measured, not known: it depends on the interpreter how many references a call itself holds.
         self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
 
     @property
     def num_bytes(self) -> int:
-        return self.wire.nbytes
+        return self._num_bytes
 
     @property
     def gradients(self) -> list[Tensor]:
-        return self.views
+        return self.views if self._storage.nbytes() else []
 
     @property
     def version(self) -> int:
@@ -239,6 +257,7 @@ class BufferedBucket:
 
     def collect(self) -> list[int]:
         """Copy the gradients into the buffer and point `.grad` at it."""
+        self._take_memory()
         params, views = self.params, self.views
         grads: list[Any] = [param.grad for param in params]
         if not self._are_new(grads):
@@ -293,7 +312,7 @@ class BufferedBucket:
         strides = gradient_strides(param)
         # It has the version of the buffer, whatever its storage is.
         view = buffer.detach()
-        if self._may_be_resized:
+        if self._shares_storage:
             view.data = buffer.as_strided(param.shape, strides, offset)
         else:
             start = offset * buffer.itemsize
@@ -301,7 +320,24 @@ class BufferedBucket:
             view.data = buffer.new_empty(0).set_(storage, 0, param.shape, strides)
         return view
 
+    def _take_memory(self) -> None:
+        if self._gives_back and self._storage.nbytes() == 0:
+            self._storage.resize_(self._num_bytes)
+            if self._has_padding:
+                self.wire.zero_()
+
+    def give_back(self) -> None:
+        if not self._gives_back or self._storage.nbytes() == 0 or self.params[0].grad is not None:
+            return
+        uses = torch._C._storage_Use_Count(self._storage._cdata)
+        if self._uses_of_ours is None:
+            self._uses_of_ours = uses
+        is_ours = uses <= self._uses_of_ours and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
+        if is_ours and not any(map(_IS_THERE, [param.grad for param in self.params])):
+            self._storage.resize_(0)
+
     def zero(self, positions: Sequence[int]) -> None:
+        self._take_memory()
         torch._foreach_zero_([self.views[position] for position in positions])
 
     def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
@@ -398,6 +434,9 @@ class InPlaceBucket:
     def release(self, *, publish: bool) -> None:
         self._gradient = None  # it is the parameter's
 
+    def give_back(self) -> None:
+        pass  # it has none of its own
+
     def clear(self) -> None:
         for gradient in self.gradients:
             gradient.zero_()
@@ -461,6 +500,9 @@ class SparseBucket:
     def release(self, *, publish: bool) -> None:
         if publish and self.params[0].grad is not None:
             self.attach(0)
+
+    def give_back(self) -> None:
+        pass  # it keeps the last one only
 
     def clear(self) -> None:
         self.gradient = _empty_sparse(self.params[0])

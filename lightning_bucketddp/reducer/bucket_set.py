@@ -12,6 +12,9 @@ from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, InPlaceBucket, SparseBucket
 from lightning_bucketddp.reducer.shards import Shards
 
+# Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.
+_GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Flags:
@@ -98,7 +101,12 @@ class BucketSet:
                 bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:
                 bucket = BufferedBucket(
-                    members, arrivals=arrivals, num_flags=num_flags, device=device, may_be_resized=may_be_resized
+                    members,
+                    arrivals=arrivals,
+                    num_flags=num_flags,
+                    device=device,
+                    may_be_resized=may_be_resized,
+                    gives_back=device.type in _GIVE_BACK_ON and not may_be_resized,
                 )
             self.buckets.append(bucket)
             self.index_of_bucket.update(dict.fromkeys(trained, index))
@@ -118,6 +126,11 @@ class BucketSet:
         """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
         for bucket in self.buckets:
             bucket.release(publish=publish)
+
+    def give_back(self) -> None:
+        """Let go of memory that no gradient is in."""
+        for bucket in self.buckets:
+            bucket.give_back()
 
     def clear(self) -> None:
         """Make all gradients zero."""

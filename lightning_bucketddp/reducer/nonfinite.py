@@ -212,13 +212,13 @@ class Finiteness:
         named: list[str] = []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
-                spoiled = [not gradient.isfinite().all() for gradient in bucket.gradients]
+                # Gradients that are gone by now have gone into the weights.
+                spoiled = [not tensor.isfinite().all() for tensor in bucket.gradients or bucket.params]
                 if plan.sharded is not None and spoiled:
                     of_all_ranks = torch.tensor(spoiled, dtype=torch.float32, device=self._device)
                     self._collectives.maximum(of_all_ranks)
                     spoiled = of_all_ranks.tolist()
-                # A lone gradient may be gone by now.
-                found = [i for i, is_spoiled in zip(plan.members, spoiled, strict=bool(spoiled)) if is_spoiled]
+                found = [i for i, is_spoiled in zip(plan.members, spoiled, strict=True) if is_spoiled]
                 named += [self._names[i] for i in found or plan.members]
         return named
 

@@ -104,6 +104,7 @@ class Reducer:
             stats=self.stats,
             broadcast_buffers=config.broadcast_buffers,
         )
+        self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._is_passthrough = (
@@ -170,6 +171,13 @@ class Reducer:
         finally:
             self._no_sync_depth -= 1
 
+    def give_back_memory(self) -> None:
+        """Let go of buffers that no gradient is in: a forward, or a backward, begins (Note: memory between steps)."""
+        if is_being_captured(self._collectives.device):
+            self._keeps_memory = True  # what was captured goes on to use it
+        if self.bucket_set is not None and not self._keeps_memory:
+            self.bucket_set.give_back()
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
@@ -227,6 +235,7 @@ class Reducer:
         if self._backward is not None:
             self._finish(self._backward, died=True)
         self.finiteness.begin(self.stats)
+        self.give_back_memory()
         if self._shards is not None:
             self._shards.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])

@@ -162,18 +162,20 @@ class FabricStrategy(FabricCheckpointHooks):
             weakref.finalize(self, ending.end)
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._shards = self._new_shards()
-        self._split_graphs_in_forward(self._collectives.world_size)
+        self._act_before_forward(self._collectives.world_size)
 
     @property
     def shards(self) -> Shards | None:
         return self._shards
 
-    def _split_graphs_in_forward(self, world_size: int) -> None:
+    def _act_before_forward(self, world_size: int) -> None:
         # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
         of_precision = self.precision.forward_context
 
         @contextmanager
         def both() -> Iterator[None]:
+            for reducer in self.reducers.values():
+                reducer.give_back_memory()
             with graphs_split(self.config, world_size=world_size), of_precision():
                 yield
 

@@ -130,6 +130,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         with self._recording.forward(self.reducer):
             self._progress.enter(FORWARD)
             self._state.buffers.before_training_step()
+            if self.reducer is not None:
+                self.reducer.give_back_memory()
             with graphs_split(self.config, world_size=self.world_size):
                 output = super().training_step(*args, **kwargs)
         if output is None and self._module.automatic_optimization:
