@@ -18,6 +18,10 @@ from lightning_bucketddp.processes import agent_holds_store
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+# Ranks that are started together come together: who has not waited long asks again soon.
+_POLL_PER_S_WAITED = 0.1
+# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+_POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
 _REPORTS_S = (10, 30, 60)
 # How long torch may try by itself to reach a store that was there a moment ago.
@@ -29,10 +33,11 @@ class StartError(RuntimeError):
 
 
 class Deadline:
-    """How long a rank waits for others: when to report, and when to give up."""
+    """How long a rank waits for others: when to look again, when to report, and when to give up."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
+        self._shortest_poll_s = _POLL_PER_RANK_S * world_size
         # Why it is useless to wait on, once that is known.
         self.failure: str | None = None
         self._began = time.monotonic()
@@ -49,6 +54,10 @@ class Deadline:
     @property
     def left(self) -> timedelta:
         return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
+
+    def pause(self) -> None:
+        """Sleep until it is time to look again."""
+        time.sleep(max(self._shortest_poll_s, min(_POLL_PER_S_WAITED * self.waited_s, POLL_S)))
 
     def report(self, awaited: Callable[[], str]) -> None:
         """Log which ranks are waited for, if it is time to."""
@@ -114,7 +123,7 @@ class StoreAddress:
                 raise StartError(deadline.failure or self.explain_unreachable(obstacle, deadline.timeout_s))
             if self.local_rank == 0:
                 deadline.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
-            time.sleep(POLL_S)
+            deadline.pause()
 
     def _open_client(self) -> Store:
         if agent_holds_store():
