@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -109,10 +110,12 @@ class StoreAddress:
 
     def connect(self, *, deadline: Deadline) -> Store:
         """Connect to the store as soon as it is there."""
+        # As bytes: for a text Python imports a codec, which takes longer than all that ranks have to say here.
+        host: Any = self.address.encode() if self.address.isascii() else self.address
         while True:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
-                socket.create_connection((self.address, self.port), timeout=1).close()
+                socket.create_connection((host, self.port), timeout=1).close()
                 return self._open_client()
             except OSError as error:
                 obstacle = error.strerror or str(error)
