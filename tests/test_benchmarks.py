@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, step_time
+from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, startup, step_time
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
@@ -30,6 +30,11 @@ THEIRS = [variant.name for variant in ddp_variants()]
 SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
 BRIEF = ["--repetitions", "1"]
 UNUSED = [f"{name} (layers unused)" for name in (ALONE.name, OURS, *THEIRS[:-1])]
+TIMES = [
+    f"first step {moment}, {of}"
+    for moment in ("begins", "has ended")
+    for of in ("rank 0", "slowest rank", "CPU of both")
+]
 
 # What is run, and the rows that each of its tables must have.
 COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
@@ -70,6 +75,15 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
         monitor_overhead.main,
         [*SMALL, *BRIEF, "--steps=2"],
         [[variant.name for variant in monitor_overhead.VARIANTS]],
+    ),
+    "startup": (
+        startup.main,
+        BRIEF,
+        [
+            [f"{what}: {strategy}" for what in (*TIMES, "whole program") for strategy in ("ddp", OURS)],
+            [f"{what}: {strategy}" for what in TIMES for strategy in ("ddp", OURS)],
+            [name for _, statements in startup.INTERPRETERS for name in statements if name],
+        ],
     ),
 }
 

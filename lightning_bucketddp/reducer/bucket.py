@@ -2,9 +2,10 @@
 
 Note: memory between steps
     Gradients that are set to None free no memory as long as buckets hold it: the next forward would find as much less.
-    So on a GPU a buffer gives its memory back to torch's allocator when no gradient is in it any more, at the begin of a
-    forward and of a backward, and takes some when its gradients are there. In steady state nothing of that reaches the
-    driver. On a CPU new memory costs more than it is worth, and each gradient has a storage of its own in the buffer.
+    So on a GPU a buffer gives its memory back to torch's allocator when no gradient is in it any more, at the begin of
+    a forward and of a backward, and takes some when its gradients are there. In steady state nothing of that reaches
+    the driver. On a CPU new memory costs more than it is worth, and each gradient has a storage of its own in the
+    buffer.
 """
 
 from __future__ import annotations

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 _OUTCOME_READ_WITHIN_S = 2.0
 # How long a thread that has no more reason to wait may take to say so.
 _GRACE_S = 2.0
-# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_POLL_PER_RANK_S = 0.0005
-# The last rank to join gets its answer soon. It asks less and less often, up to the interval of the others.
-_FIRST_POLL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +152,7 @@ class Rendezvous:
         self._address = address
         self._option = option
         self._info = RankInfo(rank=address.rank, world_size=address.world_size)
-        self._deadline = Deadline(timeout_s)
-        self._poll_s = max(POLL_S, _POLL_PER_RANK_S * address.world_size)
+        self._deadline = Deadline(timeout_s, world_size=address.world_size)
 
     def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> Store:
         """Wait until all ranks are there; return a store for them alone. Raises `StartError` on all if some stay away.
@@ -201,10 +196,10 @@ class Rendezvous:
                 rdzv.decide(why_not)
                 until = time.monotonic() + _OUTCOME_READ_WITHIN_S
                 while not rdzv.all_have_left() and time.monotonic() < until:
-                    time.sleep(self._poll_s)
+                    self._deadline.pause()
                 raise StartError(why_not)
             self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
-            time.sleep(self._poll_s)
+            self._deadline.pause()
         rdzv.decide(None)
         return rdzv
 
@@ -228,7 +223,6 @@ class Rendezvous:
 
     def _wait_for_outcome(self, store: Store) -> RendezvousRound:
         rdzv: RendezvousRound | None = None
-        poll_s = _FIRST_POLL_S
         while True:
             newest = RendezvousRound.find(store)
             if newest is not None and (rdzv is None or newest.host != rdzv.host):
@@ -242,8 +236,7 @@ class Rendezvous:
                     rdzv.object(why_not)
                     rdzv.leave(self._info)
                 raise StartError(why_not)
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, self._poll_s)
+            self._deadline.pause()
 
     def _reason_to_give_up(self, rdzv: RendezvousRound | None) -> str | None:
         if self._deadline.failure is not None or not self._deadline.is_over:

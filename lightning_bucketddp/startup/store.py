@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -18,6 +19,10 @@ from lightning_bucketddp.processes import agent_holds_store
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+# Ranks that are started together come together: who has not waited long asks again soon.
+_POLL_PER_S_WAITED = 0.1
+# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+_POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
 _REPORTS_S = (10, 30, 60)
 # How long torch may try by itself to reach a store that was there a moment ago.
@@ -29,10 +34,11 @@ class StartError(RuntimeError):
 
 
 class Deadline:
-    """How long a rank waits for others: when to report, and when to give up."""
+    """How long a rank waits for others: when to look again, when to report, and when to give up."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
+        self._shortest_poll_s = _POLL_PER_RANK_S * world_size
         # Why it is useless to wait on, once that is known.
         self.failure: str | None = None
         self._began = time.monotonic()
@@ -49,6 +55,10 @@ class Deadline:
     @property
     def left(self) -> timedelta:
         return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
+
+    def pause(self) -> None:
+        """Sleep until it is time to look again."""
+        time.sleep(max(self._shortest_poll_s, min(_POLL_PER_S_WAITED * self.waited_s, POLL_S)))
 
     def report(self, awaited: Callable[[], str]) -> None:
         """Log which ranks are waited for, if it is time to."""
@@ -100,10 +110,12 @@ class StoreAddress:
 
     def connect(self, *, deadline: Deadline) -> Store:
         """Connect to the store as soon as it is there."""
+        # As bytes: for a text Python imports a codec, which takes longer than all that ranks have to say here.
+        host: Any = self.address.encode() if self.address.isascii() else self.address
         while True:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
-                socket.create_connection((self.address, self.port), timeout=1).close()
+                socket.create_connection((host, self.port), timeout=1).close()
                 return self._open_client()
             except OSError as error:
                 obstacle = error.strerror or str(error)
@@ -114,7 +126,7 @@ class StoreAddress:
                 raise StartError(deadline.failure or self.explain_unreachable(obstacle, deadline.timeout_s))
             if self.local_rank == 0:
                 deadline.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
-            time.sleep(POLL_S)
+            deadline.pause()
 
     def _open_client(self) -> Store:
         if agent_holds_store():

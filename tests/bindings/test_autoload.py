@@ -48,25 +48,38 @@ def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(
     assert printed.splitlines() == expected * len(roots)
 
 
-def test_importing_torch_imports_neither_lightning_nor_the_package() -> None:
+def test_importing_torch_imports_of_us_one_file_that_needs_nothing_else() -> None:
+    # Entry points are among the last things that torch loads: behind them it imports only some of its own modules.
     printed = run_code("""
-        import sys, torch
-        names = {name.partition(".")[0] for name in sys.modules}
-        print(sorted(names & {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_bucketddp"}))
-        print("lightning_bucketddp_autoload" in names)
+        import sys
+        class Recorder:
+            def find_spec(self, name, path, target=None):
+                if name == "lightning_bucketddp_autoload":
+                    self.before = set(sys.modules)
+        recorder = Recorder()
+        sys.meta_path.insert(0, recorder)
+        import torch
+        print(sorted(name for name in set(sys.modules) - recorder.before if not name.startswith("torch.")))
     """)
-    assert printed == "[]\nTrue"
+    assert printed == "['lightning_bucketddp_autoload']"
 
 
-def test_importing_lightning_loads_no_strategy_until_one_is_asked_for() -> None:
+def test_importing_lightning_loads_no_strategy_until_one_is_asked_for_and_then_only_what_training_needs() -> None:
     printed = run_code_after_torch("""
         import sys, lightning
         loaded = lambda: sorted(name for name in sys.modules if name.startswith("lightning_bucketddp."))
         print(loaded())
         lightning.pytorch.strategies.StrategyRegistry.get("bucketddp")
         print("lightning_bucketddp.bindings.trainer_lightning" in loaded())
+        print([name for name in loaded() if name.split(".")[1] in ("callbacks", "commands", "recording")])
+        print([name for name in loaded() if "fabric" in name or "pytorch_lightning" in name])
     """)
-    assert printed == "['lightning_bucketddp.bindings', 'lightning_bucketddp.bindings.registration']\nTrue"
+    assert printed.splitlines() == [
+        "['lightning_bucketddp.bindings', 'lightning_bucketddp.bindings.registration']",
+        "True",
+        "[]",
+        "[]",
+    ]
 
 
 def test_registry_modules_keep_their_own_loader() -> None:

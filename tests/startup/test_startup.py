@@ -26,7 +26,7 @@ from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.startup import store
 from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
-from lightning_bucketddp.startup.store import StartError, part_of
+from lightning_bucketddp.startup.store import Deadline, StartError, part_of
 from tests.support import warm
 from tests.support.hosts import two_hosts
 from tests.support.jobs.meetings import ALL_THERE, meet, meet_alone
@@ -57,6 +57,21 @@ def outcomes(**options: Any) -> list[str]:
 @pytest.mark.parametrize("late_s", [[0, 1], [1, 0]], ids=["rank_1_late", "rank_0_late"])
 def test_a_rank_may_be_late(late_s: list[float]) -> None:
     assert outcomes(ranks=[0, 1], world_sizes=[2, 2], late_s=late_s) == [ALL_THERE] * 2
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "world_size", "pause_s"),
+    [(0.0, 2, 0.001), (0.2, 2, 0.02), (100.0, 2, 0.05), (0.0, 1000, 0.5), (100.0, 1000, 0.5)],
+)
+def test_ranks_ask_again_soon_at_first_but_thousands_never_too_often(
+    waited_s: float, world_size: int, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    deadline = Deadline(1000, world_size=world_size)
+    monkeypatch.setattr(time, "monotonic", lambda: deadline._began + waited_s)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    deadline.pause()
+    assert pauses == [pytest.approx(pause_s)]
 
 
 def test_ranks_that_are_missing_are_named_on_every_rank_that_is_there() -> None:
