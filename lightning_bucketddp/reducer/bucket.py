@@ -30,6 +30,8 @@ _IS_THERE = partial(operator.is_not, None)
 _ALIGN_BYTES = 64
 
 
+# A smaller buffer is not worth the time.
+_GIVE_BACK_FROM_BYTES = 1 * MIB
 # More gradients than ever come: a bucket that expects so many leaves when its backward ends.
 UNKNOWN = sys.maxsize
 
@@ -224,8 +226,8 @@ class BufferedBucket:
         self.numbers = gradients = self.wire[:num_reals]
         self.buffer = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._offsets = layout.offsets
-        self._gives_back = gives_back and bool(params)
-        self._shares_storage = may_be_resized or gives_back
+        self._gives_back = gives_back and self.wire.nbytes >= _GIVE_BACK_FROM_BYTES
+        self._shares_storage = may_be_resized or self._gives_back
         self._storage = self.wire.untyped_storage()
         self._num_bytes = self.wire.nbytes
         self._has_padding = any(param.numel() * dtype.itemsize % _ALIGN_BYTES for param in params)
@@ -328,7 +330,7 @@ class BufferedBucket:
                 self.wire.zero_()
 
     def give_back(self) -> None:
-        if not self._gives_back or self._storage.nbytes() == 0 or self.params[0].grad is not None:
+        if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         uses = torch._C._storage_Use_Count(self._storage._cdata)
         if self._uses_of_ours is None:

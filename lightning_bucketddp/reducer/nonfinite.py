@@ -96,11 +96,12 @@ class Finiteness:
         self._where = where
         self._has_scaler = has_scaler
         self._loss: Tensor | None = None
-        # Smallest and largest number by bucket; None: all are finite.
-        self._extremes: list[tuple[Tensor, Tensor] | None] = []
+        # The largest number by bucket, without its sign; None: all are finite.
+        self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
         self._unread: _Unread | None = None
         self._on_host: Tensor | None = None
+        self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
         self._spoiled: dict[int, Tensor] = {}
 
     def see_loss(self, loss: Tensor) -> None:
@@ -112,7 +113,7 @@ class Finiteness:
 
     def begin(self, stats: ReducerStats) -> None:
         """Forget what an unfinished backward has left, and read what is still unread."""
-        self._extremes.clear()  # of one that has not ended
+        self._largest.clear()  # of one that has not ended
         self.catch_up(stats)
         if self._spoiled:
             # A gradient that is gone spoils nothing any more.
@@ -123,19 +124,19 @@ class Finiteness:
         if not self._checks_gradients:
             return
         numbers = bucket.numbers
-        self._extremes.append(_extremes(numbers, dtype=self._travels_as or numbers.dtype))
+        self._largest.append(_largest_of(numbers, dtype=self._travels_as or numbers.dtype))
         if self._spares_hook:
             numbers.nan_to_num_(nan=0, posinf=0, neginf=0)
 
     def write(self, bucket_set: BucketSet) -> None:
         """Add what this rank knows of itself to the last bucket, whose elements are all one."""
         flags = bucket_set.flags
-        if any(self._extremes):
+        if any(largest is not None for largest in self._largest):
             zero = flags.elements.new_zeros(())
-            digests = _digests([(zero, zero) if extremes is None else extremes for extremes in self._extremes])
+            digests = _digests([zero if largest is None else largest for largest in self._largest])
             flags.of_buckets.copy_(digests)
             flags.of_gradients[self._rank].copy_(digests.sum())
-        self._extremes.clear()
+        self._largest.clear()
         if self._loss is not None:
             flags.of_losses[self._rank].copy_(self._loss)
             self._loss = None
@@ -161,7 +162,9 @@ class Finiteness:
         if self._on_host is None or self._on_host.shape != digests.shape:
             self._on_host = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=on_device)
         self._on_host.copy_(digests, non_blocking=True)
-        arrived = torch.cuda.current_stream(digests.device).record_event() if on_device else None
+        arrived = self._arrived if on_device else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(digests.device))
         self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
 
     def catch_up(self, stats: ReducerStats) -> None:
@@ -243,32 +246,34 @@ class Finiteness:
         )
 
 
-def _extremes(numbers: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return the smallest and the largest of `numbers`; None: all are known to be finite, also as `dtype`."""
-    # Three times as fast on a CPU. Infinite also where no number is, but their squares are too large.
-    is_quick = numbers.is_cpu and numbers.dim() == 1
-    if is_quick and torch.dot(numbers, numbers).item() < _largest(dtype) * _largest(dtype):
-        return None
+def _largest_of(numbers: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+    """Return the largest of `numbers` without its sign; None: all are known to be finite, also as `dtype`."""
+    if numbers.is_cpu:
+        # Three times as fast as anything else. Infinite also where no number is, but their squares are too large.
+        if numbers.dim() == 1 and torch.dot(numbers, numbers).item() < _greatest(dtype) * _greatest(dtype):
+            return None
+        low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
+        return torch.maximum(-low, high).to(dtype)
     # Not `isfinite`, which takes ten times as long.
-    low, high = numbers.aminmax() if numbers.numel() else (numbers.sum(), numbers.sum())
-    return low.to(dtype), high.to(dtype)
+    return torch.linalg.vector_norm(numbers, math.inf).to(dtype) if numbers.numel() else numbers.sum()
 
 
-def _digests(extremes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return for each pair a number that is finite if, and only if, both are."""
-    lows, highs = [low for low, _ in extremes], [high for _, high in extremes]
-    scales = [_scale(low.dtype) for low in lows]
-    differences = torch._foreach_sub(torch._foreach_mul(highs, scales), torch._foreach_mul(lows, scales))
-    return torch.stack([difference.float() for difference in differences])
+def _digests(largest: Sequence[Tensor]) -> Tensor:
+    """Return for each a number that is finite if, and only if, it is."""
+    dtypes = {number.dtype for number in largest}
+    if len(dtypes) == 1:
+        [dtype] = dtypes
+        return (torch.stack(list(largest)) * _scale(dtype)).float()
+    return torch.stack([(number * _scale(number.dtype)).float() for number in largest])
 
 
 @functools.cache
-def _largest(dtype: torch.dtype) -> float:
+def _greatest(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max)
 
 
 def _scale(dtype: torch.dtype) -> float:
-    return _DIGEST_OF_LARGEST / _largest(dtype)
+    return _DIGEST_OF_LARGEST / _greatest(dtype)
 
 
 def _is_power_of_ten(count: int) -> bool:
