@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ _STUCK_AFTER = timedelta(minutes=5)
 _STORE_OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set", "append")
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Table]:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"exchange": (2, 4, 8, 16, 32), "set-up": (64,)}
     for name, default in sizes.items():
@@ -61,10 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Table]:
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here (needs matplotlib)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    tables = [exchange_table(args.exchange, repetitions=args.repetitions)] if args.exchange else []
-    tables += [set_up_table(num_ranks, watch_s=args.watch) for num_ranks in args.set_up]
+    tables = []
+    if args.exchange:
+        tables.append(exchange_table(args.exchange, repetitions=args.repetitions))
+        print(tables[0], flush=True)
+    for num_ranks in args.set_up:
+        tables.append(set_up_table(num_ranks, watch_s=args.watch))
+        print(tables[-1], flush=True)
     write(tables, args, place="gloo, one machine")
-    return tables
 
 
 def exchange_table(sizes: Sequence[int], *, repetitions: int) -> Table:
@@ -267,12 +271,17 @@ def run_forked(job: Callable[..., Any], num_ranks: int, *, makes_group: bool = T
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    outcomes = [pipe.recv() for pipe in pipes]
+    outcomes: dict[Connection, Any] = {}
+    while len(outcomes) < num_ranks:
+        for pipe in wait([pipe for pipe in pipes if pipe not in outcomes]):
+            outcomes[pipe] = pipe.recv()
+            if isinstance(outcomes[pipe], str):
+                for process in processes:
+                    process.kill()
+                raise RuntimeError(outcomes[pipe])
     for process in processes:
         process.join()
-    if failures := [outcome for outcome in outcomes if isinstance(outcome, str)]:
-        raise RuntimeError(failures[0])
-    return outcomes
+    return [outcomes[pipe] for pipe in pipes]
 
 
 def _serve(
@@ -298,5 +307,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    for table in main():
-        print(table)
+    main()

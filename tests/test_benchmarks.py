@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, step_time
+from benchmarks import gpu_suite, growth, host_overhead, memory, monitor_overhead, overlap, step_time
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import table_of
@@ -22,6 +22,19 @@ OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
 SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
 BRIEF = ["--repetitions", "1"]
+GROWTH_PHASES = [
+    "rendezvous",
+    "process group",
+    "a further group",
+    "agreement on parameters",
+    "weights of rank 0",
+    "first backward",
+    "second backward",
+    "third backward",
+    "1,000 questions to the store",
+    "watchdog, first 0.5 s",
+    "watchdog, later 0.5 s",
+]
 UNUSED = [f"{name} (layers unused)" for name in (ALONE.name, OURS, *THEIRS[:-1])]
 
 # What is run, and the rows that each of its tables must have.
@@ -64,6 +77,11 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
         [*SMALL, *BRIEF, "--steps=2"],
         [[variant.name for variant in monitor_overhead.VARIANTS]],
     ),
+    "growth": (
+        growth.main,
+        [*BRIEF, "--exchange", "2", "5", "--set-up", "3", "--watch=0.5"],
+        [["2", "5"], GROWTH_PHASES],
+    ),
 }
 
 
@@ -81,7 +99,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
     for table in found["tables"]:
         assert table["title"] in printed
         assert all(len(row) == len(table["columns"]) for row in table["rows"].values())
-        assert name == "memory" or set(table["samples"]) >= set(table["rows"])
+        assert name in ("memory", "growth") or set(table["samples"]) >= set(table["rows"])
 
 
 @pytest.mark.long
@@ -96,7 +114,7 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "main",
-    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main],
+    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main, growth.main],
 )
 def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
