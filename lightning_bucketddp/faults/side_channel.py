@@ -109,10 +109,17 @@ class SideChannel:
         """Send a heartbeat, with what this rank is doing."""
         self._set(f"beat/{self.rank}", state)
 
-    def last_beat_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the newest heartbeat of `rank`; None if it has sent none."""
-        state: dict[str, Any] | None = self._get(f"beat/{rank}")
-        return state
+    def last_beats(self) -> dict[int, dict[str, Any]]:
+        """Return the newest heartbeats of the other ranks, by rank, without those that have sent none."""
+        keys = {rank: self._key(f"beat/{rank}") for rank in range(self.world_size) if rank != self.rank}
+
+        def question() -> list[Any]:
+            if self._store.check(list(keys.values())):  # two questions, however many ranks there are
+                return list(self._store.multi_get(list(keys.values())))
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys.values()]
+
+        beats = zip(keys, self._ask(question) if keys else (), strict=True)
+        return {rank: json.loads(beat) for rank, beat in beats if beat is not None}
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the one to do `what`, which only one of them shall do."""

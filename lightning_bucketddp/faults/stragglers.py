@@ -21,7 +21,7 @@ _SILENCE = 2.5
 # shows by then. That a rank waits is noticed a moment after it has begun to.
 _LISTEN_BEFORE_S = 1.5
 # So many ranks listen to all others before a time-out, for all that wait.
-_NUM_LISTENERS = 16
+_NUM_LISTENERS = 4
 _NUM_NAMED = 4
 
 
@@ -134,9 +134,8 @@ class StragglerDetector:
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
 
     def _listen(self) -> _Heartbeats:
-        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
-        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
-        return _Heartbeats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
+        beats = self._channel.last_beats()
+        return _Heartbeats(time.monotonic(), beats)
 
 
 def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:

@@ -140,4 +140,19 @@ def test_few_of_the_ranks_that_wait_listen_to_all_before_a_time_out() -> None:
         assert not detector.nears_timeout()
         listening.append(detector.listens)
         channel.close()
-    assert listening == [True] * 16 + [False] * 4
+    assert listening == [True] * 4 + [False] * 16
+
+
+def test_heartbeats_of_all_ranks_are_read_at_once() -> None:
+    store = CountedStore()
+    ranks = [channel_of(store, rank=rank, world_size=20) for rank in range(20)]
+    for rank in ranks[:-1]:
+        rank.beat({"count": rank.rank})
+    missing_one = {rank: {"count": rank} for rank in range(1, 19)}
+    assert ranks[0].last_beats() == missing_one
+    ranks[-1].beat({"count": 19})
+    store.asked.clear()
+    assert ranks[0].last_beats() == {**missing_one, 19: {"count": 19}}
+    assert store.asked.total() == 2
+    for rank in ranks:
+        rank.close()
