@@ -15,6 +15,7 @@ import argparse
 import multiprocessing
 import os
 import resource
+import socket
 import statistics
 import time
 import traceback
@@ -95,8 +96,12 @@ class Turn:
     cpu_ms: float
 
 
-def time_exchanges(repetitions: int, per_turn: int = 20) -> dict[str, list[Turn]]:
+def time_exchanges(
+    rank: int, world_size: int, port: int, *, repetitions: int, per_turn: int = 20
+) -> dict[str, list[Turn]]:
     """Exchange messages in both ways, in turns, on this rank."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_STUCK_AFTER)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_STUCK_AFTER)
     collectives = Collectives(torch.device("cpu"))
     exchange, hosts = StepExchange(collectives), collectives.host_group()
 
@@ -124,7 +129,7 @@ def time_exchanges(repetitions: int, per_turn: int = 20) -> dict[str, list[Turn]
 
 def set_up_table(num_ranks: int, *, watch_s: float) -> Table:
     """What each phase takes of the slowest rank, and what a rank costs."""
-    by_rank = run_forked(time_phases, num_ranks, makes_group=False, watch_s=watch_s)
+    by_rank = run_forked(time_phases, num_ranks, watch_s=watch_s)
     rows = {}
     for name in by_rank[0]:
         phases = [phases[name] for phases in by_rank]
@@ -174,7 +179,7 @@ class Phases:
         self.found[name] = Phase(taken, cpu, num_asked, num_sockets, mib)
 
 
-class CountingStore(dist.Store):  # type: ignore[name-defined, misc]
+class CountingStore(dist.Store):
     """Counts what is asked of a store, each key of a question by itself."""
 
     def __init__(self, store: Any, asked: Counter[str]) -> None:
@@ -256,22 +261,21 @@ def _nothing() -> None:
     pass
 
 
-def run_forked(job: Callable[..., Any], num_ranks: int, *, makes_group: bool = True, **kwargs: Any) -> list[Any]:
+def run_forked(job: Callable[..., Any], num_ranks: int, **kwargs: Any) -> list[Any]:
     """Return what `job` returns on each rank, in processes that need not import anything."""
     context = multiprocessing.get_context("fork")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    port = server.port
-    if not makes_group:
-        del server  # rank 0 opens its own there
+    # No store here: a process that is forked while threads run may wait for ever for what they had locked.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(theirs, job, rank, num_ranks, port, makes_group, kwargs))
+        process = context.Process(target=_serve, args=(theirs, job, (rank, num_ranks, port), kwargs))
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    outcomes: dict[Connection, Any] = {}
+    outcomes: dict[Any, Any] = {}
     while len(outcomes) < num_ranks:
         for pipe in wait([pipe for pipe in pipes if pipe not in outcomes]):
             outcomes[pipe] = pipe.recv()
@@ -284,25 +288,12 @@ def run_forked(job: Callable[..., Any], num_ranks: int, *, makes_group: bool = T
     return [outcomes[pipe] for pipe in pipes]
 
 
-def _serve(
-    pipe: Connection,
-    job: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    makes_group: bool,
-    kwargs: Mapping[str, Any],
-) -> None:
+def _serve(pipe: Connection, job: Callable[..., Any], place: tuple[int, int, int], kwargs: Mapping[str, Any]) -> None:
     try:
-        if makes_group:
-            store = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_STUCK_AFTER)
-            pipe.send(job(**kwargs))
-        else:
-            pipe.send(job(rank, world_size, port, **kwargs))
+        pipe.send(job(*place, **kwargs))
     except BaseException:
         pipe.send(traceback.format_exc())
-    time.sleep(1 if rank == 0 else 0)  # the store is with rank 0
+    time.sleep(1 if place[0] == 0 else 0)  # the store is with rank 0
     os._exit(0)
 
 

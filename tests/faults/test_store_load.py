@@ -68,7 +68,9 @@ def test_a_rank_that_has_not_introduced_itself_is_looked_for() -> None:
     local_ranks.discover()
     assert not local_ranks.are_known
     there.introduce({**identity(), "pid": os.getppid()}, place=place())
+    store.asked.clear()
     local_ranks.discover()
+    assert store.asked["get"] == 1  # the first one is known
     assert local_ranks.are_known
     assert list(local_ranks._processes) == [1]
     local_ranks.close()
