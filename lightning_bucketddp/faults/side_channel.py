@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LOOKS_EVERY_S = 0.2
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
-_PER_RANK_S = 0.00025
+_PER_RANK_S = 0.0005
 
 
 class StoreSilentError(RuntimeError):
