@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import gpu_suite, host_overhead, memory, monitor_overhead, overlap, startup, step_time
+from benchmarks import gpu_suite, growth, host_overhead, memory, monitor_overhead, overlap, startup, step_time
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
@@ -29,6 +29,19 @@ OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
 SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
 BRIEF = ["--repetitions", "1"]
+GROWTH_PHASES = [
+    "rendezvous",
+    "process group",
+    "a further group",
+    "agreement on parameters",
+    "weights of rank 0",
+    "first backward",
+    "second backward",
+    "third backward",
+    "1,000 questions to the store",
+    "watchdog, first 0.5 s",
+    "watchdog, later 0.5 s",
+]
 UNUSED = [f"{name} (layers unused)" for name in (ALONE.name, OURS, *THEIRS[:-1])]
 TIMES = [
     f"first step {moment}, {of}"
@@ -85,6 +98,11 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
             [name for _, statements in startup.INTERPRETERS for name in statements if name],
         ],
     ),
+    "growth": (
+        growth.main,
+        [*BRIEF, "--exchange", "2", "5", "--set-up", "3", "--watch=0.5"],
+        [["2", "5"], GROWTH_PHASES],
+    ),
 }
 
 
@@ -102,7 +120,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
     for table in found["tables"]:
         assert table["title"] in printed
         assert all(len(row) == len(table["columns"]) for row in table["rows"].values())
-        assert name == "memory" or set(table["samples"]) >= set(table["rows"])
+        assert name in ("memory", "growth") or set(table["samples"]) >= set(table["rows"])
 
 
 @pytest.mark.long
@@ -117,7 +135,7 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "main",
-    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main],
+    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main, growth.main],
 )
 def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):

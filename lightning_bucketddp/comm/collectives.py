@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +85,9 @@ class Collectives:
         # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
-        self._one_share = {dtype: torch.tensor(1 / self.world_size, dtype=dtype) for dtype in (torch.float, torch.double)}
+        self._one_share = {
+            dtype: torch.tensor(1 / self.world_size, dtype=dtype) for dtype in (torch.float, torch.double)
+        }
         self._further: dict[str, Collectives] = {}
 
     @property
@@ -312,7 +315,7 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, dist.distributed_c10d.__file__)
+    return (__file__, str(Path(__file__).with_name("small_reduce.py")), dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

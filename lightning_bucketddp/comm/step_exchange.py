@@ -4,6 +4,12 @@ Note: one exchange for all
     Every exchange is the same small collective between the hosts, whatever its kind. So a rank that has run out of
     data takes part in the next one even while the others take a step, and each of them learns where the others are,
     instead of waiting in different collectives for each other.
+
+Note: combined messages
+    All that a step needs of the messages is the sum, the least and the greatest of each field over the ranks, which
+    takes O(log N) rounds. Only when ranks are at different places, or one of them wants to see all messages, does every
+    rank get them. The combined ones tell that, and are the same everywhere; so all ranks send them on, wherever they
+    are meanwhile.
 """
 
 from __future__ import annotations
@@ -14,9 +20,8 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any
 
-import torch
-
-from lightning_bucketddp.comm.collectives import Collectives, PendingGather
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.small_reduce import PendingReduced, Reduced, SmallReduce, small_reduce
 from lightning_bucketddp.wording import list_ranks
 
 
@@ -31,6 +36,7 @@ class MessageKind(IntEnum):
     OUT_OF_DATA = 1
     FETCH = 2
     REFERENCE_WEIGHT = 3
+    COMPARISON = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,8 @@ class StepMessage:
         kind: why it is sent.
         epoch: the epoch that the rank is in.
         num_batches: the batches that it has begun in this epoch.
-        weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch.
+        weight: how much its gradients count; for a fetch, whether it has a batch; or the weight of its first batch;
+            or the number that is compared.
         full_weight: how much they would count if no step had been skipped.
         num_skipped: the steps that it has skipped.
         stop_signal: the signal that it has received, by which all shall stop; 0: none.
@@ -50,11 +57,12 @@ class StepMessage:
         trainable: identifies its set of trainable parameters.
         digest: of its weights and optimizer state, in the step in which they are compared; else 0.
         batch_digest: of the batches of the step, as long as the first ones are compared; else 0.
+        wants_all: all ranks shall see the messages of all, not only what they come to.
     """
 
-    kind: MessageKind
-    epoch: int
-    num_batches: int
+    kind: MessageKind = MessageKind.STEP
+    epoch: int = 0
+    num_batches: int = 0
     weight: float = 0.0
     full_weight: float = 0.0
     num_skipped: int = 0
@@ -64,12 +72,76 @@ class StepMessage:
     trainable: int = 0
     digest: int = 0
     batch_digest: int = 0
+    wants_all: bool = False
 
     @classmethod
     def from_floats(cls, values: Sequence[float]) -> StepMessage:
         """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int, int)
+        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int, int, bool)
         return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedMessages:
+    """What the messages of all ranks come to (Note: combined messages).
+
+    Attributes:
+        weight: the sum over the ranks.
+        full_weight: the sum over the ranks.
+        num_skipped: the sum over the ranks.
+        least: the least value of each field.
+        greatest: the greatest value of each field.
+        by_rank: all messages, by rank, if a rank wants them or the ranks are at different places.
+    """
+
+    weight: float = 0.0
+    full_weight: float = 0.0
+    num_skipped: int = 0
+    least: StepMessage = StepMessage()
+    greatest: StepMessage = StepMessage()
+    by_rank: Sequence[StepMessage] = ()
+
+    @classmethod
+    def from_reduced(cls, reduced: Reduced) -> CombinedMessages:
+        """Return what has travelled as numbers, one for each field."""
+        _, _, _, weight, full_weight, num_skipped, *_ = reduced.total
+        least, greatest = StepMessage.from_floats(reduced.least), StepMessage.from_floats(reduced.greatest)
+        by_rank = [StepMessage.from_floats(floats) for floats in reduced.by_rank] if _needs_all(reduced) else []
+        return cls(weight, full_weight, int(num_skipped), least, greatest, by_rank)
+
+    @property
+    def are_in_step(self) -> bool:
+        """Return whether all ranks are at the same place of the loop."""
+        return (self.least.kind, self.least.epoch) == (self.greatest.kind, self.greatest.epoch)
+
+
+def _needs_all(reduced: Reduced) -> bool:
+    (kind, epoch, *_), (greatest_kind, greatest_epoch, *_, wants_all) = reduced.least, reduced.greatest
+    return (kind, epoch) != (greatest_kind, greatest_epoch) or bool(wants_all)
+
+
+@dataclass(slots=True)
+class PendingComparison:
+    """A comparison of a number of every rank, in flight."""
+
+    _take_next: Callable[[], None]
+    _is_equal: bool | None = None
+
+    def wait(self) -> bool:
+        """Return whether all ranks have given the same number. Raises if they are at different places of the loop."""
+        while self._is_equal is None:
+            self._take_next()
+        return self._is_equal
+
+    def set(self, is_equal: bool) -> None:
+        """Set what `wait` returns."""
+        self._is_equal = is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    pending: PendingReduced
+    comparison: PendingComparison | None = None
 
 
 class StepExchange:
@@ -98,8 +170,9 @@ class StepExchange:
         self.digests_differ = False
         self.batch_digest = 0
         self.batch_digests: list[int] = []
-        self._hosts: Collectives | None = collectives.host_group()
-        self._in_flight: deque[PendingGather] = deque()
+        self._reduce: SmallReduce | None = small_reduce(collectives.host_group(), needs_all=_needs_all)
+        self._in_flight: deque[_InFlight] = deque()
+        self._newest = CombinedMessages()
 
     def send(
         self,
@@ -109,38 +182,68 @@ class StepExchange:
         full_weight: float = 0.0,
         num_skipped: int = 0,
         trainable: int = 0,
+        wants_all: bool = False,
     ) -> None:
-        """Send a message to all ranks; `receive` returns theirs."""
-        digests = (0, 0)
+        """Send a message to all ranks; `receive` returns what theirs come to."""
+        digest = batch_digest = 0
         if kind == MessageKind.STEP:
-            digests = (self.digest, self.batch_digest)
-            self.digest = self.batch_digest = 0
-        flags = (self.stop_signal, self.wants_requeue, self._has_alert(), trainable, *digests)
-        assert self._hosts is not None  # not closed yet
-        message = StepMessage(kind, self.epoch, self.num_batches, weight, full_weight, num_skipped, *flags)
-        self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(message), dtype=torch.float64)))
+            digest, self.digest = self.digest, 0
+            batch_digest, self.batch_digest = self.batch_digest, 0
+        self._start(
+            kind,
+            weight=weight,
+            full_weight=full_weight,
+            num_skipped=num_skipped,
+            trainable=trainable,
+            digest=digest,
+            batch_digest=batch_digest,
+            wants_all=wants_all or batch_digest != 0,
+        )
 
-    def receive(self) -> list[StepMessage]:
-        """Return the newest message of each rank, by rank. Raises if the ranks are at different places of the loop."""
-        messages: list[StepMessage] = []
+    def receive(self) -> CombinedMessages:
+        """Return what the newest messages come to. Raises if the ranks are at different places of the loop."""
         while self._in_flight:
-            messages = [StepMessage.from_floats(tensor.tolist()) for tensor in self._in_flight.popleft().wait()]
-            if len({(message.kind, message.epoch) for message in messages}) > 1:
-                raise OutOfStepError(_explain(messages))
-            self.all_stop_by = self.all_stop_by or max(message.stop_signal for message in messages)
-            self.all_requeue = self.all_requeue or any(message.wants_requeue for message in messages)
-            self.is_alerted |= any(message.is_alert for message in messages)
-            self.digests_differ |= len({message.digest for message in messages}) > 1
-            if any(message.batch_digest for message in messages):
-                self.batch_digests = [message.batch_digest for message in messages]
-        return messages
+            self._take_next()
+        newest, self._newest = self._newest, CombinedMessages()
+        return newest
+
+    def start_comparison(self, value: int) -> PendingComparison:
+        """Start to compare `value`, which is at most 2**48, with the other ranks', who do so at the same place."""
+        comparison = PendingComparison(self._take_next)
+        self._start(MessageKind.COMPARISON, comparison, weight=value)
+        return comparison
 
     def close(self) -> bool:
         """Exchange no more messages; return whether none is under way, so that the connections may be closed."""
-        is_quiet = all(exchange.has_arrived for exchange in self._in_flight)
+        is_quiet = all(exchange.pending.has_arrived for exchange in self._in_flight)
         self._in_flight.clear()
-        self._hosts = None
+        if self._reduce is not None:
+            self._reduce.close()
+        self._reduce = None
         return is_quiet
+
+    def _start(self, kind: MessageKind, comparison: PendingComparison | None = None, **fields: Any) -> None:
+        assert self._reduce is not None  # not closed yet
+        flags: dict[str, Any] = {"stop_signal": self.stop_signal, "wants_requeue": self.wants_requeue}
+        message = StepMessage(kind, self.epoch, self.num_batches, is_alert=self._has_alert(), **flags, **fields)
+        self._in_flight.append(_InFlight(self._reduce.start(astuple(message)), comparison))
+
+    def _take_next(self) -> None:
+        exchange = self._in_flight.popleft()
+        combined = CombinedMessages.from_reduced(exchange.pending.wait())
+        least, greatest = combined.least, combined.greatest
+        if not combined.are_in_step:
+            raise OutOfStepError(_explain(combined.by_rank))
+        self.all_stop_by = self.all_stop_by or greatest.stop_signal
+        self.all_requeue = self.all_requeue or greatest.wants_requeue
+        self.is_alerted |= greatest.is_alert
+        self.digests_differ |= least.digest != greatest.digest
+        if greatest.batch_digest:
+            self.batch_digests = [message.batch_digest for message in combined.by_rank]
+        if exchange.comparison is None:
+            self._newest = combined
+        else:
+            exchange.comparison.set(least.weight == greatest.weight)
 
 
 def _explain(messages: Sequence[StepMessage]) -> str:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.small_reduce import DoublingReduce
 
 # Methods of `ProcessGroup`: whatever calls a collective in Python comes to one of them. Not all are in each version.
 _COLLECTIVES = (
@@ -117,20 +118,22 @@ class Trials:
 def _before_each_collective(act: Callable[[Any], None]) -> Iterator[None]:
     """Call `act` with the process group before each collective that begins inside."""
     group_class: Any = dist.ProcessGroup
-    originals = {name: vars(group_class)[name] for name in _COLLECTIVES if name in vars(group_class)}
+    originals = [(group_class, name, vars(group_class)[name]) for name in _COLLECTIVES if name in vars(group_class)]
+    # It goes from rank to rank, in a thread.
+    originals.append((DoublingReduce, "start", DoublingReduce.start))
 
     def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            act(group)
-            return original(group, *args, **kwargs)
+        def collective(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            act(owner.group if isinstance(owner, DoublingReduce) else owner)
+            return original(owner, *args, **kwargs)
 
         return collective
 
-    for name, original in originals.items():
-        setattr(group_class, name, acting(original))
+    for owner, name, original in originals:
+        setattr(owner, name, acting(original))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(group_class, name, original)
+        for owner, name, original in originals:
+            setattr(owner, name, original)

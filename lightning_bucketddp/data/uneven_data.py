@@ -79,8 +79,8 @@ class UnevenData:
         if not self._extends:
             return length
         self._exchange.send(MessageKind.FETCH, weight=-1 if length is None else length)
-        lengths = [int(message.weight) for message in self._exchange.receive()]
-        return None if -1 in lengths else max(lengths)
+        told = self._exchange.receive()
+        return None if told.least.weight == -1 else int(told.greatest.weight)
 
     def _watched(self, batches: Iterator[Any], length: int | None, *, num_read: int) -> Iterator[Any]:
         has_told = False
@@ -105,14 +105,15 @@ class UnevenData:
                 batch = following
             elif self._num_own_batches is None:
                 self._num_own_batches = num_given
-            self._exchange.send(MessageKind.FETCH, weight=following is not nothing)
-            having = [bool(message.weight) for message in self._exchange.receive()]
-            if not any(having):
+            has_none_at_all = num_given == 0 and following is nothing
+            self._exchange.send(MessageKind.FETCH, weight=following is not nothing, wants_all=has_none_at_all)
+            told = self._exchange.receive()
+            if not told.greatest.weight:
                 return
-            if num_given == 0 and not all(having):
+            if told.greatest.wants_all:
+                without = [message.wants_all for message in told.by_rank].index(True)
                 raise ValueError(
-                    f"Rank {having.index(False)} has no training data at all. `uneven_data` needs at least one batch on"
-                    " every rank."
+                    f"Rank {without} has no training data at all. `uneven_data` needs at least one batch on every rank."
                 )
             if batch is nothing:  # its data had ended before the run was resumed: any batch will do, with weight zero
                 batch = next(begin_again())

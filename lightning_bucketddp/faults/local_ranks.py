@@ -30,6 +30,11 @@ def identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "namespace": pid_namespace(), "pid": os.getpid()}
 
 
+def place() -> str:
+    """Return what the identities of ranks have in common whose process numbers mean the same."""
+    return f"{socket.gethostname()}/{pid_namespace()}"
+
+
 @dataclass(frozen=True, slots=True)
 class LocalProcess:
     """Another rank's process on this host. The handle stays its own when the number is given to another process."""
@@ -82,22 +87,23 @@ class LocalRanks:
     def __init__(self, channel: SideChannel, *, exit_status_of: Callable[[int], int | None]) -> None:
         self._channel = channel
         self._exit_status_of = exit_status_of
-        self._unknown = {rank for rank in range(channel.world_size) if rank != channel.rank}
+        # Whether all ranks have introduced themselves.
+        self.are_known = False
+        self._known: set[int] = set()
         self._processes: dict[int, LocalProcess] = {}
         self._ended_at: dict[int, float] = {}
 
     def discover(self) -> None:
-        """Look for ranks that have introduced themselves since the last call."""
-        for rank in sorted(self._unknown):
-            if (described := self._channel.identity_of(rank)) is not None:
-                self._unknown.discard(rank)
-                if (process := LocalProcess.find(described)) is not None:
-                    self._processes[rank] = process
-
-    @property
-    def are_known(self) -> bool:
-        """Return whether all ranks have introduced themselves."""
-        return not self._unknown
+        """Look for ranks on this host that have introduced themselves since the last call."""
+        if self.are_known:
+            return
+        are_all_there = self._channel.all_have_introduced_themselves()
+        for number, described in self._channel.identities_at(place(), known=self._known).items():
+            self._known.add(number)
+            rank = described["rank"]
+            if rank != self._channel.rank and (process := LocalProcess.find(described)) is not None:
+                self._processes[rank] = process
+        self.are_known = are_all_there
 
     def find_death(self, *, has_left: Callable[[int, int | None], bool]) -> Failure | None:
         """Return the death of a rank on this host that was not through; `has_left` is asked by rank and exit status."""

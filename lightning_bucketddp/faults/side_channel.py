@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from queue import SimpleQueue
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _LOOKS_EVERY_S = 0.2
+# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+_PER_RANK_S = 0.0005
 
 
 class StoreSilentError(RuntimeError):
@@ -41,18 +43,29 @@ class SideChannel:
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=_answer, args=[self._questions], name="bucketddp-store", daemon=True).start()
 
+    def interval(self, at_least: float) -> float:
+        """Return the seconds between two questions of a rank that asks again and again."""
+        return max(at_least, _PER_RANK_S * self.world_size)
+
     def close(self) -> None:
         """End the thread that asks the store, as soon as the store has answered it."""
         self._questions.put(None)
 
-    def introduce(self, identity: dict[str, Any]) -> None:
-        """Tell the others which process this rank is."""
-        self._set(f"identity/{self.rank}", identity)
+    def introduce(self, identity: dict[str, Any], *, place: str) -> None:
+        """Tell the ranks at `place`, such as a host, which process this rank is."""
+        number = self._add(f"num_at/{place}")
+        self._set(f"identity/{place}/{number}", {"rank": self.rank, **identity})
+        self._add("num_introduced")
 
-    def identity_of(self, rank: int) -> dict[str, Any] | None:
-        """Return which process `rank` is; None if it has not introduced itself yet."""
-        identity: dict[str, Any] | None = self._get(f"identity/{rank}")
-        return identity
+    def all_have_introduced_themselves(self) -> bool:
+        """Return whether every rank has, wherever it is."""
+        return self._add("num_introduced", 0) == self.world_size
+
+    def identities_at(self, place: str, *, known: Container[int]) -> dict[int, dict[str, Any]]:
+        """Return who has introduced itself at `place`, numbered, without those whose numbers are `known`."""
+        numbers = (number for number in range(1, self._add(f"num_at/{place}", 0) + 1) if number not in known)
+        found = ((number, self._get(f"identity/{place}/{number}")) for number in numbers)
+        return {number: identity for number, identity in found if identity is not None}
 
     def report(self, failure: Failure) -> Failure:
         """Tell the others of `failure`; return the first one that any rank has reported: that one counts."""
@@ -73,7 +86,7 @@ class SideChannel:
 
     def count_raised(self) -> int:
         """Count this rank among those that have raised by themselves; return how many have by now."""
-        return int(self._ask(lambda: self._store.add(self._key("num_raised"), 1)))
+        return self._add("num_raised")
 
     def decide(self, decision: str) -> str:
         """Write what becomes of the process group; return what the first rank to write has decided."""
@@ -96,14 +109,25 @@ class SideChannel:
         """Send a heartbeat, with what this rank is doing."""
         self._set(f"beat/{self.rank}", state)
 
-    def last_beat_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the newest heartbeat of `rank`; None if it has sent none."""
-        state: dict[str, Any] | None = self._get(f"beat/{rank}")
-        return state
+    def last_beats(self) -> dict[int, dict[str, Any]]:
+        """Return the newest heartbeats of the other ranks, by rank, without those that have sent none."""
+        keys = {rank: self._key(f"beat/{rank}") for rank in range(self.world_size) if rank != self.rank}
+
+        def question() -> list[Any]:
+            if self._store.check(list(keys.values())):  # two questions, however many ranks there are
+                return list(self._store.multi_get(list(keys.values())))
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys.values()]
+
+        beats = zip(keys, self._ask(question) if keys else (), strict=True)
+        return {rank: json.loads(beat) for rank, beat in beats if beat is not None}
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the one to do `what`, which only one of them shall do."""
         return bool(self._set_first(what, self.rank) == self.rank)
+
+    def is_among_first(self, number: int, what: str) -> bool:
+        """Return whether this rank is one of the first `number` that ask this of `what`."""
+        return self._add(what) <= number
 
     def leave(self) -> None:
         """Tell the others that this rank is through with the run."""
@@ -122,6 +146,9 @@ class SideChannel:
     def _set_first(self, key: str, value: Any) -> Any:
         """Write `value` unless there is one; return the one that is there."""
         return json.loads(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
+
+    def _add(self, key: str, amount: int = 1) -> int:
+        return int(self._ask(lambda: self._store.add(self._key(key), amount)))
 
     def _get(self, key: str) -> Any:
         def question() -> Any:

@@ -14,12 +14,14 @@ from lightning_bucketddp.faults.side_channel import SideChannel
 
 log = logging.getLogger(__name__)
 
-BEAT_EVERY_S = 1.0
-# Longer than the time between two heartbeats, so that a rank that lives has sent another one.
-_SILENCE_S = 2.5
-# So long before the time-out the ranks are listened to for the first time, so that their silence shows by then. That a
-# rank waits is noticed a moment after it has begun to.
-_LISTEN_BEFORE_S = _SILENCE_S + 1.5
+_BEAT_EVERY_S = 1.0
+# In intervals between two heartbeats: so long that a rank that lives has sent another one.
+_SILENCE = 2.5
+# So long before the time-out, and the silence, the ranks are listened to for the first time, so that their silence
+# shows by then. That a rank waits is noticed a moment after it has begun to.
+_LISTEN_BEFORE_S = 1.5
+# So many ranks listen to all others before a time-out, for all that wait.
+_NUM_LISTENERS = 4
 _NUM_NAMED = 4
 
 
@@ -39,6 +41,8 @@ class StragglerDetector:
         self._progress = progress
         self._warn_after_s = warn_after_s
         self._timeout_s = timeout_s
+        self._beat_every_s = channel.interval(_BEAT_EVERY_S)
+        self._silence_s = _SILENCE * self._beat_every_s
         self._num_beats = 0
         self._last_beat_at = 0.0
         self._waits_in_phase = -1
@@ -46,16 +50,18 @@ class StragglerDetector:
         self._has_warned = False
         # What was heard of the others shortly before the time-out; None while that is far.
         self._heard: _Heartbeats | None = None
+        # Otherwise enough other ranks that wait listen to all.
+        self.listens = True
 
     def beat(self) -> None:
         """Send a heartbeat, if it is time to."""
         now = time.monotonic()
-        if now - self._last_beat_at < BEAT_EVERY_S:
+        if now - self._last_beat_at < self._beat_every_s:
             return
         self._last_beat_at = now
         self._num_beats += 1
         here = self._progress
-        is_slow = here.seconds > min(self._warn_after_s, _SILENCE_S)
+        is_slow = here.seconds > min(self._warn_after_s, self._silence_s)
         self._channel.beat(
             {
                 "count": self._num_beats,
@@ -76,17 +82,20 @@ class StragglerDetector:
             self._waits_since = now
             self._has_warned = False
             self._heard = None
+            self.listens = True
             return False
         return not self._has_warned and now - self._waits_since > self._warn_after_s
 
     def nears_timeout(self) -> bool:
         """Return whether it is time to `anticipate_timeout`."""
-        is_near = time.monotonic() - self._waits_since > self._timeout_s - _LISTEN_BEFORE_S
-        return self._waits_in_phase != -1 and is_near and self._heard is None
+        is_near = time.monotonic() - self._waits_since > self._timeout_s - self._silence_s - _LISTEN_BEFORE_S
+        return self._waits_in_phase != -1 and is_near and self._heard is None and self.listens
 
     def anticipate_timeout(self) -> None:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
-        self._heard = self._listen()
+        self.listens = self._channel.is_among_first(_NUM_LISTENERS, f"listen in {self._progress.describe()}")
+        if self.listens:
+            self._heard = self._listen()
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
         """Log which ranks this one waits for, unless another rank that waits has done so already."""
@@ -112,7 +121,7 @@ class StragglerDetector:
         if not can_ask:
             return [Failure(rank=rank, kind=Kind.STALLED, what=stopped) for rank in frozen]
         before = self._heard or self._listen()
-        time.sleep(max(before.at + _SILENCE_S - time.monotonic(), 0))
+        time.sleep(max(before.at + self._silence_s - time.monotonic(), 0))
         beats = self._listen().by_rank
         silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
         behind = [_silent(r, beats[r], stopped if r in frozen else "it no longer answers") for r in silent]
@@ -125,9 +134,8 @@ class StragglerDetector:
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
 
     def _listen(self) -> _Heartbeats:
-        others = (rank for rank in range(self._channel.world_size) if rank != self._channel.rank)
-        beats = ((rank, self._channel.last_beat_of(rank)) for rank in others)
-        return _Heartbeats(time.monotonic(), {rank: beat for rank, beat in beats if beat is not None})
+        beats = self._channel.last_beats()
+        return _Heartbeats(time.monotonic(), beats)
 
 
 def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:

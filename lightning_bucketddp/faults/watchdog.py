@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
-from lightning_bucketddp.faults.local_ranks import LocalRanks, identity
+from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.shutdown import Shutdown
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
@@ -40,6 +40,8 @@ _FIRST_TICK_S = 0.02
 _TOGETHER_WITHIN_S = 0.7
 # What broke a connection is found out within this.
 _CAUSE_WITHIN_S = 1.5
+# Those that listen to all ranks have listened, and reported whom they blame, within this after a time-out.
+_BLAMED_WITHIN_S = 3.0
 # Ranks that a signal stops agree on a step to end after, if they come to one within this.
 _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
@@ -115,12 +117,13 @@ class Watchdog:
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._is_over = False
+        self._asked_at = 0.0
         self._thread = threading.Thread(target=self._run, name="bucketddp-watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
-        self._channel.introduce(identity())
+        self._channel.introduce(identity(), place=place())
         self._thread.start()
 
     def stop(self) -> None:
@@ -181,13 +184,18 @@ class Watchdog:
         return self._failure
 
     def _run(self) -> None:
+        is_woken = True
         while not self._is_over:
+            tick_s = _TICK_S if self._local_ranks.are_known else _FIRST_TICK_S
+            # Among thousands of ranks not in every tick, but at once if something has happened here.
+            asks = is_woken or time.monotonic() - self._asked_at >= self._channel.interval(0.0)
             try:
-                self._look()
+                self._look(asks=asks)
                 self._act()
             except Exception:
                 log.exception("bucketddp: the watch of rank %d failed, and goes on", self._channel.rank)
-            self._wake.wait(_TICK_S if self._local_ranks.are_known else _FIRST_TICK_S)
+            self._asked_at = time.monotonic() if asks else self._asked_at
+            is_woken = self._wake.wait(tick_s)
             self._wake.clear()
         if self._failure is not None and self._actions.store_rank == self._channel.rank:
             self._asking(self._let_others_learn)
@@ -197,7 +205,7 @@ class Watchdog:
 
     def _let_others_learn(self) -> None:
         """Wait a little until every rank knows why the run ends: with this process the store is gone."""
-        deadline = time.monotonic() + _LEARNED_WITHIN_S
+        deadline = time.monotonic() + self._channel.interval(0.0) + _LEARNED_WITHIN_S
         unaware = set(range(self._channel.world_size)) - {self._channel.rank}
         while unaware and time.monotonic() < deadline:
             unaware = {
@@ -231,13 +239,14 @@ class Watchdog:
                 pass
         return act(self._local_ranks.frozen(), can_ask=False)
 
-    def _look(self) -> None:
+    def _look(self, *, asks: bool) -> None:
         for number in self._actions.signals_received():
             self._notice_signal(number)
         if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
-        self._asking(self._exchange)
+        if asks:
+            self._asking(self._exchange)
         if self._to_report is not None:
             failure, self._to_report = self._to_report, None
             self._tell(failure)
@@ -293,11 +302,22 @@ class Watchdog:
 
     def _blame(self, failure: Failure) -> Failure:
         """Return the failure of the straggler for which this rank has waited until the time-out, if there is one."""
-        stragglers = self._with_or_without_store(self._stragglers.find_stragglers)
+        stragglers = []
+        if self._stragglers.listens:
+            stragglers = self._with_or_without_store(self._stragglers.find_stragglers)
+        elif (blamed := self._asking(self._await_failure)) is not None:
+            return blamed
         if not stragglers:
             return failure
         waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
         return replace(stragglers[0], what=f"{stragglers[0].what}; {waited}")
+
+    def _await_failure(self) -> Failure | None:
+        """Return the failure that those report who listen to all ranks; None if they do not in time."""
+        deadline = time.monotonic() + _BLAMED_WITHIN_S
+        while (failure := self._channel.failure()) is None and time.monotonic() < deadline:
+            time.sleep(min(self._channel.interval(_TICK_S), _BLAMED_WITHIN_S))
+        return failure
 
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:

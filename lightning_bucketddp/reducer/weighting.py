@@ -113,13 +113,11 @@ class Weighting(EqualWeights):
         return has_changed
 
     def factor(self, stats: ReducerStats) -> float:
-        messages = self._exchange.receive()
-        self.trainable_differs = len({message.trainable for message in messages}) > 1
-        stats.num_skipped += sum(message.num_skipped for message in messages)
-        weight = sum(message.weight for message in messages)
-        full_weight = sum(message.full_weight for message in messages)
-        self.nobody_contributed = weight == 0 and full_weight > 0
-        return full_weight / weight if weight > 0 else 1.0
+        told = self._exchange.receive()
+        self.trainable_differs = told.least.trainable != told.greatest.trainable
+        stats.num_skipped += told.num_skipped
+        self.nobody_contributed = told.weight == 0 and told.full_weight > 0
+        return told.full_weight / told.weight if told.weight > 0 else 1.0
 
     def end(self) -> None:
         for param, earlier in self._put_aside or ():

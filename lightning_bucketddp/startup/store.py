@@ -25,8 +25,11 @@ _POLL_PER_S_WAITED = 0.1
 _POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
 _REPORTS_S = (10, 30, 60)
-# How long torch may try by itself to reach a store that was there a moment ago.
-_CLIENT_TIMEOUT = timedelta(seconds=1)
+# How long torch may try by itself to reach a store that was there a moment ago. All ranks try to at once, and one that
+# gives up tries again.
+_CLIENT_TIMEOUT_S = 1.0
+_CLIENT_TIMEOUT_PER_RANK_S = 0.1
+_LONGEST_CLIENT_TIMEOUT_S = 30.0
 
 
 class StartError(RuntimeError):
@@ -132,7 +135,7 @@ class StoreAddress:
         if agent_holds_store():
             # torch keeps the keys of each restart by torchrun separate.
             store: Store
-            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=_CLIENT_TIMEOUT))
+            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self._client_timeout))
             return store
         return TCPStore(
             self.address,
@@ -140,8 +143,13 @@ class StoreAddress:
             is_master=self.is_host,
             multi_tenant=self.is_host,
             wait_for_workers=False,
-            timeout=_CLIENT_TIMEOUT,
+            timeout=self._client_timeout,
         )
+
+    @property
+    def _client_timeout(self) -> timedelta:
+        seconds = _CLIENT_TIMEOUT_S + _CLIENT_TIMEOUT_PER_RANK_S * self.world_size
+        return timedelta(seconds=min(seconds, _LONGEST_CLIENT_TIMEOUT_S))
 
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
         """Return what is wrong, and what to do, when the store cannot be reached."""

@@ -188,8 +188,7 @@ class BatchWeighting(EqualBatches):
             )
         if self._reference_weight is None:
             self._exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
-            weights = [message.weight for message in self._exchange.receive()]
-            mean = sum(weights) / len(weights)
+            mean = self._exchange.receive().weight / self._collectives.world_size
             # A power of two, which no rounding depends on.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight
