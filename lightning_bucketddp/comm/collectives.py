@@ -85,9 +85,8 @@ class Collectives:
         # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
-        self._one_share = {
-            dtype: torch.tensor(1 / self.world_size, dtype=dtype) for dtype in (torch.float, torch.double)
-        }
+        share = torch.tensor(1 / self.world_size, dtype=torch.float64)
+        self._one_share = {dtype: share.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}
 
     @property

@@ -57,6 +57,7 @@ class StepMessage:
         trainable: identifies its set of trainable parameters.
         digest: of its weights and optimizer state, in the step in which they are compared; else 0.
         batch_digest: of the batches of the step, as long as the first ones are compared; else 0.
+        num_missing: the gradients that it did not have in its last backward.
         wants_all: all ranks shall see the messages of all, not only what they come to.
     """
 
@@ -72,12 +73,13 @@ class StepMessage:
     trainable: int = 0
     digest: int = 0
     batch_digest: int = 0
+    num_missing: int = 0
     wants_all: bool = False
 
     @classmethod
     def from_floats(cls, values: Sequence[float]) -> StepMessage:
         """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, int, int, int, bool)
+        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4, bool)
         return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
 
 
@@ -182,6 +184,7 @@ class StepExchange:
         full_weight: float = 0.0,
         num_skipped: int = 0,
         trainable: int = 0,
+        num_missing: int = 0,
         wants_all: bool = False,
     ) -> None:
         """Send a message to all ranks; `receive` returns what theirs come to."""
@@ -197,6 +200,7 @@ class StepExchange:
             trainable=trainable,
             digest=digest,
             batch_digest=batch_digest,
+            num_missing=num_missing,
             wants_all=wants_all or batch_digest != 0,
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.foresight import NO_FORESIGHT, NoForesight
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
@@ -45,6 +46,8 @@ class BackwardPass:
         bucket_set: None: there is no plan yet.
         queue: None: nothing is launched before the end.
         factor: what the mean is multiplied by; None: that is known at the end.
+        some_miss: all ranks compare what they miss when it ends.
+        foresight: tells which gradients will not come.
         alive: of a backward that nobody marked from outside (Note: scope of a backward).
         arrived: parameters whose gradients arrived, as long as there is no plan.
         streams: on which they did.
@@ -57,6 +60,8 @@ class BackwardPass:
     bucket_set: BucketSet | None = None
     queue: LaunchQueue | None = None
     factor: float | None = None
+    some_miss: bool = False
+    foresight: NoForesight = NO_FORESIGHT
     alive: weakref.ref[Alive] | None = None
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)
@@ -129,11 +134,14 @@ class BackwardEnd:
         assert backward.bucket_set is not None  # where there is a queue
         if died:
             backward.queue.abandon()
+            self._weighting.compare_missing([], some_miss=backward.some_miss)  # for the other ranks' sake
             backward.observer.backward_abandoned()
         else:
             backward.queue.launch_rest()
             late = backward.queue.find_late()
-            backward.queue.wait(factor=factor)
+            same = self._weighting.compare_missing(backward.queue.missing, some_miss=backward.some_miss)
+            backward.foresight.verify(backward.queue.missing)
+            backward.queue.wait(factor=factor, all_miss_the_same=same)
             backward.observer.gradients_final()
             if late is not None:
                 raise self._plan_cache.late_gradient(backward.bucket_set.plan[late].members, late)

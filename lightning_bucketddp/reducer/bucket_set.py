@@ -115,6 +115,9 @@ class BucketSet:
         # Several gradients for one parameter, or a wrapper around its gradient, need a hook on each (Note: watched
         # gradients, in `grad_hooks`).
         self.can_be_watched = shards is None and not may_be_resized and max(num_firings.values(), default=0) <= 1
+        # Whether the graph has told rightly what would not come (Note: foreseen gradients, in `foresight`); None: it
+        # has not been asked.
+        self.graph_was_right: bool | None = None
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
 
     def scale(self, factor: float) -> None:

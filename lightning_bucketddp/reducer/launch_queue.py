@@ -7,8 +7,8 @@ Note: one launch order
 
 Note: used-flags
     The last bucket carries one extra element per parameter: 1 where this rank has a gradient, 0 where it has not. Only
-    a rank that missed something reads them back. A parameter unused on all ranks keeps its `.grad` (None stays None);
-    one used on some ranks gets the mean, with zeros for the others.
+    a rank that missed something reads them back, unless it knows that all ranks miss the same. A parameter unused on
+    all ranks keeps its `.grad` (None stays None); one used on some ranks gets the mean, with zeros for the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class LaunchQueue:
     """
 
     __slots__ = (
-        "_bucket_set",
         "_collectives",
         "_finds_late",
         "_finiteness",
@@ -56,6 +55,7 @@ class LaunchQueue:
         "_reduction",
         "_stats",
         "_versions",
+        "bucket_set",
         "next_to_launch",
     )
 
@@ -74,7 +74,7 @@ class LaunchQueue:
         self._finds_late = finds_late
         # Of each bucket that has left.
         self._versions: list[int] = []
-        self._bucket_set = bucket_set
+        self.bucket_set = bucket_set
         self._reduction = reduction
         self._collectives = collectives
         self._finiteness = finiteness
@@ -85,10 +85,10 @@ class LaunchQueue:
 
     def describe(self, specs: Sequence[ParameterSpec]) -> str:
         """Return in words which bucket is next, with its parameters."""
-        index, num_buckets = self.next_to_launch, len(self._bucket_set.buckets)
+        index, num_buckets = self.next_to_launch, len(self.bucket_set.buckets)
         if index == num_buckets:
             return f", all {num_buckets} buckets launched"
-        names = [specs[member].name for member in self._bucket_set.plan[index].members]
+        names = [specs[member].name for member in self.bucket_set.plan[index].members]
         return f", before bucket {index} of {num_buckets} ({list_names(names)})"
 
     def launch_complete(self) -> bool:
@@ -96,7 +96,7 @@ class LaunchQueue:
 
         Return False if only some of its gradients were counted, and one that was not has not arrived either.
         """
-        buckets = self._bucket_set.buckets
+        buckets = self.bucket_set.buckets
         while self.next_to_launch < len(buckets) and buckets[self.next_to_launch].arrivals.pending <= 0:
             if not self._launch_next(only_complete=self._finds_late):
                 return False
@@ -104,30 +104,36 @@ class LaunchQueue:
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
-        while self.next_to_launch < len(self._bucket_set.buckets):
+        while self.next_to_launch < len(self.bucket_set.buckets):
             self._launch_next(only_complete=False)
 
     def find_late(self) -> int | None:
         """Return the index of a bucket whose gradients have changed since it left; None: there is none."""
-        buckets = self._bucket_set.buckets
+        buckets = self.bucket_set.buckets
         return next((i for i, version in enumerate(self._versions) if version != buckets[i].version), None)
 
-    def wait(self, *, factor: float) -> None:
+    @property
+    def missing(self) -> list[int]:
+        """The parameters whose gradients this rank does not have, of those whose buckets have left."""
+        return [missing.param_index for missing in self._missing]
+
+    def wait(self, *, factor: float, all_miss_the_same: bool = False) -> None:
         """Make the gradients final: what was reduced, multiplied by `factor`."""
         self._wait_for_all()
         if factor != 1:
-            self._bucket_set.scale(factor)
+            self.bucket_set.scale(factor)
         if self._missing:
-            self._attach_used_elsewhere()
+            if not all_miss_the_same:
+                self._attach_used_elsewhere()
             self._stats.num_unused += len(self._missing)
-        self._bucket_set.release(publish=True)
+        self.bucket_set.release(publish=True)
 
     def abandon(self) -> None:
         """Take part in what is left for the other ranks' sake, contributing nothing and changing no gradient."""
-        for bucket in self._bucket_set.buckets[self.next_to_launch :]:
+        for bucket in self.bucket_set.buckets[self.next_to_launch :]:
             self._start(bucket, missing=range(len(bucket.params)))
         self._wait_for_all()
-        self._bucket_set.release(publish=False)
+        self.bucket_set.release(publish=False)
 
     def _wait_for_all(self) -> None:
         for index, pending in enumerate(self._in_flight):
@@ -135,7 +141,7 @@ class LaunchQueue:
             self._observer.reduction_ended(index)
 
     def _launch_next(self, *, only_complete: bool) -> bool:
-        bucket = self._bucket_set.buckets[self.next_to_launch]
+        bucket = self.bucket_set.buckets[self.next_to_launch]
         # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, profiler_span("bucketddp::launch"):
             self._join_producers(bucket)
@@ -148,16 +154,16 @@ class LaunchQueue:
     def _start(self, bucket: Bucket, *, missing: Sequence[int]) -> None:
         index = self.next_to_launch
         self.next_to_launch += 1
-        is_last = self.next_to_launch == len(self._bucket_set.buckets)
+        is_last = self.next_to_launch == len(self.bucket_set.buckets)
         bucket.arrivals.launched = True
         if missing:
             bucket.zero(missing)
-            members = self._bucket_set.plan[index].members
+            members = self.bucket_set.plan[index].members
             self._missing += [_Missing(bucket, position, members[position]) for position in missing]
         self._finiteness.see_bucket(bucket)
         if is_last:
             self._write_flags()
-            self._finiteness.write(self._bucket_set)
+            self._finiteness.write(self.bucket_set)
         self._observer.bucket_launched(index)
         pending = bucket.start(self._reduction, index=index, is_last=is_last)
         self._in_flight.append(pending)
@@ -168,24 +174,25 @@ class LaunchQueue:
         self._stats.bytes_reduced += bucket.num_bytes
 
     def _write_flags(self) -> None:
-        flags = self._bucket_set.flags
+        flags = self.bucket_set.flags
         flags.elements.fill_(1)
         if self._missing:
-            unused = torch.tensor([missing.param_index for missing in self._missing], device=flags.used.device)
-            flags.used.index_fill_(0, unused, 0)
+            # Without waiting for the device, as `torch.tensor` does.
+            unused = torch.tensor(self.missing, pin_memory=not flags.used.is_cpu)
+            flags.used.index_fill_(0, unused.to(flags.used.device, non_blocking=True), 0)
 
     def _attach_used_elsewhere(self) -> None:
-        used = self._bucket_set.flags.used.tolist()
+        used = self.bucket_set.flags.used.tolist()
         for missing in self._missing:
             if used[missing.param_index] > 0:
                 missing.bucket.attach(missing.position)
 
     def _join_producers(self, bucket: Bucket) -> None:
         """Wait for gradients that were computed on other streams than this one."""
-        if len(self._bucket_set.streams) < 2:
+        if len(self.bucket_set.streams) < 2:
             return
         current = torch.cuda.current_stream(self._collectives.device)
-        for stream in self._bucket_set.streams:
+        for stream in self.bucket_set.streams:
             current.wait_stream(stream)
         for param in bucket.params:
             if param.grad is not None:

@@ -29,6 +29,7 @@ from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.comm_hook import CommHookReduction
+from lightning_bucketddp.reducer.foresight import NO_FORESIGHT, foresee
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
@@ -209,6 +210,10 @@ class Reducer:
             backward = self._begin_from_hook(index)
             if not self._hooks.completes(index):
                 return
+        elif backward.foresight.is_due:
+            backward.foresight.look()
+            if not self._hooks.completes(index):
+                return
         bucket_set = backward.bucket_set
         if bucket_set is None:
             self._see_arrival(index, backward)
@@ -227,8 +232,7 @@ class Reducer:
             # It makes a graph of gradients, and adds to them out of place: no version would tell a late one.
             self._hooks.stop_watching()
         backward.observer.bucket_ready(bucket_index)
-        is_next = self._config.overlap and backward.queue.next_to_launch == bucket_index
-        if is_next and not backward.queue.launch_complete():
+        if self._config.overlap and not backward.queue.launch_complete():
             self._hooks.stop_watching()
 
     def _begin(self, *, is_marked: bool) -> BackwardPass:
@@ -248,14 +252,28 @@ class Reducer:
             self._hooks.begin(None, may_watch=False, is_marked=is_marked)
         bucket_set = self._plan_cache.bucket_set(trainable)
         tuner = self._plan_cache.tuner(trainable) if syncs else None
+        some_miss = syncs and self._weighting.some_miss
         self._hooks.begin(bucket_set, may_watch=tuner is None, is_marked=is_marked)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
         observer = all_of(tuner, self.observer if is_recorded else None)
         queue = None
         if syncs and bucket_set is not None:
             queue = self._new_queue(bucket_set, observer=observer, finds_late=self._hooks.is_watching)
+        foresight = NO_FORESIGHT
+        if some_miss and is_marked and queue is not None and self._config.overlap and not self._hooks.is_watching:
+            foresight = foresee(queue.bucket_set, self._params)
+        if foresight.is_due:
+            self._hooks.rest()  # so that the first gradient is acted on
         self._backward = BackwardPass(
-            trainable, syncs, observer, is_tuned=tuner is not None, bucket_set=bucket_set, queue=queue, factor=factor
+            trainable,
+            syncs,
+            observer,
+            is_tuned=tuner is not None,
+            bucket_set=bucket_set,
+            queue=queue,
+            factor=factor,
+            some_miss=some_miss,
+            foresight=foresight,
         )
         observer.backward_began()
         return self._backward

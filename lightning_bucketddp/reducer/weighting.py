@@ -13,6 +13,11 @@ Note: one set of trainable parameters
     Buckets of different sets must not meet: gloo ends the process, NCCL waits or adds up what does not belong together.
     Each rank tells its set when a backward begins and looks at the others' when it ends, or at once if its own has
     changed. So a rank whose set has changed alone launches nothing, and all ranks learn of it before they wait.
+
+Note: gradients that all ranks miss
+    A parameter that was used on no rank keeps its `.grad`. The device knows that from the used-flags, and asking it
+    takes the host as long as all that the device has still to do. So when some rank has missed a gradient, all ranks
+    compare in the next backwards what they miss, host to host, and only where that differs is the device asked.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ class EqualWeights:
 
     nobody_contributed = False
     trainable_differs = False
+    # Whether a rank has missed a gradient in the backward before the last.
+    some_miss = False
 
     def refuse_unweighted(self) -> None:
         """Refuse a backward that begins without an announced weight, if every weight is needed."""
@@ -42,6 +49,13 @@ class EqualWeights:
     def factor(self, stats: ReducerStats) -> float:
         """Return what the plain mean over the ranks has to be multiplied by."""
         return 1.0
+
+    def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
+        """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
+
+        All ranks call it with the same `some_miss`: what that was when the backward began.
+        """
+        return False
 
     def end(self) -> None:
         """Give back what was put aside: the gradients of the step are final."""
@@ -59,6 +73,8 @@ class Weighting(EqualWeights):
     def __init__(self, exchange: StepExchange, *, by_weight: bool, needs_every_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
+        self.some_miss = False
+        self._num_missing = 0
         self._trainable: tuple[bool, ...] | None = None
         self._trainable_id = 0
         self._needs_every_weight = by_weight or needs_every_weight
@@ -98,7 +114,7 @@ class Weighting(EqualWeights):
         has_changed = syncs and trainable != self._trainable
         if has_changed:
             self._trainable = trainable
-            self._trainable_id = int.from_bytes(hashlib.blake2b(bytes(trainable), digest_size=6).digest(), "big")
+            self._trainable_id = _id_of(bytes(trainable))
         if syncs:
             full_weight = bool(self._weights) if self._by_weight else len(self._weights)
             self._exchange.send(
@@ -107,6 +123,7 @@ class Weighting(EqualWeights):
                 full_weight=full_weight,
                 num_skipped=self._num_skipped,
                 trainable=self._trainable_id,
+                num_missing=self._num_missing,
             )
             self._weights.clear()
             self._num_skipped = 0
@@ -114,12 +131,23 @@ class Weighting(EqualWeights):
 
     def factor(self, stats: ReducerStats) -> float:
         told = self._exchange.receive()
+        self.some_miss = told.greatest.num_missing > 0
         self.trainable_differs = told.least.trainable != told.greatest.trainable
         stats.num_skipped += told.num_skipped
         self.nobody_contributed = told.weight == 0 and told.full_weight > 0
         return told.full_weight / told.weight if told.weight > 0 else 1.0
 
+    def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
+        self._num_missing = len(missing)
+        if not some_miss:
+            return False
+        return self._exchange.start_comparison(_id_of(repr(sorted(missing)).encode())).wait()
+
     def end(self) -> None:
         for param, earlier in self._put_aside or ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None
+
+
+def _id_of(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")
