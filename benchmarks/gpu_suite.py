@@ -65,10 +65,11 @@ class Stage:
         nothing = LoopSettings("tiny_layers", ())
         self._groups = {name: Ranks(Loop, nothing, place) for name, place in self._places.items()}
 
-    def end(self) -> None:
-        """End all of them. One that is asked for later is started again."""
-        while self._groups:
-            self._groups.popitem()[1].__exit__(None, None, None)
+    def end(self, *names: str) -> None:
+        """End these groups, or all of them. One that is asked for later is started again."""
+        for name in names or list(self._groups):
+            if name in self._groups:
+                self._groups.pop(name).__exit__(None, None, None)
 
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
@@ -146,6 +147,7 @@ def fits_of_one(stage: Stage, title: str, seconds: float, *, settings: LoopSetti
 def peaks(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Peak memory."""
     settings = LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()))
+    stage.end("two ranks")  # what other parts have left is freed at any time
     return [memory.measure(stage.ranks("two ranks", Peaks, settings), settings, title=title)]
 
 

@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 Wire = Literal["fp32", "bf16"]
@@ -143,7 +145,11 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     if variant.hook:
         options["comm_hook"], options["comm_state"] = HOOKS[variant.hook]()
     shards = Shards(collectives, whole_parameters=False) if options.pop("shard_optimizer", False) else None
-    reducer = Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=True)
+    # As the Trainer's strategy has it.
+    weighting = None
+    if world_size > 1:
+        weighting = Weighting(StepExchange(collectives), by_weight=False, needs_every_weight=False)
+    reducer = Reducer(replicas, ReducerConfig(**options), weighting=weighting, shards=shards, all_are_marked=True)
     model.register_forward_pre_hook(lambda *_: reducer.give_back_memory())
     if shards is not None:
         shards.watch(model)

@@ -13,11 +13,10 @@ Note: foreseen gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 
@@ -40,16 +39,16 @@ class Foresight(NoForesight):
     `is_due` until it has looked.
     """
 
-    def __init__(self, bucket_set: BucketSet, params: Sequence[Tensor]) -> None:
+    def __init__(self, bucket_set: BucketSet, nodes: Mapping[int, Node]) -> None:
         self.is_due = True
         self._bucket_set = bucket_set
-        self._params = params
+        self._nodes = nodes
         self._missing: list[int] | None = None
 
     def look(self) -> None:
         self.is_due = False
         indices = self._bucket_set.index_of_bucket
-        self._missing = [i for i in indices if not _will_come(self._params[i])]
+        self._missing = [i for i in indices if not torch._C._will_engine_execute_node(self._nodes[i])]
         for bucket in self._bucket_set.buckets:
             bucket.arrivals.begin()
         if self._bucket_set.graph_was_right:
@@ -65,11 +64,14 @@ class Foresight(NoForesight):
 NO_FORESIGHT = NoForesight()
 
 
-def foresee(bucket_set: BucketSet, params: Sequence[Tensor]) -> NoForesight:
-    """Return what tells which gradients will not come in a backward that begins."""
+def foresee(bucket_set: BucketSet, nodes: Mapping[int, Node]) -> NoForesight:
+    """Return what tells which gradients will not come in a backward that begins.
+
+    Args:
+        bucket_set: whose gradients they are.
+        nodes: what adds up the gradient, by parameter.
+    """
+    if bucket_set.graph_was_right is False or not nodes.keys() >= bucket_set.index_of_bucket.keys():
+        return NO_FORESIGHT
     has_gradients = any(param.grad is not None for bucket in bucket_set.buckets for param in bucket.params)
-    return NO_FORESIGHT if has_gradients or bucket_set.graph_was_right is False else Foresight(bucket_set, params)
-
-
-def _will_come(param: Tensor) -> bool:
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+    return NO_FORESIGHT if has_gradients else Foresight(bucket_set, nodes)

@@ -135,6 +135,11 @@ class GradientHooks:
         for param in self._params:
             _owners.pop(param, None)
 
+    @property
+    def nodes(self) -> dict[int, Node]:
+        """The nodes that add up gradients, by parameter, of those that have hooks on them."""
+        return {index: handle.node for index, handle in self._handles.items() if isinstance(handle, _NodeHook)}
+
     def _all_arrivals(self) -> list[Arrivals]:
         return [] if self._bucket_set is None else [bucket.arrivals for bucket in self._bucket_set.buckets]
 

@@ -261,7 +261,7 @@ class Reducer:
             queue = self._new_queue(bucket_set, observer=observer, finds_late=self._hooks.is_watching)
         foresight = NO_FORESIGHT
         if some_miss and is_marked and queue is not None and self._config.overlap and not self._hooks.is_watching:
-            foresight = foresee(queue.bucket_set, self._params)
+            foresight = foresee(queue.bucket_set, self._hooks.nodes)
         if foresight.is_due:
             self._hooks.rest()  # so that the first gradient is acted on
         self._backward = BackwardPass(
