@@ -231,7 +231,7 @@ class BufferedBucket:
         self._storage = self.wire.untyped_storage()
         self._num_bytes = self.wire.nbytes
         self._has_padding = any(param.numel() * dtype.itemsize % _ALIGN_BYTES for param in params)
-        self._uses_of_ours: int | None = None
+        self._uses_of_ours = 0
         self.views = self.views_of(self.buffer)
         # Measured, not known: it depends on the interpreter how many references a call itself holds.
         self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
@@ -329,12 +329,15 @@ class BufferedBucket:
             if self._has_padding:
                 self.wire.zero_()
 
+    def count_uses(self) -> None:
+        """Note how many tensors use the memory before anybody else has one of them."""
+        if self._gives_back:
+            self._uses_of_ours = torch._C._storage_Use_Count(self._storage._cdata)
+
     def give_back(self) -> None:
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         uses = torch._C._storage_Use_Count(self._storage._cdata)
-        if self._uses_of_ours is None:
-            self._uses_of_ours = uses
         is_ours = uses <= self._uses_of_ours and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
         if is_ours and not any(map(_IS_THERE, [param.grad for param in self.params])):
             self._storage.resize_(0)

@@ -119,6 +119,9 @@ class BucketSet:
         # has not been asked.
         self.graph_was_right: bool | None = None
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
+        for bucket in self.buckets:
+            if isinstance(bucket, BufferedBucket):
+                bucket.count_uses()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""

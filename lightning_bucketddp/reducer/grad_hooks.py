@@ -41,9 +41,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_bucketddp.reducer.bucket import UNKNOWN, Arrivals
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 
-# After so many backwards gradients are watched; when that was given up, after so many times as many.
+# After so many backwards gradients are watched.
 _FIRST_COUNTED = 20
-_PATIENCE = 64
+# When that was given up, after so many; the next time after so many times as many.
+_PATIENCE = 1000
+_IMPATIENCE = 8
 
 # Whose hooks a parameter has.
 _owners: Any = WeakIdKeyDictionary()
@@ -74,7 +76,7 @@ class GradientHooks:
         self._arrivals = [self._unplanned] * len(params)
         self._handles: dict[int, Removable] = {}
         self._num_to_count: float = _FIRST_COUNTED if may_watch else math.inf
-        self._patience: float = _FIRST_COUNTED * _PATIENCE
+        self._patience: float = _PATIENCE
         self._hook_all()
         for param in params:
             _owners[param] = self
@@ -110,7 +112,7 @@ class GradientHooks:
         """Count all gradients again, from the next backward on; buckets that wait for one leave when this one ends."""
         self.is_watching = False
         self._num_to_count = self._patience
-        self._patience *= _PATIENCE
+        self._patience *= _IMPATIENCE
         self._hook_all()
         for arrivals in self._all_arrivals():
             arrivals.pending = UNKNOWN

@@ -65,9 +65,9 @@ def fit(parts: Parts | None) -> tuple[dict[str, Tensor], list[float]]:
         launches.append(_event())
         return launch(reductions, **options)
 
-    def observed_wait(reductions: LaunchQueue, *, factor: float) -> None:
+    def observed_wait(reductions: LaunchQueue, **options: Any) -> None:
         ends.append(_event())
-        wait(reductions, factor=factor)
+        wait(reductions, **options)
 
     with patch.object(LaunchQueue, "_launch_next", observed_launch), patch.object(LaunchQueue, "wait", observed_wait):
         trainer.fit(module if parts is None else torch.compile(module, backend=parts), DataLoader(data, batch_size=4))
