@@ -45,7 +45,7 @@ def compress(state, bucket):  # type: ignore[no-untyped-def]
 
 def _power_sgd() -> tuple[Hook, object]:
     # From the third step on, so that all that are measured are compressed.
-    return powerSGD_hook, PowerSGDState(process_group=None, start_powerSGD_iter=2)
+    return powerSGD_hook, PowerSGDState(process_group=None, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)
 
 
 # By name, what makes a hook and its state. Each model that is trained has a state of its own.

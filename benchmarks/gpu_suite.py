@@ -157,8 +157,7 @@ def bf16(model: str) -> LoopSettings:
 
 
 def hooked(model: str, hook: str) -> LoopSettings:
-    ours = [*our_variants(), *our_variants(caps=[25.0])]
-    return LoopSettings(model, (ALONE, *with_hook(hook, [*ours, *ddp_variants()])), steps=3)
+    return LoopSettings(model, (ALONE, *with_hook(hook, [*our_variants(), *ddp_variants()])), steps=3)
 
 
 def all_flags(model: str, *, steps: int) -> LoopSettings:
@@ -208,16 +207,18 @@ PARTS = [
     Part("loop", "gpt2, 2 ranks, fp32 wire", 50, partial(hidden, model="gpt2")),
     Part("loop", "resnet50, 2 ranks, fp32 wire", 22, partial(hidden, model="resnet50")),
     Part("loop", "resnet50, 1 rank", 10, partial(steps, settings=all_flags("resnet50", steps=10), on="one rank")),
+    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(unused, model="resnet50")),
+    Part("memory", "gpt2, 2 ranks, peak memory", 35, partial(peaks, model="gpt2")),
+    Part("memory", "resnet50, 2 ranks, peak memory", 15, partial(peaks, model="resnet50")),
     *(
         Part("hooks", f"{model}, 2 ranks, {hook} hook", share, partial(steps, settings=hooked(model, hook)))
         for model, share in (("resnet50", 12), ("gpt2", 20))
         for hook in HOOKS
+        # It reshapes gradients, which those that are channels_last refuse.
+        if (model, hook) != ("resnet50", "PowerSGD")
     ),
     Part("bf16", "gpt2, 2 ranks, bf16 wire", 20, partial(steps, settings=bf16("gpt2"))),
     Part("bf16", "resnet50, 2 ranks, bf16 wire", 10, partial(steps, settings=bf16("resnet50"))),
-    Part("unused", "resnet50, 2 ranks, unused layers", 16, partial(unused, model="resnet50")),
-    Part("memory", "gpt2, 2 ranks, peak memory", 35, partial(peaks, model="gpt2")),
-    Part("memory", "resnet50, 2 ranks, peak memory", 15, partial(peaks, model="resnet50")),
 ]
 
 
