@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.support.jobs import cuda, nonfinite, reducing, replicas, sharding, sync_batchnorm, weighting
+from tests.support.jobs import cuda, nonfinite, reducing, replicas, sharding, sync_batchnorm, watching, weighting
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import WAYS, Bad
 from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
@@ -86,6 +86,18 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         partial(run_on_ranks, replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False),
     )
     yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
+    forward = list(range(6))
+    for micro_batches in (1, 2):
+        steps = [forward] * 4 + [forward[::-1]] * 2
+        yield (
+            f"watched gradients {micro_batches}",
+            partial(run_on_ranks, watching.orders, orders_by_step=steps, micro_batches=micro_batches),
+        )
+    yield "watched gradients, late", partial(run_on_ranks, watching.a_late_gradient)
+    for kept in ("nothing", "gradient", "alias"):
+        yield f"memory given back, {kept} kept", partial(run_on_ranks, watching.memory_is_given_back, kept=kept)
+    for left_out in (watching.one_for_all, watching.one_each):
+        yield f"unused layers {left_out.__name__}", partial(run_on_ranks, watching.unused_layers, left_out=left_out)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
     for config in CONFIGS:
