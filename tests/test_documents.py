@@ -106,15 +106,16 @@ def test_readme_shows_what_was_measured_through_the_trainer_with_every_setting()
     readme = (REPOSITORY / "README.md").read_text()
     table = readme[readme.index("## How fast") : readme.index("## Options")]
     measured = []
-    for result in ("gpu_suite_h200_202611.md", "speed_x86-2core_202611.md"):
+    for result in ("gpu_suite_h200_202611.md", "speed_aarch64-2core_202611.md"):
         assert result in table
         parts = (REPOSITORY / "benchmarks" / "results" / result).read_text().split("\n\n")
         titles = [i for i, part in enumerate(parts) if "2 ranks" in part and "through the trainer" in part.lower()]
         for header, *rows in (parts[i + 1].splitlines() for i in titles if SPEED_UP in parts[i + 1]):
             end = header.index(SPEED_UP) + len(SPEED_UP)
             measured += [f"{row[:end].split()[-1]}x" for row in rows if row.startswith("bucketddp")]
-    assert measured == ["1.61x", "0.97x", "1.83x", "1.31x", "0.97x"]
-    assert sorted(x for x in re.findall(r"\d\.\d\dx", table) if x in measured) == sorted(measured)
+    gpt2, resnet50, tiny = ["1.04x", "1.11x", "1.99x"], ["1.26x", "1.19x", "1.74x"], ["1.16x", "1.17x", "1.36x"]
+    assert measured == [*gpt2, *resnet50, *tiny, "0.97x"]
+    assert set(measured) <= set(re.findall(r"\d\.\d\dx", table))
 
 
 def test_a_message_that_is_not_ours_is_noticed() -> None:

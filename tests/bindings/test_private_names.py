@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_bucketddp"
 
 TORCH = {
     "_C": "torch",
+    "_will_engine_execute_node": "torch._C",
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_NormBase": "torch.nn.modules.batchnorm",
     "_create_c10d_store": "torch.distributed.rendezvous",
@@ -38,6 +39,8 @@ TORCH = {
     "batch_norm_backward_elemt": "torch",
     "native_batch_norm_backward": "torch.ops.aten",
 }
+# Used where torch has it; see `_GIVE_BACK_ON`.
+NEWER_TORCH = {"_storage_Use_Count"}
 TORCH_ATTRIBUTES = {
     "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
     "_cdata": torch.UntypedStorage,
@@ -47,6 +50,7 @@ TORCH_ATTRIBUTES = {
     "_process_value_according_to_param_policy": torch.optim.Optimizer,
     "_use_count": torch.Tensor,
     "_values": torch.Tensor,
+    "_version": torch.Tensor,
     # made as we make it
     "_untyped_storage": torch.storage.TypedStorage(
         wrap_storage=torch.UntypedStorage(4), dtype=torch.float32, _internal=True
@@ -193,6 +197,7 @@ def test_the_list_is_complete() -> None:
     listed = {
         *TORCH,
         *TORCH_ATTRIBUTES,
+        *NEWER_TORCH,
         *LAUNCHERS,
         *METRICS,
         *LIGHTNING,
