@@ -16,6 +16,7 @@ from tests.support.jobs.watching import (
     unused_layers,
 )
 from tests.support.ranks import run_on_ranks
+from tests.support.scripts.watched_fits import fit
 
 FORWARD = [0, 1, 2, 3, 4, 5]
 
@@ -100,3 +101,15 @@ def test_nothing_is_compared_where_nothing_is_unused() -> None:
     for outcome in run_on_ranks(unused_layers, left_out=none):
         assert outcome.flags_read == [0] * 8
         assert outcome.graph_was_right is None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_fit_leaves_hooks_out_and_trains_like_ddp(accumulate: int) -> None:
+    ours = run_on_ranks(fit, like_ddp=False, accumulate=accumulate)
+    theirs = run_on_ranks(fit, like_ddp=True, accumulate=accumulate)
+    assert [rank["is_watching"] for rank in ours] == [True, True]
+    assert [rank["weights"] for rank in ours] == [rank["weights"] for rank in theirs]
+
+
+def test_manual_optimization_keeps_all_hooks() -> None:
+    assert [rank["is_watching"] for rank in run_on_ranks(fit, like_ddp=False, manual=True)] == [False, False]
