@@ -83,4 +83,4 @@ def test_signals_of_a_forked_child_are_not_those_of_its_parent() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
             os._exit(0)
         os.waitpid(child, 0)
-        assert wakeup.received() == []
+        assert signal.SIGUSR1 not in wakeup.received()  # the end of the child may be there: `DataLoader` listens for it

@@ -37,6 +37,7 @@ def start(*, directory: Path, interface: str, backend: str, same_host: bool = Fa
     with suppress(Exception):
         if interface == "fabric":
             Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(process_group_backend=backend)).launch()
+            dist.barrier()  # the store goes with rank 0
         else:
             strategy = BucketDDPStrategy(process_group_backend=backend)
             lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, fast_dev_run=1).fit(Regression())
