@@ -112,9 +112,8 @@ class BucketSet:
             self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
-        # Several gradients for one parameter, or a wrapper around its gradient, need a hook on each (Note: watched
-        # gradients, in `grad_hooks`).
-        self.can_be_watched = shards is None and not may_be_resized and max(num_firings.values(), default=0) <= 1
+        # Several gradients for one parameter need a hook on each (Note: watched gradients, in `grad_hooks`).
+        self.can_be_watched = max(num_firings.values(), default=0) <= 1
         # Whether the graph has told rightly what would not come (Note: foreseen gradients, in `foresight`); None: it
         # has not been asked.
         self.graph_was_right: bool | None = None
@@ -135,6 +134,8 @@ class BucketSet:
 
     def give_back(self) -> None:
         """Let go of memory that no gradient is in."""
+        if len(self.streams) > 1:
+            return  # one of them may still be reading what the allocator would give to another
         for bucket in self.buckets:
             bucket.give_back()
 

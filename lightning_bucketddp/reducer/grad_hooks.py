@@ -153,9 +153,10 @@ class GradientHooks:
             return False
         # What never came is in the last one, which then leaves when a backward ends.
         *others, _ = self._all_arrivals()
+        if any(arrivals.last is None for arrivals in others):
+            return False
         # Other hooks may change gradients, and with them the versions.
-        has_other_hooks = any(param._post_accumulate_grad_hooks for param in self._params)
-        return all(arrivals.last is not None for arrivals in others) and not has_other_hooks
+        return not any(param._post_accumulate_grad_hooks for param in self._params)
 
     def _watch(self) -> bool:
         """Expect the watched gradient of each bucket; return False if that would not tell that the others are there."""

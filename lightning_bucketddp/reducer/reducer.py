@@ -115,11 +115,13 @@ class Reducer:
             and weighting is None
         )
         take_over(replicas.parameters)
+        # A divided gradient is a wrapper, and a communication hook may change the buffer: no version would tell.
+        has_versions = shards is None and config.comm_hook is None
         self._hooks = GradientHooks(
             [] if self._is_passthrough else self._params,
             self._act_on_gradient,
             self.close,
-            may_watch=all_are_marked and config.overlap,
+            may_watch=all_are_marked and config.overlap and has_versions,
         )
 
     def close(self) -> None:
