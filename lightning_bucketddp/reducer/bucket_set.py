@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, InPlaceBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket
+from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket, SparseBucket
 from lightning_bucketddp.reducer.shards import Shards
 
 # Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.

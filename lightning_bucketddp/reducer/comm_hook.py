@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import BufferedBucket, DenseBucket, PendingReduction, SparseBucket
+from lightning_bucketddp.reducer.bucket import BufferedBucket, DenseBucket, PendingReduction
+from lightning_bucketddp.reducer.lone_bucket import SparseBucket
 from lightning_bucketddp.reducer.reduction import PendingSparseMean
 
 

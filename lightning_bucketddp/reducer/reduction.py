@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction, SparseBucket
+from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction
+from lightning_bucketddp.reducer.lone_bucket import SparseBucket
 
 
 class MeanReduction:
