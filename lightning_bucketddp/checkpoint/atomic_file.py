@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 # By the clock of the file system. The longest silence of a writer is the flush of its file to slow storage.
 _ABANDONED_AFTER_S = 3600.0
 
+# The file of the rank that saves for all where nothing else tells who does. It holds the name of a temporary file,
+# which tells who has made it.
+_CLAIM = ".bucketddp-saver-{}"
+_CLAIM_NAME = re.compile(r"\.bucketddp-saver-[0-9a-f]{16}")
+
 _NAME = re.compile(r"\.bucketddp-([0-9a-f]{16})-(\d{1,9})-(\d+)-[0-9a-f]{8}\.tmp")
 
 
@@ -44,8 +49,28 @@ def temporary_name() -> str:
 def find_temporary_files(directory: str) -> list[Path]:
     """Return the temporary files in `directory`, whether their writers are gone or not."""
     with suppress(OSError):
-        return [path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name)]
+        return [path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name) or _is_claim(path)]
     return []
+
+
+def _is_claim(path: Path) -> bool:
+    return _CLAIM_NAME.fullmatch(path.name) is not None
+
+
+def claim_file(directory: str, name: str) -> bool:
+    """Return whether this process is the first to ask this of `directory` and `name`, which is of 16 hex digits.
+
+    The file that tells so is removed by a later save, when this process is gone.
+    """
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with open(os.path.join(directory, _CLAIM.format(name)), "x") as file:
+            file.write(temporary_name())
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # nothing can be written there: whoever tries to will say why
+    return True
 
 
 def remove_abandoned_files(directory: str, *, now: float) -> None:
@@ -55,8 +80,9 @@ def remove_abandoned_files(directory: str, *, now: float) -> None:
     """
     own_scope = pid_scope()
     for path in find_temporary_files(directory):
-        scope, pid, start_time = _NAME.findall(path.name)[0]
         with suppress(OSError):
+            writer = _NAME.fullmatch(path.read_text() if _is_claim(path) else path.name)
+            scope, pid, start_time = writer.groups() if writer else ("", "", "")
             is_gone = scope == own_scope and not is_running(int(pid), start_time=int(start_time))
             if is_gone or now - path.lstat().st_mtime > _ABANDONED_AFTER_S:
                 path.unlink()

@@ -21,16 +21,20 @@ _CHUNK_BYTES = 2**20
 
 
 def write_on_rank_zero(
-    write: Callable[[], None], collectives: Collectives | None, *, path: str | os.PathLike[str] | None = None
+    write: Callable[[], None],
+    collectives: Collectives | None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    is_saver: bool | None = None,
 ) -> None:
     """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
 
     Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
-    after a failure of some rank, rank zero writes alone and the others do nothing. `collectives` is None when there are
-    no other ranks, and `path`, which goes into the error, if it is not known.
+    after a failure of some rank, one rank writes and the others do nothing: the one where `is_saver`, else rank zero.
+    `collectives` is None when there are no other ranks, and `path`, which goes into the error, if it is not known.
     """
     if collectives is None or not collectives.is_open:
-        if collectives is None or collectives.rank == 0:
+        if collectives is None or (collectives.rank == 0 if is_saver is None else is_saver):
             write()
         return
     if collectives.rank == 0:

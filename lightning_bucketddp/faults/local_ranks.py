@@ -120,6 +120,10 @@ class LocalRanks:
                 return Failure(rank=rank, kind=Kind.DIED, what=describe_exit(status), process=where)
         return None
 
+    def numbers(self) -> list[int]:
+        """Return the ranks on this host, without this one."""
+        return list(self._processes)
+
     def gone(self) -> list[int]:
         """Return the ranks whose processes have ended or are frozen: they learn nothing any more."""
         return [rank for rank, process in self._processes.items() if process.has_ended or process.is_frozen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Container
 from concurrent.futures import Future, wait
@@ -76,12 +77,12 @@ class SideChannel:
         reported = self._get("failure")
         return None if reported is None else Failure.from_dict(reported)
 
-    def acknowledge_failure(self) -> None:
-        """Tell the others that this rank knows of the first failure."""
+    def acknowledge_end(self) -> None:
+        """Tell the others that this rank knows why the run ends, and who saves."""
         self._set(f"knows/{self.rank}", 1)
 
-    def knows_failure(self, rank: int) -> bool:
-        """Return whether `rank` knows of the first failure."""
+    def knows_of_end(self, rank: int) -> bool:
+        """Return whether `rank` knows why the run ends, and who saves."""
         return self._get(f"knows/{rank}") is not None
 
     def count_raised(self) -> int:
@@ -124,6 +125,19 @@ class SideChannel:
     def claim(self, what: str) -> bool:
         """Return whether this rank is the one to do `what`, which only one of them shall do."""
         return bool(self._set_first(what, self.rank) == self.rank)
+
+    def run_id(self) -> str:
+        """Return a name of this run that no other has, and that is the same on all ranks."""
+        return str(self._set_first("id", secrets.token_hex(8)))
+
+    def claim_saver(self) -> int:
+        """Claim to be the rank that saves for all; return which one is: the first to claim it."""
+        return int(self._set_first("saver", self.rank))
+
+    def saver(self) -> int | None:
+        """Return the rank that saves for all; None if none has claimed to."""
+        saver: int | None = self._get("saver")
+        return saver
 
     def is_among_first(self, number: int, what: str) -> bool:
         """Return whether this rank is one of the first `number` that ask this of `what`."""

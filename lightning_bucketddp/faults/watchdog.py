@@ -22,6 +22,7 @@ from typing import TypeVar
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.saver import SaverElection
 from lightning_bucketddp.faults.shutdown import Shutdown
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.faults.stragglers import StragglerDetector
@@ -63,6 +64,7 @@ class WatchdogActions:
         exit_status_of: returns how the process of a rank ended, if this process has started it.
         store_rank: the rank whose process holds the store; None if no rank's does.
         launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
+        claim_file: returns whether this process is the first to make a file for the run of this name.
     """
 
     cut: Callable[[], None]
@@ -71,6 +73,7 @@ class WatchdogActions:
     exit_status_of: Callable[[int], int | None]
     store_rank: int | None
     launcher_pid: int | None
+    claim_file: Callable[[str], bool]
 
 
 class Watchdog:
@@ -97,6 +100,13 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._stragglers = StragglerDetector(channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s)
         self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
+        self._saver = SaverElection(
+            channel,
+            self._local_ranks,
+            asking=self._asking,
+            can_ask=lambda: self._can_ask,
+            claim_file=actions.claim_file,
+        )
         channel.is_silent = lambda: actions.store_rank in self._local_ranks.frozen()
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
@@ -106,6 +116,7 @@ class Watchdog:
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
         self._store_is_lost = False
+        self._has_acknowledged = False
         # When these things happened; None: they have not.
         self._failed_at: float | None = None
         self._stop_at: float | None = None
@@ -124,6 +135,7 @@ class Watchdog:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
         self._channel.introduce(identity(), place=place())
+        self._saver.begin()
         self._thread.start()
 
     def stop(self) -> None:
@@ -155,6 +167,12 @@ class Watchdog:
     def have_aborted(self) -> bool:
         """Return whether the ranks have aborted (Note: together or abort)."""
         return self._shutdown.has_aborted
+
+    @property
+    def is_saver(self) -> bool:
+        """Return whether this rank, which has aborted, saves for all (Note: one saver). May wait for lower ranks."""
+        assert self._failure is not None
+        return self._saver.is_won(self._failure)
 
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
         """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
@@ -209,7 +227,7 @@ class Watchdog:
         unaware = set(range(self._channel.world_size)) - {self._channel.rank}
         while unaware and time.monotonic() < deadline:
             unaware = {
-                rank for rank in unaware.difference(self._local_ranks.gone()) if not self._channel.knows_failure(rank)
+                rank for rank in unaware.difference(self._local_ranks.gone()) if not self._channel.knows_of_end(rank)
             }
             time.sleep(_FIRST_TICK_S)
 
@@ -268,9 +286,12 @@ class Watchdog:
         self._local_ranks.discover()
         if self._failure is None and (failure_of_another := self._channel.failure()) is not None:
             self._learn(failure_of_another)
-            self._channel.acknowledge_failure()
-        if self._failure is not None and self._decision is None:
-            self._decision = self._channel.decision()
+        if self._failure is not None:
+            self._decision = self._decision or self._channel.decision()
+            self._saver.look()
+            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_settled):
+                self._channel.acknowledge_end()
+                self._has_acknowledged = True
         if not self._all_know_of_stop:
             if requested := self._channel.stop_signal():
                 self.stop_signal = requested
@@ -298,7 +319,6 @@ class Watchdog:
 
     def _report(self, failure: Failure) -> None:
         self._learn(self._channel.report(failure))
-        self._channel.acknowledge_failure()
 
     def _blame(self, failure: Failure) -> Failure:
         """Return the failure of the straggler for which this rank has waited until the time-out, if there is one."""

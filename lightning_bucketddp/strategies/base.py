@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
+from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
@@ -218,6 +219,10 @@ class StrategyBase:
                 strategy.note_torn_step()
             abort_device_groups()
 
+        def claim(run_id: str) -> bool:
+            directory = None if (strategy := this()) is None else strategy._directory_to_save_in()
+            return directory is None or claim_file(directory, run_id)
+
         launcher: Any = self._launcher
         first_rank = self.global_rank - self.local_rank
         context = RunContext(
@@ -227,10 +232,15 @@ class StrategyBase:
             abort_device=abort_device,
             exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
             launcher_pid=_launcher_pid(self._start_method),
+            claim_file=claim,
         )
         self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self.options.stall_warning_s)
         self._fault_handler.begin()
         return self._fault_handler
+
+    def _directory_to_save_in(self) -> str | None:
+        """Return where this run saves if it fails; None: nowhere, or on no disk."""
+        return None
 
     def note_torn_step(self) -> None:
         """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""

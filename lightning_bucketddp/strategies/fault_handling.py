@@ -54,6 +54,7 @@ class RunContext:
         abort_device: ends what waits on a device.
         exit_status_of: how a process that this one has started for a rank ended.
         launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
+        claim_file: whether this rank is the first to make a file for the run of this name.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class RunContext:
     abort_device: Callable[[], None]
     exit_status_of: Callable[[int], int | None]
     launcher_pid: int | None
+    claim_file: Callable[[str], bool]
 
 
 class FaultHandler:
@@ -73,6 +75,8 @@ class FaultHandler:
         self._wakeup = SignalWakeup()
         self._rank = context.rank
         self._is_over = False
+        # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
+        self.is_saver: bool | None = None
         self._access = access_store()
 
         def cut() -> None:
@@ -90,6 +94,7 @@ class FaultHandler:
                 exit_status_of=context.exit_status_of,
                 store_rank=0 if self._access.is_held_by_rank_zero else None,
                 launcher_pid=context.launcher_pid,
+                claim_file=context.claim_file,
             ),
             stall_warning_s=stall_warning_s,
             timeout_s=(context.timeout or default_pg_timeout).total_seconds(),
@@ -166,6 +171,7 @@ class FaultHandler:
         if self._watchdog.have_aborted:
             # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
             leave_process_group()
+            self.is_saver = self._watchdog.is_saver
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
@@ -186,11 +192,11 @@ class FaultHandler:
         return [] if handlers is None else handlers.received()
 
 
-def torn(path: object) -> str:
-    """Return why there is no checkpoint at `path` (Note: torn step)."""
+def torn(path: object, *, newest: object = None) -> str:
+    """Return why there is no checkpoint at `path` (Note: torn step), and which is the `newest`, if it is known."""
     return (
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
-        " exchanged, and the weights on this rank may be wrong. Resume from the checkpoint before."
+        f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
     )
 
 
@@ -202,9 +208,13 @@ def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
     return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
 
 
-def lost_shards(path: object) -> str:
+def lost_shards(path: object, *, newest: object = None) -> str:
     """Return why there is no checkpoint at `path`: without a rank its part of the optimizers' state is missing."""
     return (
         f"`{path}` is not saved: the other ranks cannot be reached any more, and each of them has a part of the"
-        " optimizers' state (`shard_optimizer`). Resume from the last checkpoint."
+        f" optimizers' state (`shard_optimizer`). Resume from {_before(newest)}."
     )
+
+
+def _before(newest: object) -> str:
+    return "the checkpoint before" if newest is None else f"`{newest}`, the last that was saved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -38,6 +39,10 @@ from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+# `ModelCheckpoint` removes older ones; of so many one should be left.
+_NUM_SAVED_KNOWN = 20
 
 
 class TrainerStrategy(TrainerCheckpointHooks):
@@ -182,6 +187,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         weighs = self.options.gradient_weight is None
         self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
         self._is_restoring = False
+        self._saved = deque(maxlen=_NUM_SAVED_KNOWN)
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state
         self._model_averaging_period = self.options.model_averaging_period

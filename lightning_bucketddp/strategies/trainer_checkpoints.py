@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import warnings
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, drain, raised_once
 from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_every_rank, write_on_rank_zero
@@ -46,6 +51,25 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.
     _saves_in_background = False
+    # The last checkpoints from which training could go on, as every rank knows them. Some may be gone by now.
+    _saved: deque[str]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank does what one does for all: rank zero, or the one that saves when it has died."""
+        is_saver = None if self._fault_handler is None else self._fault_handler.is_saver
+        return self.global_rank == 0 if is_saver is None else is_saver
+
+    def _directory_to_save_in(self) -> str | None:
+        if self._state.is_fit:
+            for callback in self._trainer.checkpoint_callbacks:
+                if (directory := getattr(callback, "dirpath", None)) is not None:
+                    filesystem, path = url_to_fs(str(directory))
+                    return path if isinstance(filesystem, LocalFileSystem) else None
+        return None
+
+    def _newest_saved(self) -> str | None:
+        return next((path for path in reversed(self._saved) if os.path.exists(path)), None)
 
     @property
     def checkpoint_io(self) -> Any:
@@ -74,10 +98,10 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
             return
         if self.has_torn_weights:
-            log.warning("bucketddp: %s", torn(filepath))
+            log.warning("bucketddp: %s", torn(filepath, newest=self._newest_saved()))
             return
         if self.has_lost_shards and "optimizer_states" in checkpoint:
-            log.warning("bucketddp: %s", lost_shards(filepath))
+            log.warning("bucketddp: %s", lost_shards(filepath, newest=self._newest_saved()))
             return
         with self._progress.during(SAVING):
             self._compare_replicas(checkpoint, filepath)
@@ -102,7 +126,9 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             if path is not filepath and self._links_to_last:
                 self._finite_checkpoints.link(filepath)
 
-        write_on_rank_zero(save, self._collectives, path=filepath)
+        write_on_rank_zero(save, self._collectives, path=filepath, is_saver=self.is_global_zero)
+        if "optimizer_states" in checkpoint:
+            self._saved.append(str(filepath))
 
     def _place(self, checkpoint: dict[str, Any], path: Any) -> Any:
         """Return where to write `checkpoint`: to `path`, if its weights are finite. On rank zero."""
@@ -181,8 +207,10 @@ class TrainerCheckpointHooks(TrainerStepHooks):
                 " would point to a file that is not there yet. Pass `save_last=True` instead."
             )
         self._weights_at_start = severities_of(self._trainer.lightning_module)
-        if self._trainer.ckpt_path is not None and NAN not in self._weights_at_start.values():
-            self._finite_checkpoints.add(self._trainer.ckpt_path, can_resume=True)
+        if self._trainer.ckpt_path is not None:
+            self._saved.append(str(self._trainer.ckpt_path))
+            if NAN not in self._weights_at_start.values():
+                self._finite_checkpoints.add(self._trainer.ckpt_path, can_resume=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.
@@ -231,10 +259,12 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         """Add what training needs of ours to resume. All ranks must call this; rank zero's result counts."""
         collectives = self._collectives
         if collectives is not None and not collectives.is_open:
-            if collectives.world_size > 1 and (self.config.comm_state is not None or self._rank_seeds is not None):
-                rank_zero_warn(
+            has_own_state = self.config.comm_state is not None or self._rank_seeds is not None
+            if collectives.world_size > 1 and has_own_state and self.is_global_zero:
+                warnings.warn(
                     "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of"
-                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`."
+                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`.",
+                    stacklevel=2,
                 )
             collectives = None
         state: dict[str, Any] = {}

@@ -72,6 +72,8 @@ def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
     assert ended.exit_status == -9
     assert "RankFailedError: Rank 1 ends, because another rank failed first. Rank 0 (process " in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
+    # The store was his. The other rank has saved, as the only one that could.
+    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
 
 
 @pytest.mark.long
@@ -104,8 +106,9 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
 
 
 @pytest.mark.long  # tests/strategies/test_restarts.py has torchrun start such a rank again
-def test_torchrun_with_a_rank_that_is_killed(tmp_path: Path) -> None:
-    ended = end_of("torchrun", tmp_path, send=("SIGKILL", 1))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
+    ended = end_of("torchrun", tmp_path, send=("SIGKILL", rank))
     assert "exitcode  : -9" in ended.output
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
 

@@ -44,9 +44,9 @@ def end_of(directory: Path, *, world_size: int = 2, **options: Any) -> Ended:
     return ended
 
 
-def assert_saved_as_seen(ended: Ended, directory: Path) -> None:
-    """The callbacks that save on exceptions have saved what rank zero had when it failed."""
-    seen = ended.results["seen0"]
+def assert_saved_as_seen(ended: Ended, directory: Path, *, by: int = 0) -> None:
+    """The callbacks that save on exceptions have saved what rank `by` had when it failed."""
+    seen = ended.results[f"seen{by}"]
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
     by_model_checkpoint = list((directory / "saved").glob("*.ckpt"))
     assert len(by_model_checkpoint) == can_save_on_exception
@@ -144,8 +144,9 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
         assert f"Rank {rank} (process {ended.results['fault']['pid']}" in seen["message"]
         assert said in seen["message"] or "only its parent process knows" in seen["message"]
         assert ended.exit_codes[other] == 1
-    if rank != 0:
-        assert_saved_as_seen(ended, tmp_path)
+    saver = 0 if rank != 0 else 1
+    assert_saved_as_seen(ended, tmp_path, by=saver)
+    assert [ended.results[f"seen{r}"]["is_global_zero"] for r in {0, 1, 2} - {rank}] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +169,12 @@ def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_
     if what == "SIGSTOP":
         assert "its process is stopped" in said
         assert ended.exit_codes[rank] == -signal.SIGKILL
+        assert_saved_as_seen(ended, tmp_path, by=waiting if rank == 0 else 0)
     else:
         assert "forward of batch 3 in epoch 0" in said
         assert "in happen" in said  # the user's part of its stack
         assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
+        assert_saved_as_seen(ended, tmp_path)  # by rank zero, also where it was the one that was stuck
 
 
 def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:

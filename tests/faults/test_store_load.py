@@ -98,6 +98,7 @@ def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
         exit_status_of=lambda _: None,
         store_rank=None,
         launcher_pid=None,
+        claim_file=lambda _: False,
     )
     return Watchdog(channel, Progress(waiting_in=(__file__,)), actions, stall_warning_s=600, timeout_s=1800)
 

@@ -177,6 +177,7 @@ class Witness(Callback):
             "weights": [p.flatten().tolist() for p in pl_module.parameters()],
             "moments": [s["exp_avg"].flatten().tolist() for s in trainer.optimizers[0].state.values()],
             "has_group": dist.is_initialized(),
+            "is_global_zero": trainer.is_global_zero,
         }
         write(self._directory / f"seen{trainer.global_rank}.json", seen)
 

@@ -1,0 +1,83 @@
+"""Which rank saves for all when ranks have aborted.
+
+Note: one saver
+    Replicas are equal, so that any rank can save what all have. The lowest that is able to does: rank zero, unless it
+    has died or does not come to its end in time. Each rank that ends waits for the lower ones, as long as they may
+    come, and then claims to be the saver; the store keeps the first claim, and the watchdogs of all ranks read it. If
+    the store has died with rank zero, whoever makes a file first is the saver, in the directory of the checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.local_ranks import LocalRanks
+from lightning_bucketddp.faults.side_channel import SideChannel
+
+# Longer than a rank that hangs may take to end (Note: ways to end).
+_COMES_WITHIN_S = 5.0
+_LOOKS_EVERY_S = 0.05
+
+
+class SaverElection:
+    """Finds the rank that saves for all (Note: one saver).
+
+    Args:
+        asking: returns what a question to the store gets; None if the store does not answer.
+        can_ask: returns whether it does.
+        claim_file: returns whether this rank is the first to make a file for this run.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        local_ranks: LocalRanks,
+        *,
+        asking: Callable[[Callable[[], Any]], Any],
+        can_ask: Callable[[], bool],
+        claim_file: Callable[[str], bool],
+    ) -> None:
+        self._channel = channel
+        self._local_ranks = local_ranks
+        self._asking = asking
+        self._can_ask = can_ask
+        self._claim_file = claim_file
+        # Known while the store lives, for when it is gone.
+        self._run_id = ""
+        self.is_settled = False
+        self._is_won = False
+
+    def begin(self) -> None:
+        """Agree with the other ranks on a name for this run."""
+        self._run_id = self._channel.run_id()
+
+    def look(self) -> None:
+        """See whether a rank is the saver by now."""
+        if not self.is_settled and (saver := self._channel.saver()) is not None:
+            self._settle(is_won=saver == self._channel.rank)
+
+    def is_won(self, failure: Failure) -> bool:
+        """Return whether this rank, which ends after `failure`, is the saver. May wait for ranks that are lower."""
+        deadline = time.monotonic() + _COMES_WITHIN_S
+        while not self.is_settled and time.monotonic() < deadline and self._may_lower_rank_come(failure):
+            time.sleep(self._channel.interval(_LOOKS_EVERY_S))
+            self._asking(self.look)
+        if not self.is_settled:
+            is_won = self._asking(lambda: self._channel.claim_saver() == self._channel.rank)
+            self._settle(is_won=self._claim_file(self._run_id) if is_won is None else is_won)
+        return self._is_won
+
+    def _may_lower_rank_come(self, failure: Failure) -> bool:
+        lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())
+        if failure.kind is Kind.DIED:
+            lower.discard(failure.rank)
+        if not self._can_ask():
+            lower.intersection_update(self._local_ranks.numbers())  # of others nobody can hear
+        return bool(lower)
+
+    def _settle(self, *, is_won: bool) -> None:
+        self._is_won = is_won
+        self.is_settled = True

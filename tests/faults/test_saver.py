@@ -1,0 +1,147 @@
+"""One rank saves for all when ranks have aborted: the lowest that comes, and never two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed import HashStore
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
+from lightning_bucketddp.faults import saver
+from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.local_ranks import LocalRanks
+from lightning_bucketddp.faults.saver import SaverElection
+from lightning_bucketddp.faults.side_channel import SideChannel
+from tests.support.forks import PROCESSES
+from tests.support.jobs.nonfinite import collected_warnings
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+RUN_ID = "0123456789abcdef"
+WORLD_SIZE = 6
+RANK_ZERO_DIED = Failure(rank=0, kind=Kind.DIED, what="it was killed")
+RANK_FIVE_RAISED = Failure(rank=5, kind=Kind.RAISED, what="ValueError")
+
+
+class Ranks:
+    """The elections of all ranks of a run, whose store may die."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store_lives = True
+        store = HashStore()
+        self._elections: list[SaverElection] = []
+        for rank in range(WORLD_SIZE):
+            channel = SideChannel(store, name="run", rank=rank, world_size=WORLD_SIZE)
+            election = SaverElection(
+                channel,
+                LocalRanks(channel, exit_status_of=lambda _: None),
+                asking=self._ask,
+                can_ask=lambda: self.store_lives,
+                claim_file=partial(claim_file, str(directory)),
+            )
+            election.begin()
+            self._elections.append(election)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        return question() if self.store_lives else None
+
+    def look(self) -> None:
+        """As their watchdogs do while the store lives."""
+        for election in self._elections:
+            election.look()
+
+    def savers(self, *, come: list[int], failure: Failure) -> list[int]:
+        """The ranks that find that they save, of those that come to their end at the same time."""
+        with ThreadPoolExecutor(len(come)) as threads:
+            won = threads.map(lambda rank: self._elections[rank].is_won(failure), come)
+            return [rank for rank, is_won in zip(come, won, strict=True) if is_won]
+
+
+def test_the_lowest_rank_that_lives_saves(tmp_path: Path) -> None:
+    assert Ranks(tmp_path).savers(come=[5, 4, 3, 2, 1], failure=RANK_ZERO_DIED) == [1]
+    assert Ranks(tmp_path).savers(come=[4, 3, 2, 1, 0], failure=RANK_FIVE_RAISED) == [0]
+    assert not any(tmp_path.iterdir())
+
+
+def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(saver, "_COMES_WITHIN_S", 0.3)
+    ranks = Ranks(tmp_path)
+    # Rank 1 may be on the host of rank 0. All others believe that it is their turn.
+    assert len(ranks.savers(come=[2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
+    # It was only late.
+    assert ranks.savers(come=[1], failure=RANK_ZERO_DIED) == []
+
+
+def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.store_lives = False
+    assert len(ranks.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
+    other_run = Ranks(tmp_path)
+    other_run.store_lives = False
+    assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
+
+
+def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
+    ranks.look()
+    ranks.store_lives = False
+    assert ranks.savers(come=[1, 2, 3, 4], failure=RANK_FIVE_RAISED) == []
+
+
+def claim(directory: str) -> None:
+    os._exit(0 if claim_file(directory, RUN_ID) else 3)
+
+
+def test_one_process_makes_the_file_and_a_later_save_removes_it(tmp_path: Path) -> None:
+    processes = [PROCESSES.Process(target=claim, args=(str(tmp_path),)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert sorted(process.exitcode or 0 for process in processes) == [0] + [3] * 7
+    assert len(find_temporary_files(str(tmp_path))) == 1
+    assert not claim_file(str(tmp_path), RUN_ID)
+    assert claim_file(str(tmp_path), "f" * 16)
+    with atomic_file(str(tmp_path / "model.ckpt")) as file:
+        file.write(b"weights")
+    # Not that of a process that lives: others of its run may still come.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".bucketddp-saver-{'f' * 16}", "model.ckpt"]
+
+
+@like_torchrun()
+def save_torn_weights(*, directory: Path) -> tuple[list[str], list[str]]:
+    """What is there after three saves and a step that was torn, and what was said of it; again when one is removed."""
+    checkpoints = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
+    options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
+    trainer = make_trainer("bucketddp", callbacks=checkpoints, **options)
+    trainer.fit(BoringModel())
+    assert isinstance(trainer.strategy, BucketDDPStrategy)
+    trainer.strategy.has_torn_step = True
+    there = []
+    with collected_warnings() as told:
+        for _ in range(2):
+            trainer.save_checkpoint(directory / "torn.ckpt")
+            there.append(max(path.name for path in directory.glob("*.ckpt")))
+            dist.barrier()
+            (directory / there[-1]).unlink(missing_ok=True)
+            dist.barrier()
+    return there, told
+
+
+def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
+    for there, told in run_on_ranks(save_torn_weights, directory=tmp_path):
+        assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
+        assert [line.partition("Resume from ")[2] for line in told] == [
+            f"`{tmp_path / name}`, the last that was saved." for name in there
+        ]
