@@ -8,6 +8,7 @@ import os
 import socket
 import time
 import weakref
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,6 +39,9 @@ from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
 
 _EXCHANGED_WITHIN_S = 0.5
+# At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and callbacks
+# save.
+_LAST_RESORT = timedelta(seconds=15)
 
 
 class StrategyBase:
@@ -128,15 +132,17 @@ class StrategyBase:
             store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
             store.set_timeout(self._timeout or default_pg_timeout)
             backend = self._get_process_group_backend()
+            timeout = self._timeout
             if "nccl" in backend:
                 self._open_more_sockets(store, point)
+                timeout = None if timeout is None else timeout + _LAST_RESORT
             with gloo_between_hosts():
                 # Lightning's, which does what else belongs to it.
                 self._init_dist_connection(
                     environment,
                     backend,
                     store=store,
-                    timeout=self._timeout,
+                    timeout=timeout,
                     device_id=None if self.root_device.type == "cpu" else self.root_device,
                 )
 

@@ -66,6 +66,16 @@ def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_pa
     assert_saved_as_seen(ended, tmp_path)
 
 
+@pytest.mark.long  # tests/faults/test_saver.py has the decision alone
+def test_rank_that_is_late_does_not_save_when_rank_zero_has_saved_and_gone(tmp_path: Path) -> None:
+    # The store has gone with rank zero.
+    fault = Fault("raise on rank 1, sleep on rank 2", "optimizer", rank=None)
+    ended = end_of(tmp_path, fault=fault, world_size=3)
+    assert ended.results["seen2"]["at"] - ended.results["seen0"]["at"] > LINGERING_S / 3
+    assert [ended.results[f"seen{rank}"]["is_global_zero"] for rank in (0, 1, 2)] == [True, False, False]
+    assert_saved_as_seen(ended, tmp_path)
+
+
 @pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_train_batch_end"])
 def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: str, tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("raise", where), world_size=3)

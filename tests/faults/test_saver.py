@@ -73,6 +73,12 @@ def test_the_lowest_rank_that_lives_saves(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(tmp_path: Path) -> None:
+    assert Ranks(tmp_path).savers(come=[5], failure=RANK_FIVE_RAISED) == []
+    rank_zero_raised = Failure(rank=0, kind=Kind.RAISED, what="ValueError")
+    assert Ranks(tmp_path).savers(come=[1, 0], failure=rank_zero_raised) == [0]
+
+
 def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(saver, "_COMES_WITHIN_S", 0.3)
     ranks = Ranks(tmp_path)

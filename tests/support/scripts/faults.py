@@ -67,10 +67,11 @@ class Fault:
         if self.what == "Ctrl-C, noticed late by rank 1":
             time.sleep(0.8 * _rank())
             os.kill(os.getpid(), signal.SIGINT)
-        if self.what == "raise on rank 1, sleep on rank 0":
+        if self.what.startswith("raise on rank 1, sleep on rank "):
             if _rank() == 1:
                 raise ValueError("boom")
-            time.sleep(5)
+            if _rank() == int(self.what[-1]):
+                time.sleep(LINGERING_S)
         if self.what in GAP_S:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(GAP_S[self.what])
