@@ -39,8 +39,8 @@ from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
 
 _EXCHANGED_WITHIN_S = 0.5
-# At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and callbacks
-# save.
+# At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
+# callbacks save.
 _LAST_RESORT = timedelta(seconds=15)
 
 
