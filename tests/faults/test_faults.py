@@ -71,7 +71,7 @@ def test_rank_that_is_late_does_not_save_when_rank_zero_has_saved_and_gone(tmp_p
     # The store has gone with rank zero.
     fault = Fault("raise on rank 1, sleep on rank 2", "optimizer", rank=None)
     ended = end_of(tmp_path, fault=fault, world_size=3)
-    assert ended.results["seen2"]["at"] - ended.results["seen0"]["at"] > LINGERING_S / 3
+    assert ended.results["seen2"]["at"] - ended.results["seen0"]["at"] > 1
     assert [ended.results[f"seen{rank}"]["is_global_zero"] for rank in (0, 1, 2)] == [True, False, False]
     assert_saved_as_seen(ended, tmp_path)
 
