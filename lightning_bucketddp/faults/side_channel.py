@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import threading
@@ -127,8 +128,10 @@ class SideChannel:
         return bool(self._set_first(what, self.rank) == self.rank)
 
     def run_id(self) -> str:
-        """Return a name of this run that no other has, and that is the same on all ranks."""
-        return str(self._set_first("id", secrets.token_hex(8)))
+        """Return a name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
+        # A digest, as the name of a file: who reaches the store may have written anything.
+        agreed = json.dumps(self._set_first("id", secrets.token_hex(8)))
+        return hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest()
 
     def claim_saver(self) -> int:
         """Claim to be the rank that saves for all; return which one is: the first to claim it."""
