@@ -1,0 +1,237 @@
+"""Trains with `auto_resume`, is interrupted, and is started again, in jobs on ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.strategies.auto_resume import AutoResume
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+NUM_EPOCHS = 3
+
+
+class Interrupted(Exception):
+    """Raised on all ranks, in the place of what ends a run."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run trains.
+
+    Attributes:
+        loader: which kind of training data it has.
+        num_samples: of the dataset; with `loader="two"` there is another one with half of them.
+        saves: every step, or only what an exception leaves.
+        plans: asks for the number of steps in `configure_optimizers`, which makes the loaders early.
+    """
+
+    loader: str = "shuffled"
+    num_samples: int = 28
+    accumulate: int = 1
+    saves: bool = True
+    plans: bool = False
+    global_batch_size: int | None = None
+    num_epochs: int = NUM_EPOCHS
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Where a run is interrupted: at a batch (counted over all epochs), in a hook."""
+
+    batch: int
+    hook: str = "training_step"
+
+
+@dataclass
+class Outcome:
+    """What a start has done on this rank.
+
+    Attributes:
+        seen: the samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
+        messages: what was logged about `auto_resume`, and warned.
+    """
+
+    begun_at: int = -1
+    resumed_from: str | None = None
+    seen: dict[int, list[int]] = field(default_factory=dict)
+    weights: list[Tensor] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is the number i."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.as_tensor(index)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of a user's, which Lightning makes again for each rank."""
+
+
+class Seeing(LightningModule):
+    """Writes down the samples that optimizer steps were made of."""
+
+    def __init__(self, setting: Setting, interruption: Interruption | None, width: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, width)
+        self.setting, self.interruption = setting, interruption
+        self.outcome = Outcome()
+        self._pending: list[int] = []
+
+    def on_train_start(self) -> None:
+        self.outcome.begun_at = self.trainer.global_step
+        self.outcome.resumed_from = self.trainer.ckpt_path and Path(self.trainer.ckpt_path).name
+
+    def _interrupt(self, hook: str) -> None:
+        at = self.interruption
+        if at is not None and at.hook == hook and self.trainer.fit_loop.total_batch_idx == at.batch:
+            raise Interrupted
+
+    def training_step(self, batch: Any) -> Tensor:
+        self._interrupt("training_step")
+        batches = batch if isinstance(batch, list) else [batch]
+        self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
+        numbers = torch.cat([one.view(-1) for one in batches]).float()
+        return self.layer(numbers.view(-1, 1) / 100).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        # After the step before: these batches are in the weights.
+        self._interrupt("on_before_zero_grad")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.outcome.seen.setdefault(self.current_epoch, []).extend(self._pending)
+        self._pending = []
+        self._interrupt("optimizer_step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._interrupt("on_train_batch_end")
+
+    def configure_optimizers(self) -> Any:
+        if self.setting.plans:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def make_loader(setting: Setting) -> Any:
+    data = Numbers(setting.num_samples)
+    if setting.loader == "workers":
+        return DataLoader(data, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+    if setting.loader == "single":
+        return DataLoader(data, batch_size=None, shuffle=True)
+    if setting.loader == "batch sampler":
+        return DataLoader(data, batch_sampler=Pairs(RandomSampler(data), batch_size=2, drop_last=False))
+    if setting.loader == "two":
+        return [
+            DataLoader(data, batch_size=2, shuffle=True),
+            DataLoader(Numbers(setting.num_samples // 2), batch_size=2, shuffle=True),
+        ]
+    if setting.loader == "two, no cycle":
+        longer, shorter = make_loader(Setting("two", setting.num_samples))
+        return CombinedLoader([longer, shorter], "max_size")
+    return DataLoader(data, batch_size=2, shuffle=setting.loader != "in order")
+
+
+@contextmanager
+def listening(messages: list[str]) -> Iterator[None]:
+    """Add what is logged, and warned, to `messages`."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "auto_resume" in record.getMessage() or "resumable" in record.getMessage():
+                messages.append(record.getMessage())
+
+    logger, listener = logging.getLogger(), Listener()
+    names = ["lightning_utilities.core.rank_zero", "lightning_bucketddp", "py.warnings"]
+    loggers = [logger, *map(logging.getLogger, names)]
+    levels = [logger.level for logger in loggers]
+    logging.captureWarnings(True)
+    for logger in loggers:
+        logger.addHandler(listener)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(listener)
+            logger.setLevel(level)
+
+
+@like_torchrun()
+def start(
+    *,
+    directory: Path,
+    setting: Setting,
+    interruption: Interruption | None = None,
+    width: int = 2,
+    callbacks: tuple[Callback, ...] = (),
+    fits: int = 1,
+    ckpt_path: str | None = None,
+    is_same_program: bool = False,
+) -> Outcome:
+    """Start a program that trains, once or several times; the outcome of the last fit."""
+    if not is_same_program:
+        AutoResume.num_fits_ended.clear()
+    outcome = Outcome()
+    for _ in range(fits):
+        seed_everything(7)
+        saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+        if setting.saves:
+            saving.append(
+                ModelCheckpoint(
+                    directory / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True
+                )
+            )
+        options = {"rank_seeds": True, **setting.options}
+        trainer = make_trainer(
+            BucketDDPStrategy(auto_resume=True, global_batch_size=setting.global_batch_size, **options),
+            max_epochs=setting.num_epochs,
+            default_root_dir=directory,
+            enable_checkpointing=True,
+            callbacks=[*saving, *callbacks],
+            accumulate_grad_batches=setting.accumulate,
+            use_distributed_sampler=setting.loader != "own sampler",
+        )
+        module = Seeing(setting, interruption, width)
+        outcome = module.outcome
+        with listening(outcome.messages):
+            try:
+                trainer.fit(module, make_loader(setting), ckpt_path=ckpt_path)
+            except Interrupted:
+                assert interruption is not None
+        outcome.weights = [param.detach().clone() for param in module.parameters()]
+    return outcome
+
+
+def interrupt_and_resume(
+    *, directory: Path, setting: Setting, interruptions: list[Interruption]
+) -> tuple[Outcome, list[Outcome]]:
+    """Train without an interruption, and with these; what each start has done."""
+    undisturbed = start(directory=directory / "undisturbed", setting=setting)
+    starts = [
+        start(directory=directory / "disturbed", setting=setting, interruption=interruption)
+        for interruption in [*interruptions, None]
+    ]
+    return undisturbed, starts
