@@ -101,7 +101,16 @@ def _random_sampler(sampler: Any) -> Any:
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step of an optimizer: how many epochs were begun then, how many batches of the last, and steps in all."""
+
+    num_epochs: int
+    num_batches: int
+    number: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Resumed:
     """What a run that is resumed has behind it (Note: position)."""
 
@@ -139,7 +148,7 @@ class NoEpochPosition:
         return None
 
     def state(self) -> dict[str, Any] | None:
-        """Return what goes into a checkpoint."""
+        """Return what goes into a checkpoint; `generators` of every rank, by rank."""
         return None
 
 
@@ -153,8 +162,7 @@ class EpochPosition(NoEpochPosition):
     def __init__(self, *, counts_samples: bool) -> None:
         self._counts_samples = counts_samples
         self._trainer: Trainer | None = None
-        # At the last step of an optimizer: how many epochs had been begun, and batches in the last of them.
-        self._at_step: tuple[int, int] | None = None
+        self._at_step: _Step | None = None
         self._resumed: _Resumed | None = None
         self._samplers: list[ResumableSampler | None] = []
         self._can_skip = True
@@ -177,14 +185,21 @@ class EpochPosition(NoEpochPosition):
             num_batches = num_batches * saved["world_size"] // num_ranks
             num_batches -= num_batches % trainer.accumulate_grad_batches
         _set_counts(batches, num_batches)
-        self._at_step = (epochs["started"], num_batches)
-        # Lightning counts this epoch later.
-        is_one_more = is_end and epochs["started"] > epochs["processed"]
+        _set_step(loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"], saved["step"])
+        is_counted = epochs["started"] == epochs["processed"]
+        if is_end and not is_counted and batches["current"]["completed"] < num_batches and trainer.max_steps == -1:
+            # As if saved at the end of the epoch. Otherwise Lightning does not count the next one as begun.
+            for name in ("current", "total"):
+                loop["epoch_progress"][name]["processed"] += 1
+                batches[name]["completed"] += 1
+            is_counted = True
+        self._at_step = _Step(epochs["started"], num_batches, saved["step"])
         self._resumed = _Resumed(
-            epochs["processed"] + is_one_more,
+            epochs["processed"] + (is_end and not is_counted),
             0 if is_end else num_batches,
             is_end,
-            saved["generators"],
+            # After a failure there is only that of the rank that has saved.
+            saved["generators"][trainer.global_rank if len(saved["generators"]) == num_ranks else 0],
             has_other_ranks,
         )
 
@@ -255,7 +270,13 @@ class EpochPosition(NoEpochPosition):
             self._filter = None
         assert self._trainer is not None
         loop: Any = self._trainer.fit_loop
-        self._at_step = (loop.epoch_progress.current.started, loop.epoch_loop.batch_progress.current.ready)
+        # Lightning counts this step later.
+        is_counted_later = self._trainer.lightning_module.automatic_optimization
+        self._at_step = _Step(
+            num_epochs=loop.epoch_progress.current.started,
+            num_batches=loop.epoch_loop.batch_progress.current.ready,
+            number=self._trainer.global_step + 1 if is_counted_later else None,
+        )
 
     def num_batches_trained(self) -> int | None:
         if not self._can_skip or self._trainer is None:
@@ -263,8 +284,12 @@ class EpochPosition(NoEpochPosition):
         loop: Any = self._trainer.fit_loop
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
             return None  # the optimizer's own `step` is called, and we see none
-        started, num_batches = self._at_step or (0, 0)
-        return num_batches if started == loop.epoch_progress.current.started else 0
+        last = self._at_step
+        is_in_epoch = last is not None and last.num_epochs == loop.epoch_progress.current.started
+        # After the end of an epoch Lightning may begin another one without counting it.
+        return (
+            last.num_batches if is_in_epoch and last.num_batches <= loop.epoch_loop.batch_progress.current.ready else 0
+        )
 
     def state(self) -> dict[str, Any] | None:
         if (num_batches := self.num_batches_trained()) is None:
@@ -273,6 +298,7 @@ class EpochPosition(NoEpochPosition):
         generators = [None if sampler is None else sampler.generator_at_start for sampler in self._samplers]
         return {
             "num_batches": num_batches,
+            "step": None if self._at_step is None else self._at_step.number,
             "world_size": self._trainer.world_size,
             "generators": generators,
         }
@@ -295,3 +321,10 @@ def _set_counts(batches: dict[str, Any], num_batches: int) -> None:
         count = num_batches - (is_at_end and name == "completed")
         total[name] += count - current[name]
         current[name] = count
+
+
+def _set_step(steps: dict[str, Any], number: int | None) -> None:
+    """Have Lightning count a step that was taken, but interrupted before it was counted."""
+    if number == steps["total"]["completed"] + 1:
+        for counts in steps.values():
+            counts["completed"] += 1

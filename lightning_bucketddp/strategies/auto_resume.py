@@ -128,7 +128,7 @@ class AutoResume(NoAutoResume):
         """Say what is done; return whether the run has been stopped where it goes on now."""
         if chosen is None:
             others = record.num_other_runs()
-            advice = f" ({pluralize(others, 'other run')} has left some: name one by `ckpt_path`)" if others else ""
+            advice = f" ({pluralize(others, 'other run')} left some)" if others else ""
             rank_zero_info(
                 f"bucketddp: `auto_resume`: no checkpoint of this run under `{root}`{advice}: training begins at the"
                 " start."

@@ -18,6 +18,7 @@ from lightning_bucketddp.checkpoint.finite_weights import (
     spoiled_weights,
 )
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
+from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import SAVING
@@ -272,7 +273,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if (batch_size := self._batch_size.state()) is not None:
             state["global_batch_size"] = batch_size
         if (position := self._position.state()) is not None:
-            state["position"] = position
+            generators = gather_to_rank_zero(position["generators"], collectives)
+            state["position"] = {**position, "generators": generators}
         if state:
             checkpoint[_OURS] = state
 

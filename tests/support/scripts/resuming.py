@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -41,11 +44,10 @@ class Setting:
     loader: str = "shuffled"
     num_samples: int = 28
     accumulate: int = 1
-    saves: bool = True
+    saves: bool = False
     plans: bool = False
     global_batch_size: int | None = None
     num_epochs: int = NUM_EPOCHS
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Outcome:
     """What a start has done on this rank.
 
     Attributes:
+        begun_at: the step; None: it had nothing to do.
         seen: the samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
         messages: what was logged about `auto_resume`, and warned.
     """
 
-    begun_at: int = -1
+    begun_at: int | None = None
+    is_interrupted: bool = False
     resumed_from: str | None = None
     seen: dict[int, list[int]] = field(default_factory=dict)
     weights: list[Tensor] = field(default_factory=list)
@@ -92,16 +96,19 @@ class Pairs(BatchSampler):
 class Seeing(LightningModule):
     """Writes down the samples that optimizer steps were made of."""
 
-    def __init__(self, setting: Setting, interruption: Interruption | None, width: int = 2) -> None:
+    def __init__(self, setting: Setting, interruption: Interruption | None, width: int = 2, note: str = "") -> None:
         super().__init__()
+        self.save_hyperparameters("note")
         self.layer = nn.Linear(1, width)
         self.setting, self.interruption = setting, interruption
         self.outcome = Outcome()
         self._pending: list[int] = []
 
+    def on_fit_start(self) -> None:
+        self.outcome.resumed_from = self.trainer.ckpt_path and Path(self.trainer.ckpt_path).name
+
     def on_train_start(self) -> None:
         self.outcome.begun_at = self.trainer.global_step
-        self.outcome.resumed_from = self.trainer.ckpt_path and Path(self.trainer.ckpt_path).name
 
     def _interrupt(self, hook: str) -> None:
         at = self.interruption
@@ -110,7 +117,7 @@ class Seeing(LightningModule):
 
     def training_step(self, batch: Any) -> Tensor:
         self._interrupt("training_step")
-        batches = batch if isinstance(batch, list) else [batch]
+        batches = [one for one in batch if one is not None] if isinstance(batch, list) else [batch]
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
         return self.layer(numbers.view(-1, 1) / 100).square().mean()
@@ -180,48 +187,72 @@ def listening(messages: list[str]) -> Iterator[None]:
 
 
 @like_torchrun()
-def start(
+def run_program(
+    *fits: Interruption | None,
+    directory: Path,
+    setting: Setting,
+    ckpt_path: str | None = None,
+    is_new_process: bool = True,
+    **of_run: Any,
+) -> list[Outcome]:
+    """Run a program that fits once or several times, until it is interrupted; the outcome of each fit.
+
+    Args:
+        fits: where each of them is interrupted.
+        is_new_process: has not fitted before, as far as it knows.
+        of_run: what is given to the module, but for `filename`, which is for its checkpoints.
+    """
+    if is_new_process:
+        AutoResume.num_fits_ended.clear()
+    outcomes = []
+    for interruption in fits:
+        module = fit(interruption, directory=directory, setting=setting, ckpt_path=ckpt_path, **of_run)
+        outcomes.append(module.outcome)
+        module.outcome.weights = [param.detach().clone() for param in module.parameters()]
+        if module.outcome.is_interrupted:
+            break
+    return outcomes
+
+
+def fit(
+    interruption: Interruption | None,
     *,
     directory: Path,
     setting: Setting,
-    interruption: Interruption | None = None,
-    width: int = 2,
-    callbacks: tuple[Callback, ...] = (),
-    fits: int = 1,
-    ckpt_path: str | None = None,
-    is_same_program: bool = False,
-) -> Outcome:
-    """Start a program that trains, once or several times; the outcome of the last fit."""
-    if not is_same_program:
-        AutoResume.num_fits_ended.clear()
-    outcome = Outcome()
-    for _ in range(fits):
-        seed_everything(7)
-        saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
-        if setting.saves:
-            saving.append(
-                ModelCheckpoint(
-                    directory / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True
-                )
-            )
-        options = {"rank_seeds": True, **setting.options}
-        trainer = make_trainer(
-            BucketDDPStrategy(auto_resume=True, global_batch_size=setting.global_batch_size, **options),
-            max_epochs=setting.num_epochs,
-            default_root_dir=directory,
-            enable_checkpointing=True,
-            callbacks=[*saving, *callbacks],
-            accumulate_grad_batches=setting.accumulate,
-            use_distributed_sampler=setting.loader != "own sampler",
-        )
-        module = Seeing(setting, interruption, width)
-        outcome = module.outcome
-        with listening(outcome.messages):
-            try:
-                trainer.fit(module, make_loader(setting), ckpt_path=ckpt_path)
-            except Interrupted:
-                assert interruption is not None
-        outcome.weights = [param.detach().clone() for param in module.parameters()]
+    ckpt_path: str | None,
+    filename: str = "{step}",
+    **of_module: Any,
+) -> Seeing:
+    seed_everything(7)
+    has_logger = setting.loader == "logger"
+    saving: list[Callback] = [] if has_logger else [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    if setting.saves:
+        where = None if has_logger else directory / "checkpoints"
+        saving.append(ModelCheckpoint(where, filename, every_n_train_steps=1, save_top_k=-1, save_last=True))
+    trainer = make_trainer(
+        BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
+        max_epochs=setting.num_epochs,
+        default_root_dir=directory,
+        enable_checkpointing=True,
+        callbacks=saving,
+        logger=CSVLogger(directory, name="logs") if has_logger else False,
+        accumulate_grad_batches=setting.accumulate,
+        use_distributed_sampler=setting.loader != "own sampler",
+    )
+    module = Seeing(setting, interruption, **of_module)
+    # The ranks of the tests are daemons, which may have no children.
+    may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    with listening(module.outcome.messages), may_have_children:
+        try:
+            trainer.fit(module, make_loader(setting), ckpt_path=ckpt_path)
+        except Interrupted:
+            module.outcome.is_interrupted = True
+    return module
+
+
+def start(interruption: Interruption | None = None, **options: Any) -> Outcome:
+    """Run a program that fits once."""
+    [outcome] = run_program(interruption, **options)
     return outcome
 
 
@@ -231,7 +262,7 @@ def interrupt_and_resume(
     """Train without an interruption, and with these; what each start has done."""
     undisturbed = start(directory=directory / "undisturbed", setting=setting)
     starts = [
-        start(directory=directory / "disturbed", setting=setting, interruption=interruption)
+        start(interruption, directory=directory / "disturbed", setting=setting)
         for interruption in [*interruptions, None]
     ]
     return undisturbed, starts
