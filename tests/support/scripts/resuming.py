@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
@@ -169,9 +170,8 @@ def listening(messages: list[str]) -> Iterator[None]:
             if "auto_resume" in record.getMessage() or "resumable" in record.getMessage():
                 messages.append(record.getMessage())
 
-    logger, listener = logging.getLogger(), Listener()
-    names = ["lightning_utilities.core.rank_zero", "lightning_bucketddp", "py.warnings"]
-    loggers = [logger, *map(logging.getLogger, names)]
+    listener = Listener()
+    loggers = [rank_zero.log, logging.getLogger("py.warnings")]
     levels = [logger.level for logger in loggers]
     logging.captureWarnings(True)
     for logger in loggers:
