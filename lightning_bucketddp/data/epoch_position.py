@@ -9,7 +9,7 @@ Note: position
     or an order from one of torch's generators: the state of that generator then is in the checkpoint, too, but not for
     a `DistributedSampler`, which knows its order by the number of the epoch.
 
-Note: another number of ranks
+Note: fewer ranks
     Each rank takes every n-th sample of an order that does not depend on the number of ranks. So the samples that all
     ranks have seen are a number of whole batches of another number of ranks, and a rest. The rest is seen again.
 """
@@ -127,6 +127,9 @@ class NoEpochPosition:
     def begin(self, trainer: Trainer) -> None:
         """Begin a fit."""
 
+    def forget_checkpoint(self) -> None:
+        """Forget the checkpoint that was loaded: no training has begun with it."""
+
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
         """Set the counts in `checkpoint` right, for the training that begins with it."""
 
@@ -171,17 +174,19 @@ class EpochPosition(NoEpochPosition):
     def begin(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
+    def forget_checkpoint(self) -> None:
+        self._resumed = None
+
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        self._trainer, self._resumed = trainer, None
         saved = checkpoint.get(_OURS, {}).get(_KEY)
         loop = checkpoint.get("loops", {}).get("fit_loop")
-        if saved is None or loop is None:
+        if trainer.state.fn != "fit" or saved is None or loop is None:
             return
         epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
         num_batches, num_ranks = saved["num_batches"], trainer.world_size
         is_end = batches["is_last_batch"] = batches["is_last_batch"] and num_batches == batches["current"]["ready"]
         has_other_ranks = num_ranks != saved["world_size"] and not self._counts_samples
-        if has_other_ranks and not is_end:
+        if has_other_ranks and not is_end:  # (Note: fewer ranks)
             num_batches = num_batches * saved["world_size"] // num_ranks
             num_batches -= num_batches % trainer.accumulate_grad_batches
         _set_counts(batches, num_batches)
@@ -222,9 +227,11 @@ class EpochPosition(NoEpochPosition):
         if resumed is not None:
             if resumed.num_batches > 0 and index < len(resumed.generators) and not resumed.has_other_ranks:
                 generator = resumed.generators[index]
-            if isinstance(loader.sampler, DistributedSampler):
-                # Workers ask for the first samples before Lightning says which epoch it is.
-                loader.sampler.set_epoch(resumed.epoch)
+            samplers: list[Any] = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+            for one in samplers:
+                if hasattr(one, "set_epoch"):
+                    # Workers ask for the first samples before Lightning says which epoch it is.
+                    one.set_epoch(resumed.epoch)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         num_behind = 0 if resumed is None else resumed.num_batches
         sampler = ResumableSampler(
@@ -245,12 +252,13 @@ class EpochPosition(NoEpochPosition):
         return prepared
 
     def _num_to_skip(self, num_batches: int, *, length: int) -> int:
-        """Return how many batches to leave out of a loader, which may be shorter than another one beside it."""
+        """Return how many batches to leave out of a loader that is perhaps shorter than another one beside it."""
         assert self._trainer is not None
         if num_batches <= length:
             return num_batches
         combined: Any = self._trainer.fit_loop._combined_loader
-        return (num_batches % length or length) if combined._mode == "max_size_cycle" else length
+        begins_again = len(self._samplers) > 1 and combined._mode == "max_size_cycle"
+        return (num_batches % length or length) if begins_again else length
 
     def resume(self) -> None:
         resumed, self._resumed = self._resumed, None
@@ -285,11 +293,10 @@ class EpochPosition(NoEpochPosition):
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
             return None  # the optimizer's own `step` is called, and we see none
         last = self._at_step
-        is_in_epoch = last is not None and last.num_epochs == loop.epoch_progress.current.started
+        if last is None or last.num_epochs != loop.epoch_progress.current.started:
+            return 0
         # After the end of an epoch Lightning may begin another one without counting it.
-        return (
-            last.num_batches if is_in_epoch and last.num_batches <= loop.epoch_loop.batch_progress.current.ready else 0
-        )
+        return last.num_batches if last.num_batches <= loop.epoch_loop.batch_progress.current.ready else 0
 
     def state(self) -> dict[str, Any] | None:
         if (num_batches := self.num_batches_trained()) is None:

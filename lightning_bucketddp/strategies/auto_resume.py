@@ -100,12 +100,16 @@ class AutoResume(NoAutoResume):
     def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
         connector: Any = trainer._checkpoint_connector
         vars(connector).pop("resume_start", None)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if trainer.state.fn != "fit":
             return
         self._record = None
-        if any(getattr(callback, "_early_exit", False) for callback in callbacks):
-            return  # a tuner's, which ends before the first step that counts
+        if finders := [callback for callback in _callbacks(trainer) if hasattr(callback, "_early_exit")]:
+            if all(finder._early_exit for finder in finders):
+                return  # a tuner's fit, which ends before the first step that counts
+            raise ValueError(
+                f"`auto_resume=True` and the callback `{type(finders[0]).__name__}` do not go together: it searches"
+                " again after resuming, and Lightning then forgets what it has loaded. Search with a `Tuner` first."
+            )
         root, name = collectives.broadcast_json([_absolute(trainer.default_root_dir), self._name])
         self._record = RunRecord(root, name)
         if self._is_path_given:
@@ -149,24 +153,23 @@ class AutoResume(NoAutoResume):
             self._record.remove(_absolute(path))
 
     def end(self, trainer: Trainer) -> None:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         # A `Timer` stops a run that goes on when it has more time.
-        was_stopped = trainer.should_stop and not any(hasattr(callback, "time_remaining") for callback in callbacks)
+        has_timer = any(hasattr(callback, "time_remaining") for callback in _callbacks(trainer))
         if self._record is not None:
-            self._record.end(step=trainer.global_step, was_stopped=was_stopped)
+            self._record.end(step=trainer.global_step, was_stopped=trainer.should_stop and not has_timer)
 
 
 def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -> SavedCheckpoint | None:
     """Return the newest checkpoint that is intact on every host, or None. All ranks must call this."""
     found = [asdict(saved) for saved in record.newest_first()] if collectives.rank == 0 else None
     candidates = [SavedCheckpoint(**entry) for entry in collectives.broadcast_json(found)]
-    seen = collectives.gather_json([candidate.is_there() for candidate in candidates])
-    for index, candidate in enumerate(candidates):
-        without = [rank for rank, is_there in enumerate(seen) if not is_there[index]]
+    for candidate in candidates:
+        is_there = candidate.is_there()
         # Reads all of it, once on each host. What is missing on rank zero may be damaged, or replaced.
-        looks = checks_files and (not without or collectives.rank == 0)
-        problems = collectives.gather_json(candidate.damage() if looks else None)
-        problem = next((problem for problem in problems if problem is not None), None)
+        looks = checks_files and (is_there or collectives.rank == 0)
+        told = collectives.gather_json([is_there, candidate.damage() if looks else None])
+        without = [rank for rank, (is_on_rank, _) in enumerate(told) if not is_on_rank]
+        problem = next((problem for _, problem in told if problem is not None), None)
         if problem is None and not without:
             return candidate
         if problem is None and 0 not in without:
@@ -174,6 +177,11 @@ def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -
         if problem is not None:
             rank_zero_warn(f"bucketddp: `auto_resume` leaves out checkpoint {candidate.describe()}: {problem}.")
     return None
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def _absolute(path: Any) -> str:

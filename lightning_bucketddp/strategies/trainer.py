@@ -221,6 +221,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._begin_watching().handle_signals(self._trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._position.forget_checkpoint()
         if self.lightning_module is not None:
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
         self._is_restoring = True

@@ -20,7 +20,6 @@ from lightning_bucketddp.checkpoint.finite_weights import (
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.strategies.auto_resume import NoAutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
@@ -43,8 +42,6 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
     # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
     _is_restoring: bool
-    # None: nobody searches for a batch size.
-    _trials: Trials | None = None
     # None: nothing was trained.
     _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.data.epoch_position import NoEpochPosition
 from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
@@ -47,6 +48,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _batch_size: OwnBatchSize
     _position: NoEpochPosition
     _is_loading_training_data = False
+    # None: nobody searches for a batch size.
+    _trials: Trials | None = None
     # Lightning's own.
     _lightning_barrier: Callable[..., None]
 
@@ -81,7 +84,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             return state.sharding.prepare(dataloader)
         dataloader = self._batch_size.prepare(dataloader)
         dataloader = state.sharding.prepare(dataloader, num_batches_trained=self._num_batches_trained)
-        dataloader = self._position.prepare(dataloader)
+        if self._trials is None:
+            dataloader = self._position.prepare(dataloader)
         state.first_batches.prepare(dataloader)
         return state.weighting.prepare(dataloader)
 
@@ -176,7 +180,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         except StepWithheld:
             drop_gradients(optimizer, self.precision_plugin)
             output = None
-        self._position.complete_step()
+        if self._trials is None:
+            self._position.complete_step()
         self._progress.complete_step()
         self._log_counts()
         if self._model_averager is not None:

@@ -12,17 +12,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 
+from lightning_bucketddp import BucketDDPStrategy
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.resuming import (
-    NUM_EPOCHS,
     Interruption,
     Outcome,
+    Seeing,
     Setting,
     interrupt_and_resume,
+    make_loader,
     run_program,
     start,
 )
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
 def joined(starts: list[Outcome]) -> dict[int, list[int]]:
@@ -46,11 +50,11 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
             id="after the step",
         ),
         pytest.param(
-            Setting(),
+            Setting(num_epochs=3),
             [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],
             id="last batches",
         ),
-        pytest.param(Setting("workers", plans=True), [Interruption(9), Interruption(14)], id="workers"),
+        pytest.param(Setting("workers", plans=True), [Interruption(9)], id="workers", marks=pytest.mark.long),
         pytest.param(Setting("single"), [Interruption(20)], id="without batches"),
         pytest.param(Setting("batch sampler"), [Interruption(9)], id="batch sampler"),
         pytest.param(Setting("two"), [Interruption(6), Interruption(12)], id="two loaders"),
@@ -67,7 +71,7 @@ def test_each_sample_is_trained_on_once_in_each_epoch(
         interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=interruptions, timeout_s=120
     )
     for undisturbed, starts in ranks:
-        assert len(undisturbed.seen) == NUM_EPOCHS
+        assert len(undisturbed.seen) == setting.num_epochs
         assert [one.begun_at for one in starts][1:] != [0] * len(interruptions)
         assert joined(starts) == undisturbed.seen
         for ours, theirs in zip(starts[-1].weights, undisturbed.weights, strict=True):
@@ -172,3 +176,26 @@ def test_the_version_of_a_logger_does_not_matter(tmp_path: Path) -> None:
         3,
         ["version_0", "version_1"],
     )
+
+
+def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"directory": tmp_path, "setting": Setting(saves=True, stops=True)}
+    [first, _] = run_on_ranks(start, **options)
+    [again, _] = run_on_ranks(start, **options)
+    assert (first.begun_at, len(first.seen), again.begun_at) == (0, 1, None)
+    assert torch.equal(again.weights[0], first.weights[0])
+
+
+@like_torchrun()
+def fit_with_a_finder(*, directory: Path) -> str:
+    trainer = make_trainer(
+        BucketDDPStrategy(auto_resume=True), default_root_dir=directory, callbacks=LearningRateFinder()
+    )
+    with pytest.raises(ValueError, match="do not go together") as raised:
+        trainer.fit(Seeing(Setting(), None), make_loader(Setting()))
+    return str(raised.value)
+
+
+def test_a_search_while_resuming_is_refused(tmp_path: Path) -> None:
+    [text] = run_on_ranks(fit_with_a_finder, world_size=1, directory=tmp_path)
+    assert text.startswith("`auto_resume=True` and the callback `LearningRateFinder` do not go together: it searches")

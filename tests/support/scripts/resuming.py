@@ -24,7 +24,7 @@ from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
-NUM_EPOCHS = 3
+NUM_EPOCHS = 2
 
 
 class Interrupted(Exception):
@@ -39,6 +39,7 @@ class Setting:
         loader: which kind of training data it has.
         num_samples: of the dataset; with `loader="two"` there is another one with half of them.
         saves: every step, or only what an exception leaves.
+        stops: a hook ends the run after the first epoch.
         plans: asks for the number of steps in `configure_optimizers`, which makes the loaders early.
     """
 
@@ -47,6 +48,7 @@ class Setting:
     accumulate: int = 1
     saves: bool = False
     plans: bool = False
+    stops: bool = False
     global_batch_size: int | None = None
     num_epochs: int = NUM_EPOCHS
 
@@ -136,6 +138,9 @@ class Seeing(LightningModule):
     def on_train_batch_end(self, *args: Any) -> None:
         self._interrupt("on_train_batch_end")
 
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = self.setting.stops
+
     def configure_optimizers(self) -> Any:
         if self.setting.plans:
             assert self.trainer.estimated_stepping_batches > 0
@@ -145,7 +150,7 @@ class Seeing(LightningModule):
 def make_loader(setting: Setting) -> Any:
     data = Numbers(setting.num_samples)
     if setting.loader == "workers":
-        return DataLoader(data, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+        return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
     if setting.loader == "single":
         return DataLoader(data, batch_size=None, shuffle=True)
     if setting.loader == "batch sampler":
