@@ -55,6 +55,19 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
             id="last batches",
         ),
         pytest.param(Setting("workers", plans=True), [Interruption(9)], id="workers", marks=pytest.mark.long),
+        pytest.param(
+            Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)], id="manual optimization"
+        ),
+        pytest.param(
+            Setting(trainer={"max_steps": 14}),
+            [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
+            id="number of steps",
+        ),
+        pytest.param(
+            Setting(trainer={"val_check_interval": 3, "num_sanity_val_steps": 0}),
+            [Interruption(3), Interruption(9, "optimizer_step")],
+            id="validation",
+        ),
         pytest.param(Setting("single"), [Interruption(20)], id="without batches"),
         pytest.param(Setting("batch sampler"), [Interruption(9)], id="batch sampler"),
         pytest.param(Setting("two"), [Interruption(6), Interruption(12)], id="two loaders"),
@@ -74,6 +87,8 @@ def test_each_sample_is_trained_on_once_in_each_epoch(
         assert len(undisturbed.seen) == setting.num_epochs
         assert [one.begun_at for one in starts][1:] != [0] * len(interruptions)
         assert joined(starts) == undisturbed.seen
+        assert not [text for one in starts for text in one.messages if "not resumable" in text]
+        assert starts[-1].ended_at == undisturbed.ended_at
         for ours, theirs in zip(starts[-1].weights, undisturbed.weights, strict=True):
             assert torch.equal(ours, theirs)
 

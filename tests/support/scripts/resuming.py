@@ -39,6 +39,8 @@ class Setting:
         loader: which kind of training data it has.
         num_samples: of the dataset; with `loader="two"` there is another one with half of them.
         saves: every step, or only what an exception leaves.
+        is_manual: optimizes by itself.
+        trainer: further options.
         stops: a hook ends the run after the first epoch.
         plans: asks for the number of steps in `configure_optimizers`, which makes the loaders early.
     """
@@ -49,6 +51,8 @@ class Setting:
     saves: bool = False
     plans: bool = False
     stops: bool = False
+    is_manual: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
     num_epochs: int = NUM_EPOCHS
 
@@ -67,11 +71,13 @@ class Outcome:
 
     Attributes:
         begun_at: the step; None: it had nothing to do.
+        ended_at: the step.
         seen: the samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
         messages: what was logged about `auto_resume`, and warned.
     """
 
     begun_at: int | None = None
+    ended_at: int = 0
     is_interrupted: bool = False
     resumed_from: str | None = None
     seen: dict[int, list[int]] = field(default_factory=dict)
@@ -103,6 +109,7 @@ class Seeing(LightningModule):
         super().__init__()
         self.save_hyperparameters("note")
         self.layer = nn.Linear(1, width)
+        self.automatic_optimization = not setting.is_manual
         self.setting, self.interruption = setting, interruption
         self.outcome = Outcome()
         self._pending: list[int] = []
@@ -123,14 +130,23 @@ class Seeing(LightningModule):
         batches = [one for one in batch if one is not None] if isinstance(batch, list) else [batch]
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
-        return self.layer(numbers.view(-1, 1) / 100).square().mean()
+        loss: Tensor = self.layer(numbers.view(-1, 1) / 100).square().mean()
+        if self.setting.is_manual:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self._complete_step()
+        return loss
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        # After the step before: these batches are in the weights.
-        self._interrupt("on_before_zero_grad")
+    def validation_step(self, batch: Any) -> None:
+        self.layer(batch.view(-1, 1).float())
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
+        self._complete_step()
+
+    def _complete_step(self) -> None:
         self.outcome.seen.setdefault(self.current_epoch, []).extend(self._pending)
         self._pending = []
         self._interrupt("optimizer_step")
@@ -236,22 +252,25 @@ def fit(
         saving.append(ModelCheckpoint(where, filename, every_n_train_steps=1, save_top_k=-1, save_last=True))
     trainer = make_trainer(
         BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
-        max_epochs=setting.num_epochs,
+        max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=True,
         callbacks=saving,
         logger=CSVLogger(directory, name="logs") if has_logger else False,
         accumulate_grad_batches=setting.accumulate,
         use_distributed_sampler=setting.loader != "own sampler",
+        **setting.trainer,
     )
     module = Seeing(setting, interruption, **of_module)
     # The ranks of the tests are daemons, which may have no children.
     may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
     with listening(module.outcome.messages), may_have_children:
         try:
-            trainer.fit(module, make_loader(setting), ckpt_path=ckpt_path)
+            validation = DataLoader(Numbers(4)) if "val_check_interval" in setting.trainer else None
+            trainer.fit(module, make_loader(setting), validation, ckpt_path=ckpt_path)
         except Interrupted:
             module.outcome.is_interrupted = True
+    module.outcome.ended_at = trainer.global_step
     return module
 
 
