@@ -8,6 +8,8 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -213,6 +215,12 @@ class StrategyBase:
     def checkpoint_stats(self) -> CheckpointStats:
         """How long checkpoints took in this run, on rank zero."""
         return self._writer.stats
+
+    def launched(
+        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        """Take note of what a launcher is asked to run, which it does inside; `trainer` is None with Fabric."""
+        return nullcontext()
 
     def _configure_launcher(self) -> None:
         self._launcher = self._launchers.make(self)

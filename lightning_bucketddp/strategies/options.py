@@ -40,7 +40,7 @@ WHY_WITHOUT_EFFECT = {
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "check_gradients", "monitor"),
+    *("async_checkpoints", "auto_resume", "check_gradients", "monitor"),
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
 
@@ -76,6 +76,7 @@ class StrategyOptions:
     exact_evaluation: bool = True
     gather_predictions: bool = False
     global_batch_size: int | None = None
+    auto_resume: bool = False
     monitor: bool = False
 
     @classmethod
