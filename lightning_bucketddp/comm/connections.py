@@ -54,6 +54,7 @@ class Connections:
         self.addresses = sorted({_address(own) for own, _ in ends})
         self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
         self.silent_hosts: frozenset[str] = frozenset()
+        self._store_port = store_port
         self._kept_alive_since: dict[int, float] = {}
         self._looked_at = -_LOOK_EVERY_S
 
@@ -77,10 +78,15 @@ class Connections:
         self.silent_hosts = frozenset(silent)
 
     def cut_to(self, hosts: Collection[str]) -> None:
-        """Shut down the connections to `hosts` (Note: cutting the lines)."""
-        for s in _connections_to_other_hosts() if hosts else ():
+        """Shut down the connections to `hosts`, and to those that no longer answer (Note: cutting the lines).
+
+        The store's are kept as long as the other end answers.
+        """
+        for s in _connections_to_other_hosts() if hosts or self.silent_hosts else ():
             with suppress(OSError):
-                if _address(s.getpeername()) in hosts:
+                own, peer = s.getsockname(), s.getpeername()
+                is_kept = self._store_port in (own[1], peer[1]) or _address(peer) not in hosts
+                if not is_kept or _address(peer) in self.silent_hosts:
                     s.shutdown(socket.SHUT_RDWR)
 
 

@@ -46,7 +46,7 @@ class Failure:
         process: its host and process.
         signal: what it has received; 0 if no signal stopped it.
         stack: where it was in the program.
-        address: that of its host, if this no longer answers.
+        hosts: addresses between which nothing gets through any more, with spaces between them.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Failure:
     process: str = ""
     signal: int = 0
     stack: str = ""
-    address: str = ""
+    hosts: str = ""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:

@@ -155,19 +155,19 @@ class StragglerDetector:
 
         If a connection `has_broken`, of any rank that is heard no more. None: there is none, and `hosts` are strangers.
         """
-        before = self._listen()
-        time.sleep(self._silence_s)
-        beats = self._listen().by_rank
-        there = {rank: next(iter(set(hosts) & set(beat["addresses"])), "") for rank, beat in beats.items()}
-        silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
+        beats, silent = self._listen_for_silence(self._listen())
+        there = {rank: sorted(set(hosts) & set(beat["addresses"])) for rank, beat in beats.items()}
         for rank in sorted(beats, key=lambda rank: (not there[rank], rank not in silent)):
+            between = there[rank]
             if rank in silent and (there[rank] or has_broken):
                 what = f"{why}; it was last heard of in {beats[rank]['where']}"
             elif there[rank]:
                 what = f"{why}, although it lives: it and rank {self._channel.rank} do not reach each other"
+                between = [*between, *self._addresses]
             else:
                 continue
-            return Failure(rank=rank, kind=Kind.LOST, what=what, process=beats[rank]["process"], address=there[rank])
+            process = beats[rank]["process"]
+            return Failure(rank=rank, kind=Kind.LOST, what=what, process=process, hosts=" ".join(between))
         return None
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
@@ -192,10 +192,7 @@ class StragglerDetector:
         """
         if not can_ask:
             return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in frozen]
-        before = self._heard or self._listen()
-        time.sleep(max(before.at + self._silence_s - time.monotonic(), 0))
-        beats = self._listen().by_rank
-        silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
+        beats, silent = self._listen_for_silence(self._heard or self._listen())
         behind = [_silent(r, beats[r], _STOPPED if r in frozen else "it no longer answers") for r in silent]
         behind += [
             _behind(r, b, f"it has been there for {b['seconds']:.0f} s")
@@ -204,6 +201,14 @@ class StragglerDetector:
         ]
         # Or else all of them wait, each in a collective that not all of them call.
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
+
+    def _listen_for_silence(self, before: _Heartbeats) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        """Return the newest heartbeats, and the ranks that have sent none since `before`, long enough ago to tell."""
+        while (left_s := before.at + self._silence_s - time.monotonic()) > 0:
+            self.beat()  # others may listen, too
+            time.sleep(min(left_s, self._beat_every_s / 2))
+        beats = self._listen().by_rank
+        return beats, [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
 
     def _listen(self) -> _Heartbeats:
         beats = self._channel.last_beats()

@@ -391,9 +391,10 @@ class Watchdog:
         if self._can_ask or store_host is None:
             return found
         what = (
-            f"{why}, nor does the store there. That host is lost to rank {self._channel.rank}, or this one's network is"
+            f"{why}, and the store there is lost to rank {self._channel.rank}, too: that host is gone, or the network"
+            " between"
         )
-        return Failure(rank=0, kind=Kind.LOST, what=what, address=store_host)
+        return Failure(rank=0, kind=Kind.LOST, what=what, hosts=store_host)
 
     def _await_failure(self) -> Failure | None:
         """Return the failure that those report who listen to all ranks; None if they do not in time."""
@@ -457,9 +458,8 @@ class Watchdog:
         assert self._failure is not None
         self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._shutdown.abort(self._failure)
-        # Nobody at their other end does.
-        connections = self._actions.connections
-        connections.cut_to({*connections.silent_hosts, self._failure.address} - {""})
+        # Nobody does at their other end, or it is not noticed here.
+        self._actions.connections.cut_to(self._failure.hosts.split())
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import math
 import os
 import signal
 import sys
@@ -69,7 +68,7 @@ class FaultHandler:
     """The end of one run, from the moment that there is a process group."""
 
     def __init__(
-        self, progress: Progress, context: RunContext, *, stall_warning_s: float, stall_timeout_s: float = math.inf
+        self, progress: Progress, context: RunContext, *, stall_warning_s: float, stall_timeout_s: float
     ) -> None:
         self.signals: StopSignals | None = None
         self._interrupts: InterruptSignals | None = None

@@ -79,6 +79,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
             that of the `DataLoader`, and the accumulation. By default both are yours.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
+            that is sooner than `timeout`; None: at `timeout`.
         async_checkpoints: Write checkpoints while training goes on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
@@ -147,6 +149,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         global_batch_size: int | None = None,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
+        stall_timeout_s: float | None = None,
         async_checkpoints: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
         check_gradients: bool = True,
