@@ -77,7 +77,7 @@ class Connections:
         self._kept_alive_since = since
         self.silent_hosts = frozenset(silent)
 
-    def cut_to(self, hosts: Collection[str]) -> None:
+    def cut_to(self, hosts: Collection[str | None]) -> None:
         """Shut down the connections to `hosts`, and to those that no longer answer (Note: cutting the lines).
 
         The store's are kept as long as the other end answers.

@@ -46,7 +46,7 @@ class Failure:
         process: its host and process.
         signal: what it has received; 0 if no signal stopped it.
         stack: where it was in the program.
-        hosts: addresses between which nothing gets through any more, with spaces between them.
+        hosts: the addresses of those that cannot end their connections themselves, with spaces between them.
     """
 
     rank: int

@@ -222,4 +222,5 @@ def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:
 
 def _silent(rank: int, beat: dict[str, Any], what: str) -> Failure:
     what = f"{what}; it was last heard of in {beat['where']}"
-    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"])
+    hosts = " ".join(beat["addresses"])
+    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"], hosts=hosts)

@@ -458,8 +458,10 @@ class Watchdog:
         assert self._failure is not None
         self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._shutdown.abort(self._failure)
-        # Nobody does at their other end, or it is not noticed here.
-        self._actions.connections.cut_to(self._failure.hosts.split())
+        # Nobody does at the other end of these, or it is not noticed here.
+        connections = self._actions.connections
+        of_store = {connections.store_host} if self._store_is_silent else set()
+        connections.cut_to({*self._failure.hosts.split(), *of_store})
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -1,0 +1,265 @@
+"""Faults between hosts: each has a network of its own, and real links to a switch where they are cut and disturbed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_bucketddp.comm import connections
+from tests.support.doomed_ranks import TIMEOUT_S, DoomedRanks, Ended, doomed_ranks
+from tests.support.forks import PROCESSES
+from tests.support.hosts import Host, Network, hosts_on_a_switch
+from tests.support.scripts.faults import Fault, fit
+
+LISTEN = """
+import socket
+with socket.create_server(("", 5000), backlog=2) as server:
+    print("listens", flush=True)
+    ends = [server.accept()[0] for _ in range(2)]
+    print(ends[0].recv(1), flush=True)
+    input()
+"""
+
+
+# --- One connection
+
+
+def look_at_connections(host: Host, orders: Any) -> None:
+    """Have two connections, one with data on the way; tell again and again which hosts no longer answer."""
+    host.enter()
+    connections.SILENT_AFTER_S = 1.5
+    connections._PROBE_AFTER_S = 1
+    speaks, keeps_silent = (socket.create_connection(("10.0.0.1", 5000)) for _ in range(2))
+    with speaks, keeps_silent:
+        of_this_process = connections.Connections(store_port=5000)
+        orders.send([of_this_process.addresses, of_this_process.store_host])
+        while (order := orders.recv()) != "end":
+            if order == "speak":
+                speaks.send(b"x" * 1000)
+            if order == "cut":
+                of_this_process.cut_to([])
+                orders.send([s.recv(1) for s in (speaks, keeps_silent)])
+            if order == "look":
+                of_this_process.look(every_s=0)
+                orders.send(sorted(of_this_process.silent_hosts))
+
+
+def test_a_host_is_silent_when_its_cable_is_pulled_and_not_when_its_process_is_stopped() -> None:
+    with hosts_on_a_switch(2) as network, ExitStack() as stack:
+        listener = stack.enter_context(
+            subprocess.Popen(
+                [*network.hosts[0].within, sys.executable, "-S", "-c", LISTEN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        stack.callback(listener.kill)
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        here, there = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=look_at_connections, args=(network.hosts[1], there))
+        process.start()
+        stack.callback(process.kill)
+        assert here.recv() == [["10.0.0.2"], "10.0.0.1"]
+        listener.send_signal(signal.SIGSTOP)
+        here.send("speak")
+        for _ in range(8):
+            time.sleep(0.25)
+            assert ask(here, "look") == []
+        network.pull_cable(0)
+        deadline = time.monotonic() + TIMEOUT_S
+        while ask(here, "look") == []:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert ask(here, "look") == ["10.0.0.1"]
+        assert ask(here, "cut") == [b"", b""]
+        here.send("end")
+        process.join()
+
+
+def ask(orders: Any, question: str) -> Any:
+    orders.send(question)
+    return orders.recv()
+
+
+# --- A run
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a run on as many ranks as hosts, once it trains (or, to its network, before it starts)."""
+
+    num_hosts: int = 3
+    happens: Callable[[Network, DoomedRanks], None] = lambda network, ranks: None
+    before: Callable[[Network], None] = lambda network: None
+    afterwards: Callable[[DoomedRanks], None] = lambda ranks: None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def pull(host: int) -> Callable[[Network, DoomedRanks], None]:
+    return lambda network, ranks: network.pull_cable(host)
+
+
+def one_way(source: int, target: int) -> Callable[[Network, DoomedRanks], None]:
+    return lambda network, ranks: network.disturb(loss=1.0, source=source, target=target)
+
+
+def kill(rank: int) -> Callable[[Network, DoomedRanks], None]:
+    return lambda network, ranks: ranks.send(rank, signal.SIGKILL)
+
+
+def stop(rank: int) -> Callable[[Network, DoomedRanks], None]:
+    return lambda network, ranks: ranks.send(rank, signal.SIGSTOP)
+
+
+def go_on(rank: int, *, after: int) -> Callable[[DoomedRanks], None]:
+    """Continue a rank that was stopped, which nobody can kill from another host, when rank `after` has ended."""
+
+    def happen(ranks: DoomedRanks) -> None:
+        ranks.wait_for(f"seen{after}.json")
+        ranks.send(rank, signal.SIGCONT)
+
+    return happen
+
+
+CASES = {
+    "cable": Case(happens=pull(2)),
+    "cable of the main host": Case(happens=pull(0)),
+    "one way": Case(happens=one_way(1, 2)),
+    "one way from the main host": Case(happens=one_way(0, 1)),
+    "one way to the main host": Case(num_hosts=2, happens=one_way(1, 0)),
+    "loss": Case(before=lambda network: network.disturb(loss=0.05), options={"num_batches": 20}),
+    "delay": Case(before=lambda network: network.disturb(delay_s=0.2), options={"num_batches": 4}),
+    "kill rank 0": Case(happens=kill(0)),
+    "kill rank 2": Case(happens=kill(2)),
+    "raise": Case(num_hosts=2, options={"fault": Fault("raise")}),
+    "sleep": Case(num_hosts=2, options={"fault": Fault("sleep"), "stall_timeout_s": 3}),
+    "stop rank 0": Case(num_hosts=2, happens=stop(0), afterwards=go_on(0, after=1), options={"stall_timeout_s": 3}),
+    "stop rank 1": Case(num_hosts=2, happens=stop(1), afterwards=go_on(1, after=0), options={"stall_timeout_s": 3}),
+}
+
+
+def run(cases: dict[str, Case], directory: Path) -> dict[str, Ended]:
+    """Let all of it happen at the same time, in networks that know nothing of each other."""
+    with ExitStack() as stack:
+        running = {}
+        for name, case in cases.items():
+            (directory / name).mkdir()
+            network = stack.enter_context(hosts_on_a_switch(case.num_hosts))
+            case.before(network)
+            options = {"pause_after_s": 0.05, **case.options}
+            ranks = stack.enter_context(
+                doomed_ranks(fit, directory=directory / name, hosts=network.hosts, world_size=case.num_hosts, **options)
+            )
+            running[name] = network, ranks
+        for name, (network, ranks) in running.items():
+            ranks.wait_for("training.json")
+            cases[name].happens(network, ranks)
+        for name, (_, ranks) in running.items():
+            cases[name].afterwards(ranks)
+        return {name: ranks.wait() for name, (_, ranks) in running.items()}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    return run(CASES, tmp_path_factory.mktemp("hosts"))
+
+
+def said(ended: Ended) -> dict[int, str]:
+    """What each rank that was left has raised."""
+    seen = {rank: ended.results.get(f"seen{rank}") for rank in range(len(ended.exit_codes))}
+    assert all(one["type"] == "RankFailedError" for one in seen.values() if one is not None), seen
+    assert all(code != 0 for code in ended.exit_codes)
+    return {rank: one["message"] for rank, one in seen.items() if one is not None}
+
+
+def lost(rank: int) -> str:
+    return f"Rank {rank} (process "
+
+
+def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Path) -> None:
+    [ended] = run({"kill": Case(num_hosts=2, happens=kill(1))}, tmp_path).values()
+    [message] = said(ended).values()
+    assert lost(1) in message
+    assert "on host2) can no longer be reached: its connection broke; it was last heard of in" in message
+    assert ended.exit_codes == [1, -signal.SIGKILL]
+
+
+@pytest.mark.long
+def test_a_host_without_its_cable_is_named(ended: dict[str, Ended]) -> None:
+    by_rank = said(ended["cable"])
+    for rank in (0, 1):
+        assert lost(2) in by_rank[rank]
+        assert "can no longer be reached: its host has not answered for 15 s; it was last heard of in" in by_rank[rank]
+    assert "Rank 0 can no longer be reached" in by_rank[2]  # it cannot know whose cable it is, and says so
+    assert "that host is gone, or the network between" in by_rank[2]
+
+
+@pytest.mark.long
+def test_the_main_host_without_its_cable_is_named(ended: dict[str, Ended]) -> None:
+    by_rank = said(ended["cable of the main host"])
+    for rank in (1, 2):
+        assert "Rank 0 can no longer be reached: its host has not answered for 15 s" in by_rank[rank]
+    assert lost(1) in by_rank[0] or lost(2) in by_rank[0]
+
+
+@pytest.mark.long
+def test_both_ends_are_named_where_one_does_not_reach_the_other(ended: dict[str, Ended]) -> None:
+    for message in said(ended["one way"]).values():
+        first, other = (1, 2) if lost(1) in message else (2, 1)
+        assert lost(first) in message
+        assert f"although it lives: it and rank {other} do not reach each other" in message
+
+
+@pytest.mark.long
+def test_a_host_that_is_not_reached_or_does_not_reach_the_main_host_is_named(ended: dict[str, Ended]) -> None:
+    from_main = said(ended["one way from the main host"])
+    assert "Rank 0 can no longer be reached" in from_main[1]
+    assert all(lost(1) in from_main[rank] for rank in (0, 2))
+    to_main = said(ended["one way to the main host"])
+    assert "Rank 0 can no longer be reached" in to_main[1]
+    assert lost(1) in to_main[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["loss", "delay"])
+def test_runs_go_on_over_a_bad_network(what: str, ended: dict[str, Ended]) -> None:
+    assert ended[what].exit_codes == [0, 0, 0], ended[what].output
+
+
+@pytest.mark.long
+def test_ranks_that_are_killed_alone_on_their_hosts_are_named(ended: dict[str, Ended]) -> None:
+    of_rank_0 = said(ended["kill rank 0"])
+    assert of_rank_0.keys() == {1, 2}
+    assert all("Rank 0 can no longer be reached: its connection broke" in message for message in of_rank_0.values())
+    of_rank_2 = said(ended["kill rank 2"])
+    assert of_rank_2.keys() == {0, 1}
+    assert all(lost(2) in message for message in of_rank_2.values())
+
+
+@pytest.mark.long
+def test_an_exception_on_another_host_ends_all(ended: dict[str, Ended]) -> None:
+    seen = ended["raise"].results
+    assert seen["seen1"]["type"] == "ValueError"
+    assert "on host2) failed in" in seen["seen0"]["message"]
+    assert "ValueError: boom" in seen["seen0"]["message"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "rank"), [("sleep", 1), ("stop rank 0", 0), ("stop rank 1", 1)])
+def test_a_rank_that_stands_still_on_another_host_ends_the_run(what: str, rank: int, ended: dict[str, Ended]) -> None:
+    message = said(ended[what])[1 - rank]
+    assert f"Rank {rank} " in message
+    assert "is stuck" in message
+    assert "the others have waited for longer than `stall_timeout_s`, 3 s" in message
+    assert ("in happen" in message) == (what == "sleep")  # the user's part of its stack
