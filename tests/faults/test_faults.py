@@ -175,7 +175,7 @@ def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_
 
 
 def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, timeout_s=8, stall_warning_s=1)
+    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, stall_timeout_s=4, stall_warning_s=1)
     assert re.search(r"Rank 1 .*is stuck in data loading( after batch \d in epoch 0)?:", ended.output[0])
     assert ended.results["seen1"]["type"] == "RankFailedError"
     assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
@@ -227,7 +227,50 @@ def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() 
         server.wait()
 
 
-def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeout_s=8, stall_warning_s=1)
+def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_that_waits_warns(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, stall_timeout_s=4, stall_warning_s=1)
     told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
     assert len(told) == 1
+    for rank in range(3):
+        assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
+        said = ended.results[f"seen{rank}"]["message"]
+        assert re.search(r"Rank 1 \(process \d+ on .*\) is stuck in forward of batch 3 in epoch 0: it has been", said)
+        assert (
+            "; the others have waited for longer than `stall_timeout_s`, 4 s.\nIts stack, innermost call last:" in said
+        )
+        assert "in happen" in said  # the user's part of its stack
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_waits_too() -> None:
+    store = HashStore()
+    here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
+    progress = Progress(waiting_in=(__file__,))
+    progress.follow_this_thread()
+    progress.since -= 10
+    stalls = StragglerDetector(here, progress, warn_after_s=10, timeout_s=100, stall_timeout_s=0.1)
+    stalls.waits_too_long()
+    assert not stalls.looks_for_stall
+    time.sleep(0.2)
+    assert stalls.looks_for_stall
+    beat = {"where": "validation", "process": "", "addresses": [], "stack": ""}
+    there.beat({**beat, "count": 1, "seconds": 0.05, "waits": False})
+    assert stalls.find_stalled([], can_ask=True) is None
+    there.beat({**beat, "count": 2, "seconds": 50, "waits": True})
+    assert stalls.find_stalled([], can_ask=True) is None
+    there.beat({**beat, "count": 3, "seconds": 50, "waits": False})
+    stalled = stalls.find_stalled([], can_ask=True)
+    assert stalled is not None
+    assert stalled.describe() == "Rank 1 is stuck in validation: it has been there for 50 s."
+    progress.enter("forward")  # it waits no more
+    stalls.waits_too_long()
+    assert not stalls.looks_for_stall
+    for channel in (here, there):
+        channel.close()
+
+
+@pytest.mark.long
+def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
+    options = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "stall_timeout_s": 2}
+    with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
+        assert ranks.wait().exit_codes == [0, 0]
