@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import subprocess
@@ -263,3 +264,43 @@ def test_a_rank_that_stands_still_on_another_host_ends_the_run(what: str, rank: 
     assert "is stuck" in message
     assert "the others have waited for longer than `stall_timeout_s`, 3 s" in message
     assert ("in happen" in message) == (what == "sleep")  # the user's part of its stack
+
+
+# --- Names
+
+_NEW_MOUNTS, _BIND = 0x20000, 0x1000
+
+
+def fit_by_name(*, names: Path, directory: Path, num_fits: int, **options: Any) -> None:
+    """Train with the names of hosts that are in `names`, which knows no other."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS) != 0 or libc.mount(bytes(names), b"/etc/hosts", None, _BIND, None) != 0:
+        raise OSError(ctypes.get_errno(), "no mounts of our own")
+    for number in range(num_fits):
+        own = directory / f"fit{number}"
+        own.mkdir(exist_ok=True)
+        fit(directory=own, **options)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_names_and_a_restart_says_that_there_is_none(tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    this_host = "127.0.0.1 localhost\n::1 localhost\n"
+    names.write_text(f"{this_host}10.0.0.1 main\n")
+    with hosts_on_a_switch(2) as network:
+        options = {"names": names, "hosts": network.hosts, "address": "main", "num_batches": 20, "pause_after_s": 0.05}
+        (tmp_path / "first").mkdir()
+        with doomed_ranks(fit_by_name, directory=tmp_path / "first", num_fits=2, **options) as ranks:
+            ranks.wait_for("fit0/training.json")
+            names.write_text(this_host)
+            ended = ranks.wait()
+        assert ended.exit_codes == [0, 0], ended.output
+        assert all((tmp_path / "first" / f"fit1/finished{rank}.json").exists() for rank in range(2))
+        (tmp_path / "again").mkdir()
+        options["start_timeout_s"] = 3
+        with doomed_ranks(fit_by_name, directory=tmp_path / "again", num_fits=1, **options) as ranks:
+            ended = ranks.wait()
+    assert ended.exit_codes == [1, 1]
+    for rank, output in enumerate(ended.output):
+        assert f"Rank {rank} on host host{rank + 1} could not reach rank 0 at main:" in output
+        assert "Name or service not known" in output or "Temporary failure in name resolution" in output
