@@ -8,19 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_bucketddp.comm import connections
-from tests.support.doomed_ranks import TIMEOUT_S, DoomedRanks, Ended, doomed_ranks
+from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
 from tests.support.forks import PROCESSES
-from tests.support.hosts import Host, Network, hosts_on_a_switch
-from tests.support.scripts.faults import Fault, fit
+from tests.support.host_faults import HOST_FAULTS, HostFault, kill, let_happen
+from tests.support.hosts import Host, hosts_on_a_switch
+from tests.support.scripts.faults import fit
 
 LISTEN = """
 import socket
@@ -96,84 +95,11 @@ def ask(orders: Any, question: str) -> Any:
 # --- A run
 
 
-@dataclass(frozen=True)
-class Case:
-    """What happens to a run on as many ranks as hosts, once it trains (or, to its network, before it starts)."""
-
-    num_hosts: int = 3
-    happens: Callable[[Network, DoomedRanks], None] = lambda network, ranks: None
-    before: Callable[[Network], None] = lambda network: None
-    afterwards: Callable[[DoomedRanks], None] = lambda ranks: None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def pull(host: int) -> Callable[[Network, DoomedRanks], None]:
-    return lambda network, ranks: network.pull_cable(host)
-
-
-def one_way(source: int, target: int) -> Callable[[Network, DoomedRanks], None]:
-    return lambda network, ranks: network.disturb(loss=1.0, source=source, target=target)
-
-
-def kill(rank: int) -> Callable[[Network, DoomedRanks], None]:
-    return lambda network, ranks: ranks.send(rank, signal.SIGKILL)
-
-
-def stop(rank: int) -> Callable[[Network, DoomedRanks], None]:
-    return lambda network, ranks: ranks.send(rank, signal.SIGSTOP)
-
-
-def go_on(rank: int, *, after: int) -> Callable[[DoomedRanks], None]:
-    """Continue a rank that was stopped, which nobody can kill from another host, when rank `after` has ended."""
-
-    def happen(ranks: DoomedRanks) -> None:
-        ranks.wait_for(f"seen{after}.json")
-        ranks.send(rank, signal.SIGCONT)
-
-    return happen
-
-
-CASES = {
-    "cable": Case(happens=pull(2)),
-    "cable of the main host": Case(happens=pull(0)),
-    "one way": Case(happens=one_way(1, 2)),
-    "one way from the main host": Case(happens=one_way(0, 1)),
-    "one way to the main host": Case(num_hosts=2, happens=one_way(1, 0)),
-    "loss": Case(before=lambda network: network.disturb(loss=0.05), options={"num_batches": 20}),
-    "delay": Case(before=lambda network: network.disturb(delay_s=0.2), options={"num_batches": 4}),
-    "kill rank 0": Case(happens=kill(0)),
-    "kill rank 2": Case(happens=kill(2)),
-    "raise": Case(num_hosts=2, options={"fault": Fault("raise")}),
-    "sleep": Case(num_hosts=2, options={"fault": Fault("sleep"), "stall_timeout_s": 3}),
-    "stop rank 0": Case(num_hosts=2, happens=stop(0), afterwards=go_on(0, after=1), options={"stall_timeout_s": 3}),
-    "stop rank 1": Case(num_hosts=2, happens=stop(1), afterwards=go_on(1, after=0), options={"stall_timeout_s": 3}),
-}
-
-
-def run(cases: dict[str, Case], directory: Path) -> dict[str, Ended]:
-    """Let all of it happen at the same time, in networks that know nothing of each other."""
-    with ExitStack() as stack:
-        running = {}
-        for name, case in cases.items():
-            (directory / name).mkdir()
-            network = stack.enter_context(hosts_on_a_switch(case.num_hosts))
-            case.before(network)
-            options = {"pause_after_s": 0.05, **case.options}
-            ranks = stack.enter_context(
-                doomed_ranks(fit, directory=directory / name, hosts=network.hosts, world_size=case.num_hosts, **options)
-            )
-            running[name] = network, ranks
-        for name, (network, ranks) in running.items():
-            ranks.wait_for("training.json")
-            cases[name].happens(network, ranks)
-        for name, (_, ranks) in running.items():
-            cases[name].afterwards(ranks)
-        return {name: ranks.wait() for name, (_, ranks) in running.items()}
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return run(CASES, tmp_path_factory.mktemp("hosts"))
+    with hosts_on_a_switch(1):  # or skip
+        ends = let_happen(HOST_FAULTS, tmp_path_factory.mktemp("hosts"))
+    return {name: end.ended for name, end in ends.items()}
 
 
 def said(ended: Ended) -> dict[int, str]:
@@ -189,7 +115,9 @@ def lost(rank: int) -> str:
 
 
 def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Path) -> None:
-    [ended] = run({"kill": Case(num_hosts=2, happens=kill(1))}, tmp_path).values()
+    with hosts_on_a_switch(1):  # or skip
+        [end] = let_happen({"kill": HostFault(num_hosts=2, happens=kill(1))}, tmp_path).values()
+    ended = end.ended
     [message] = said(ended).values()
     assert lost(1) in message
     assert "on host2) can no longer be reached: its connection broke; it was last heard of in" in message
@@ -198,7 +126,7 @@ def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Pat
 
 @pytest.mark.long
 def test_a_host_without_its_cable_is_named(ended: dict[str, Ended]) -> None:
-    by_rank = said(ended["cable"])
+    by_rank = said(ended["cable of host 3 pulled"])
     for rank in (0, 1):
         assert lost(2) in by_rank[rank]
         assert "can no longer be reached: its host has not answered for 15 s; it was last heard of in" in by_rank[rank]
@@ -208,7 +136,7 @@ def test_a_host_without_its_cable_is_named(ended: dict[str, Ended]) -> None:
 
 @pytest.mark.long
 def test_the_main_host_without_its_cable_is_named(ended: dict[str, Ended]) -> None:
-    by_rank = said(ended["cable of the main host"])
+    by_rank = said(ended["cable of host 1 pulled"])
     for rank in (1, 2):
         assert "Rank 0 can no longer be reached: its host has not answered for 15 s" in by_rank[rank]
     assert lost(1) in by_rank[0] or lost(2) in by_rank[0]
@@ -216,7 +144,7 @@ def test_the_main_host_without_its_cable_is_named(ended: dict[str, Ended]) -> No
 
 @pytest.mark.long
 def test_both_ends_are_named_where_one_does_not_reach_the_other(ended: dict[str, Ended]) -> None:
-    for message in said(ended["one way"]).values():
+    for message in said(ended["host 2 no longer reaches host 3"]).values():
         first, other = (1, 2) if lost(1) in message else (2, 1)
         assert lost(first) in message
         assert f"although it lives: it and rank {other} do not reach each other" in message
@@ -224,46 +152,46 @@ def test_both_ends_are_named_where_one_does_not_reach_the_other(ended: dict[str,
 
 @pytest.mark.long
 def test_a_host_that_is_not_reached_or_does_not_reach_the_main_host_is_named(ended: dict[str, Ended]) -> None:
-    from_main = said(ended["one way from the main host"])
+    from_main = said(ended["host 1 no longer reaches host 2"])
     assert "Rank 0 can no longer be reached" in from_main[1]
     assert all(lost(1) in from_main[rank] for rank in (0, 2))
-    to_main = said(ended["one way to the main host"])
+    to_main = said(ended["host 2 no longer reaches host 1"])
     assert "Rank 0 can no longer be reached" in to_main[1]
     assert lost(1) in to_main[0]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["loss", "delay"])
+@pytest.mark.parametrize("what", ["5% of packets lost", "packets 200 ms late"])
 def test_runs_go_on_over_a_bad_network(what: str, ended: dict[str, Ended]) -> None:
     assert ended[what].exit_codes == [0, 0, 0], ended[what].output
 
 
 @pytest.mark.long
 def test_ranks_that_are_killed_alone_on_their_hosts_are_named(ended: dict[str, Ended]) -> None:
-    of_rank_0 = said(ended["kill rank 0"])
+    of_rank_0 = said(ended["rank 0 killed"])
     assert of_rank_0.keys() == {1, 2}
     assert all("Rank 0 can no longer be reached: its connection broke" in message for message in of_rank_0.values())
-    of_rank_2 = said(ended["kill rank 2"])
+    of_rank_2 = said(ended["rank 2 killed"])
     assert of_rank_2.keys() == {0, 1}
     assert all(lost(2) in message for message in of_rank_2.values())
 
 
 @pytest.mark.long
 def test_an_exception_on_another_host_ends_all(ended: dict[str, Ended]) -> None:
-    seen = ended["raise"].results
+    seen = ended["rank 1 raises"].results
     assert seen["seen1"]["type"] == "ValueError"
     assert "on host2) failed in" in seen["seen0"]["message"]
     assert "ValueError: boom" in seen["seen0"]["message"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("what", "rank"), [("sleep", 1), ("stop rank 0", 0), ("stop rank 1", 1)])
+@pytest.mark.parametrize(("what", "rank"), [("rank 1 sleeps", 1), ("rank 0 stopped", 0), ("rank 1 stopped", 1)])
 def test_a_rank_that_stands_still_on_another_host_ends_the_run(what: str, rank: int, ended: dict[str, Ended]) -> None:
     message = said(ended[what])[1 - rank]
     assert f"Rank {rank} " in message
     assert "is stuck" in message
     assert "the others have waited for longer than `stall_timeout_s`, 3 s" in message
-    assert ("in happen" in message) == (what == "sleep")  # the user's part of its stack
+    assert ("in happen" in message) == (what == "rank 1 sleeps")  # the user's part of its stack
 
 
 # --- Names
