@@ -55,6 +55,7 @@ class Connections:
         self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
         self.silent_hosts: frozenset[str] = frozenset()
         self._store_port = store_port
+        self._suspects: set[str] = set()
         self._kept_alive_since: dict[int, float] = {}
         self._looked_at = -_LOOK_EVERY_S
 
@@ -75,7 +76,9 @@ class Connections:
                 if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
                     silent.add(_address(s.getpeername()))
         self._kept_alive_since = since
-        self.silent_hosts = frozenset(silent)
+        # Seen twice: this host itself may have been paused, and its probes be on their way.
+        self.silent_hosts = frozenset(silent & self._suspects)
+        self._suspects = silent
 
     def cut_to(self, hosts: Collection[str | None]) -> None:
         """Shut down the connections to `hosts`, and to those that no longer answer (Note: cutting the lines).

@@ -190,6 +190,7 @@ def test_a_rank_that_stands_still_on_another_host_ends_the_run(what: str, rank: 
     message = said(ended[what])[1 - rank]
     assert f"Rank {rank} " in message
     assert "is stuck" in message
+    assert f"rank {1 - rank} has waited " in ended[what].output[1 - rank]  # a warning comes first
     assert "the others have waited for longer than `stall_timeout_s`, 3 s" in message
     assert ("in happen" in message) == (what == "rank 1 sleeps")  # the user's part of its stack
 

@@ -52,6 +52,7 @@ def go_on(rank: int, *, after: int) -> Callable[[DoomedRanks], None]:
     return happen
 
 
+STANDS_STILL = {"stall_warning_s": 2, "stall_timeout_s": 3}
 HOST_FAULTS = {
     "cable of host 3 pulled": HostFault(happens=pull(2)),
     "cable of host 1 pulled": HostFault(happens=pull(0)),
@@ -63,13 +64,9 @@ HOST_FAULTS = {
     "rank 0 killed": HostFault(happens=kill(0)),
     "rank 2 killed": HostFault(happens=kill(2)),
     "rank 1 raises": HostFault(num_hosts=2, options={"fault": Fault("raise")}),
-    "rank 1 sleeps": HostFault(num_hosts=2, options={"fault": Fault("sleep"), "stall_timeout_s": 3}),
-    "rank 0 stopped": HostFault(
-        num_hosts=2, happens=stop(0), afterwards=go_on(0, after=1), options={"stall_timeout_s": 3}
-    ),
-    "rank 1 stopped": HostFault(
-        num_hosts=2, happens=stop(1), afterwards=go_on(1, after=0), options={"stall_timeout_s": 3}
-    ),
+    "rank 1 sleeps": HostFault(num_hosts=2, options={"fault": Fault("sleep"), **STANDS_STILL}),
+    "rank 0 stopped": HostFault(num_hosts=2, happens=stop(0), afterwards=go_on(0, after=1), options=STANDS_STILL),
+    "rank 1 stopped": HostFault(num_hosts=2, happens=stop(1), afterwards=go_on(1, after=0), options=STANDS_STILL),
 }
 
 
