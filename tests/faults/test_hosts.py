@@ -3,96 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import signal
-import socket
-import subprocess
-import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_bucketddp.comm import connections
-from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
-from tests.support.forks import PROCESSES
-from tests.support.host_faults import HOST_FAULTS, HostFault, kill, let_happen
-from tests.support.hosts import Host, hosts_on_a_switch
+from tests.support.doomed_ranks import Ended, doomed_ranks
+from tests.support.host_faults import HOST_FAULTS, let_happen
+from tests.support.hosts import hosts_on_a_switch
 from tests.support.scripts.faults import fit
-
-LISTEN = """
-import socket
-with socket.create_server(("", 5000), backlog=2) as server:
-    print("listens", flush=True)
-    ends = [server.accept()[0] for _ in range(2)]
-    print(ends[0].recv(1), flush=True)
-    input()
-"""
-
-
-# --- One connection
-
-
-def look_at_connections(host: Host, orders: Any) -> None:
-    """Have two connections, one with data on the way; tell again and again which hosts no longer answer."""
-    host.enter()
-    connections.SILENT_AFTER_S = 1.5
-    connections._PROBE_AFTER_S = 1
-    speaks, keeps_silent = (socket.create_connection(("10.0.0.1", 5000)) for _ in range(2))
-    with speaks, keeps_silent:
-        of_this_process = connections.Connections(store_port=5000)
-        orders.send([of_this_process.addresses, of_this_process.store_host])
-        while (order := orders.recv()) != "end":
-            if order == "speak":
-                speaks.send(b"x" * 1000)
-            if order == "cut":
-                of_this_process.cut_to([])
-                orders.send([s.recv(1) for s in (speaks, keeps_silent)])
-            if order == "look":
-                of_this_process.look(every_s=0)
-                orders.send(sorted(of_this_process.silent_hosts))
-
-
-def test_a_host_is_silent_when_its_cable_is_pulled_and_not_when_its_process_is_stopped() -> None:
-    with hosts_on_a_switch(2) as network, ExitStack() as stack:
-        listener = stack.enter_context(
-            subprocess.Popen(
-                [*network.hosts[0].within, sys.executable, "-S", "-c", LISTEN],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
-        stack.callback(listener.kill)
-        assert listener.stdout is not None
-        listener.stdout.readline()
-        here, there = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=look_at_connections, args=(network.hosts[1], there))
-        process.start()
-        stack.callback(process.kill)
-        assert here.recv() == [["10.0.0.2"], "10.0.0.1"]
-        listener.send_signal(signal.SIGSTOP)
-        here.send("speak")
-        for _ in range(8):
-            time.sleep(0.25)
-            assert ask(here, "look") == []
-        network.pull_cable(0)
-        deadline = time.monotonic() + TIMEOUT_S
-        while ask(here, "look") == []:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert ask(here, "look") == ["10.0.0.1"]
-        assert ask(here, "cut") == [b"", b""]
-        here.send("end")
-        process.join()
-
-
-def ask(orders: Any, question: str) -> Any:
-    orders.send(question)
-    return orders.recv()
-
-
-# --- A run
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +31,6 @@ def said(ended: Ended) -> dict[int, str]:
 
 def lost(rank: int) -> str:
     return f"Rank {rank} (process "
-
-
-def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Path) -> None:
-    with hosts_on_a_switch(1):  # or skip
-        [end] = let_happen({"kill": HostFault(num_hosts=2, happens=kill(1))}, tmp_path).values()
-    ended = end.ended
-    [message] = said(ended).values()
-    assert lost(1) in message
-    assert "on host2) can no longer be reached: its connection broke; it was last heard of in" in message
-    assert ended.exit_codes == [1, -signal.SIGKILL]
 
 
 @pytest.mark.long
