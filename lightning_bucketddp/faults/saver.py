@@ -77,7 +77,7 @@ class SaverElection:
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
         lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())
-        if failure.kind is Kind.DIED:
+        if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
         if not self._can_ask():
             lower.intersection_update(self._local_ranks.numbers())  # of others nobody can hear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import socket
 import time
@@ -248,7 +249,12 @@ class StrategyBase:
             launcher_pid=_launcher_pid(self._start_method),
             claim_file=claim,
         )
-        self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self.options.stall_warning_s)
+        self._fault_handler = FaultHandler(
+            self._progress,
+            context,
+            stall_warning_s=self.options.stall_warning_s,
+            stall_timeout_s=self.options.stall_timeout_s or math.inf,
+        )
         self._fault_handler.begin()
         return self._fault_handler
 

@@ -86,6 +86,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
             that of the `DataLoader`, and the accumulation. By default both are yours.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
+            that is sooner than `timeout`; None: at `timeout`.
         async_checkpoints: Write checkpoints while training goes on.
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
@@ -156,6 +158,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         global_batch_size: int | None = None,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
+        stall_timeout_s: float | None = None,
         async_checkpoints: bool = False,
         auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",

@@ -208,9 +208,11 @@ def fit(
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
     on_exception = {"save_on_exception": True} if can_save_on_exception else {}
     saving = ModelCheckpoint(directory / "saved", every_n_train_steps=save_every, **on_exception)
+    num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     trainer = Trainer(
         accelerator="cpu",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
+        devices=num_devices,
+        num_nodes=int(os.environ.get("WORLD_SIZE", num_devices)) // num_devices,
         strategy=strategy,
         max_epochs=1,
         limit_train_batches=num_batches,
