@@ -245,6 +245,7 @@ def time_phases(rank: int, world_size: int, port: int, watch_s: float) -> dict[s
         exit_status_of=lambda _: None,
         store_rank=0,
         launcher_pid=None,
+        claim_file=lambda _: False,
     )
     watchdog = Watchdog(channel, Progress(waiting_in=()), actions, stall_warning_s=600, timeout_s=1800)
     with phases.during(f"watchdog, first {watch_s:g} s"):

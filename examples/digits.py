@@ -7,10 +7,13 @@ import argparse
 
 import torch
 from lightning import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from lightning_bucketddp import BucketDDPStrategy
 
 
 class DigitClassifier(LightningModule):
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--max-epochs", type=int, default=5)
     parser.add_argument("--devices", type=int, default=2, help="processes on each node")
     parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--auto-resume", action="store_true", help="save, and continue from there when started again")
     arguments = parser.parse_args()
 
     seed_everything(0)
@@ -63,16 +67,18 @@ def main() -> None:
         accelerator="cpu",
         devices=arguments.devices,
         num_nodes=arguments.num_nodes,
-        strategy="bucketddp",
+        strategy=BucketDDPStrategy(auto_resume=arguments.auto_resume),
         sync_batchnorm=True,
         accumulate_grad_batches=2,
         max_epochs=arguments.max_epochs,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint(every_n_train_steps=10)] if arguments.auto_resume else [],
+        enable_checkpointing=arguments.auto_resume,
     )
     trainer.fit(DigitClassifier(), *loaders())
 
-    if trainer.is_global_zero:
+    # A run that had ended before has not trained again.
+    if trainer.is_global_zero and "accuracy" in trainer.callback_metrics:
         print(f"validation accuracy: {trainer.callback_metrics['accuracy']:.1%}")
         print(f"bucketddp: {trainer.strategy.reducer.describe()}")
 

@@ -58,7 +58,7 @@ def read_on_every_rank(
     """
     try:
         checkpoint = read()
-        content = _fingerprint(str(path))
+        content = fingerprint(str(path), reads_remote=False)
     except Exception as error:
         is_ours = isinstance(error, CheckpointReadError)
         text = str(error) if is_ours else f"Cannot read checkpoint `{path}`: {type(error).__name__}: {error}"
@@ -93,21 +93,25 @@ def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
         )
 
 
-def _fingerprint(path: str) -> str | None:
-    """Return a fingerprint that differs for files that differ; None for what is not a local file.
+def fingerprint(path: str, *, reads_remote: bool = True) -> str | None:
+    """Return a fingerprint that differs for files that differ; None for what is not a file.
 
     Archives are not read: they hold checksums.
+
+    Args:
+        reads_remote: otherwise what is not a local file has none.
     """
     filesystem, target = url_to_fs(path)
-    if not isinstance(filesystem, LocalFileSystem) or not os.path.isfile(target):
+    if not (reads_remote or isinstance(filesystem, LocalFileSystem)) or not filesystem.isfile(target):
         return None
-    try:
-        with zipfile.ZipFile(target) as archive:
-            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-        return hashlib.sha256(repr(entries).encode()).hexdigest()
-    except zipfile.BadZipFile:  # an older file, or one of a user's own plugin
-        checksum = 0
-        with open(target, "rb") as file:
+    with filesystem.open(target, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+            return hashlib.sha256(repr(entries).encode()).hexdigest()
+        except zipfile.BadZipFile:  # an older file, or one of a user's own plugin
+            checksum = 0
+            file.seek(0)
             while chunk := file.read(_CHUNK_BYTES):
                 checksum = zlib.crc32(chunk, checksum)
-        return f"{checksum:08x}"
+            return f"{checksum:08x}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import struct
@@ -31,7 +32,7 @@ def gloo_between_hosts() -> Iterator[None]:
 def interface_towards(address: str) -> str | None:
     """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((address, _ANY_PORT))  # sends nothing
+        s.connect((_number_of(address), _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]
         if own_address.startswith("127."):
             return None
@@ -39,6 +40,12 @@ def interface_towards(address: str) -> str | None:
             if _address_of(name, s) == own_address:
                 return name
     return None
+
+
+@functools.cache
+def _number_of(address: str) -> str:
+    """Return the number that `address` stands for, as it was the first time: names may get lost during a run."""
+    return socket.gethostbyname(address)
 
 
 def _address_of(interface: str, s: socket.socket) -> str | None:

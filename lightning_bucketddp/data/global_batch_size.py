@@ -24,6 +24,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_bucketddp.data.epoch_position import shift_counts
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -103,8 +105,10 @@ class _Position:
             return None
         progress = loop["epoch_loop.batch_progress"]
         num_steps = progress["current"]["processed"] // saved["batches_per_step"]
-        epoch = loop["epoch_progress"]["current"]["processed"]
-        return cls(epoch, num_steps * saved["size"], progress["is_last_batch"])
+        is_end, epochs = progress["is_last_batch"], loop["epoch_progress"]["current"]
+        # At the end of an epoch Lightning may count it later.
+        epoch = epochs["processed"] + (is_end and epochs["started"] > epochs["processed"])
+        return cls(epoch, num_steps * saved["size"], is_end)
 
 
 class OwnBatchSize:
@@ -257,11 +261,7 @@ class GlobalBatchSize(OwnBatchSize):
         num_before = self._num_batches_before(position, self._division)
         if position.is_end_of_epoch and isinstance(num_batches, int):
             num_before = num_batches
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        shift = num_before - progress.current.processed
-        for counts in (progress.total, progress.current):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(counts, name, getattr(counts, name) + shift)
+        shift_counts(self._trainer.fit_loop.epoch_loop.batch_progress, num_processed=num_before)
 
     def _num_batches_before(self, position: _Position, division: Division) -> int:
         return position.num_samples // self._size * division.batches_per_step

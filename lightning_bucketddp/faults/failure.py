@@ -31,6 +31,7 @@ class Kind(str, Enum):
     DIED = "died"
     STALLED = "stalled"
     STOPPED = "stopped"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Failure:
         process: its host and process.
         signal: what it has received; 0 if no signal stopped it.
         stack: where it was in the program.
+        hosts: the addresses of those that cannot end their connections themselves, with spaces between them.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class Failure:
     process: str = ""
     signal: int = 0
     stack: str = ""
+    hosts: str = ""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
@@ -81,6 +84,7 @@ class Failure:
             Kind.DIED: f"{who} died{where}: {self.what}.",
             Kind.STALLED: f"{who} is stuck{where}: {self.what}.",
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
+            Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
         return sentence + (f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else "")
 

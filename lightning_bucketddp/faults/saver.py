@@ -5,6 +5,9 @@ Note: one saver
     has died or does not come to its end in time. Each rank that ends waits for the lower ones, as long as they may
     come, and then claims to be the saver; the store keeps the first claim, and the watchdogs of all ranks read it. If
     the store has died with rank zero, whoever makes a file first is the saver, in the directory of the checkpoints.
+
+    The rank whose exception ends the run may be in the middle of a step, so it leaves saving to the others. Only rank
+    zero saves then, too, as with any other strategy.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class SaverElection:
 
     def is_won(self, failure: Failure) -> bool:
         """Return whether this rank, which ends after `failure`, is the saver. May wait for ranks that are lower."""
+        if failure.kind is Kind.RAISED and failure.rank == self._channel.rank != 0:
+            return False
         deadline = time.monotonic() + _COMES_WITHIN_S
         while not self.is_settled and time.monotonic() < deadline and self._may_lower_rank_come(failure):
             time.sleep(self._channel.interval(_LOOKS_EVERY_S))
@@ -72,7 +77,7 @@ class SaverElection:
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
         lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())
-        if failure.kind is Kind.DIED:
+        if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
         if not self._can_ask():
             lower.intersection_update(self._local_ranks.numbers())  # of others nobody can hear

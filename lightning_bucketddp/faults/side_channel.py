@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Container
 from concurrent.futures import Future, wait
 from dataclasses import asdict
@@ -32,7 +34,7 @@ class SideChannel:
     of its own: the process of the store may be stopped after it was asked, and then the one that asks waits for ever.
 
     Attributes:
-        is_silent: returns whether the store cannot answer; whoever waits for it then gets a `StoreSilentError`.
+        is_silent: asked while a question waits: whether the store cannot answer. If so there is a `StoreSilentError`.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:
@@ -41,8 +43,14 @@ class SideChannel:
         self.is_silent: Callable[[], bool] = lambda: False
         self._store = store
         self._name = name
-        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=[self._questions], name="bucketddp-store", daemon=True).start()
+        self._questions = _Questions()
+        threading.Thread(target=self._questions.answer, name="bucketddp-store", daemon=True).start()
+
+    @property
+    def silent_for_s(self) -> float:
+        """Return how long the store has not answered what it was asked last; 0 if it has."""
+        asked_at = self._questions.asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def interval(self, at_least: float) -> float:
         """Return the seconds between two questions of a rank that asks again and again."""
@@ -50,7 +58,7 @@ class SideChannel:
 
     def close(self) -> None:
         """End the thread that asks the store, as soon as the store has answered it."""
-        self._questions.put(None)
+        self._questions.queue.put(None)
 
     def introduce(self, identity: dict[str, Any], *, place: str) -> None:
         """Tell the ranks at `place`, such as a host, which process this rank is."""
@@ -127,8 +135,10 @@ class SideChannel:
         return bool(self._set_first(what, self.rank) == self.rank)
 
     def run_id(self) -> str:
-        """Return a name of this run that no other has, and that is the same on all ranks."""
-        return str(self._set_first("id", secrets.token_hex(8)))
+        """Return a name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
+        # A digest, as the name of a file: who reaches the store may have written anything.
+        agreed = json.dumps(self._set_first("id", secrets.token_hex(8)))
+        return hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest()
 
     def claim_saver(self) -> int:
         """Claim to be the rank that saves for all; return which one is: the first to claim it."""
@@ -173,17 +183,26 @@ class SideChannel:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         answer: Future[Any] = Future()
-        self._questions.put((question, answer))
+        self._questions.queue.put((question, answer))
         while not wait([answer], timeout=_LOOKS_EVERY_S).done:
             if self.is_silent():
                 raise StoreSilentError(f"The store does not answer rank {self.rank}.")
         return answer.result()
 
 
-def _answer(questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (asked := questions.get()) is not None:
-        question, answer = asked
-        try:
-            answer.set_result(question())
-        except Exception as error:
-            answer.set_exception(error)
+class _Questions:
+    """What the store is asked, one after the other. Knows no channel: its thread may have to wait for ever."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self.asked_at: float | None = None
+
+    def answer(self) -> None:
+        while (asked := self.queue.get()) is not None:
+            question, answer = asked
+            self.asked_at = time.monotonic()
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+            self.asked_at = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,11 @@ _SILENCE = 2.5
 # shows by then. That a rank waits is noticed a moment after it has begun to.
 _LISTEN_BEFORE_S = 1.5
 # So many ranks listen to all others before a time-out, for all that wait.
-_NUM_LISTENERS = 4
+NUM_LISTENERS = 4
 _NUM_NAMED = 4
+# A rank that is heard no more may only be in a library that keeps Python's lock: it has stood still after this.
+_STANDS_STILL_S = 10.0
+_STOPPED = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,27 @@ class _Heartbeats:
 
 
 class StragglerDetector:
-    """Sends this rank's heartbeats, and reports, once per wait, the stragglers for which it has waited too long."""
+    """Sends this rank's heartbeats, and reports, once per wait, the stragglers for which it has waited too long.
 
-    def __init__(self, channel: SideChannel, progress: Progress, *, warn_after_s: float, timeout_s: float) -> None:
+    `addresses` are those of this host.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        progress: Progress,
+        *,
+        warn_after_s: float,
+        timeout_s: float,
+        stall_timeout_s: float = math.inf,
+        addresses: Sequence[str] = (),
+    ) -> None:
         self._channel = channel
         self._progress = progress
         self._warn_after_s = warn_after_s
         self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._addresses = addresses
         self._beat_every_s = channel.interval(_BEAT_EVERY_S)
         self._silence_s = _SILENCE * self._beat_every_s
         self._num_beats = 0
@@ -52,6 +70,9 @@ class StragglerDetector:
         self._heard: _Heartbeats | None = None
         # Otherwise enough other ranks that wait listen to all.
         self.listens = True
+        # When this rank looks for one that stands still; and the last heartbeats of all, since when.
+        self._looks_at = math.inf
+        self._last_heard: dict[int, tuple[int, float]] = {}
 
     def beat(self) -> None:
         """Send a heartbeat, if it is time to."""
@@ -69,6 +90,7 @@ class StragglerDetector:
                 "seconds": here.seconds,
                 "waits": here.is_waiting,
                 "process": this_process(),
+                "addresses": list(self._addresses),
                 "stack": here.stack() if is_slow else "",
             }
         )
@@ -83,6 +105,8 @@ class StragglerDetector:
             self._has_warned = False
             self._heard = None
             self.listens = True
+            self._looks_at = now + self._stall_timeout_s
+            self._last_heard = {}
             return False
         return not self._has_warned and now - self._waits_since > self._warn_after_s
 
@@ -93,9 +117,58 @@ class StragglerDetector:
 
     def anticipate_timeout(self) -> None:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
-        self.listens = self._channel.is_among_first(_NUM_LISTENERS, f"listen in {self._progress.describe()}")
+        self.listens = self._channel.is_among_first(NUM_LISTENERS, f"listen in {self._progress.describe()}")
         if self.listens:
             self._heard = self._listen()
+
+    @property
+    def looks_for_stall(self) -> bool:
+        """Return whether it is time to `find_stalled`."""
+        return self._waits_in_phase != -1 and time.monotonic() > self._looks_at
+
+    def find_stalled(self, frozen: Sequence[int], *, can_ask: bool) -> Failure | None:
+        """Return a rank that has stood still for `stall_timeout_s`, as long as this one has waited; None: none has.
+
+        A rank that goes from phase to phase does not stand still, nor one that waits, too.
+        """
+        now = time.monotonic()
+        if not can_ask:
+            return next(iter(self.find_stragglers(frozen, can_ask=False)), None)
+        if not self._last_heard and not self._channel.is_among_first(
+            NUM_LISTENERS, f"stall in {self._progress.describe()}"
+        ):
+            self._looks_at = math.inf
+            return None
+        self._looks_at = now + self._beat_every_s
+        beats = self._listen().by_rank
+        for rank, beat in beats.items():
+            if self._last_heard.get(rank, (0, now))[0] != beat["count"]:
+                self._last_heard[rank] = beat["count"], now
+            if now - self._last_heard[rank][1] > max(self._silence_s, min(self._stall_timeout_s, _STANDS_STILL_S)):
+                return _silent(rank, beat, _STOPPED if rank in frozen else "it no longer answers")
+            if not beat["waits"] and beat["seconds"] > self._stall_timeout_s:
+                return _behind(rank, beat, f"it has been there for {beat['seconds']:.0f} s")
+        return None
+
+    def find_lost(self, hosts: Collection[str], why: str, *, has_broken: bool) -> Failure | None:
+        """Return the loss of a rank whose host is one of `hosts`, preferably of one that is heard no more.
+
+        If a connection `has_broken`, of any rank that is heard no more. None: there is none, and `hosts` are strangers.
+        """
+        beats, silent = self._listen_for_silence(self._listen())
+        there = {rank: sorted(set(hosts) & set(beat["addresses"])) for rank, beat in beats.items()}
+        for rank in sorted(beats, key=lambda rank: (not there[rank], rank not in silent)):
+            between = there[rank]
+            if rank in silent and (there[rank] or has_broken):
+                what = f"{why}; it was last heard of in {beats[rank]['where']}"
+            elif there[rank]:
+                what = f"{why}, although it lives: it and rank {self._channel.rank} do not reach each other"
+                between = [*between, *self._addresses]
+            else:
+                continue
+            process = beats[rank]["process"]
+            return Failure(rank=rank, kind=Kind.LOST, what=what, process=process, hosts=" ".join(between))
+        return None
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
         """Log which ranks this one waits for, unless another rank that waits has done so already."""
@@ -117,14 +190,10 @@ class StragglerDetector:
 
         `frozen` are the ranks on this host whose processes are stopped; with `can_ask` the store answers.
         """
-        stopped = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
         if not can_ask:
-            return [Failure(rank=rank, kind=Kind.STALLED, what=stopped) for rank in frozen]
-        before = self._heard or self._listen()
-        time.sleep(max(before.at + self._silence_s - time.monotonic(), 0))
-        beats = self._listen().by_rank
-        silent = [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
-        behind = [_silent(r, beats[r], stopped if r in frozen else "it no longer answers") for r in silent]
+            return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in frozen]
+        beats, silent = self._listen_for_silence(self._heard or self._listen())
+        behind = [_silent(r, beats[r], _STOPPED if r in frozen else "it no longer answers") for r in silent]
         behind += [
             _behind(r, b, f"it has been there for {b['seconds']:.0f} s")
             for r, b in beats.items()
@@ -132,6 +201,14 @@ class StragglerDetector:
         ]
         # Or else all of them wait, each in a collective that not all of them call.
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
+
+    def _listen_for_silence(self, before: _Heartbeats) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        """Return the newest heartbeats, and the ranks that have sent none since `before`, long enough ago to tell."""
+        while (left_s := before.at + self._silence_s - time.monotonic()) > 0:
+            self.beat()  # others may listen, too
+            time.sleep(min(left_s, self._beat_every_s / 2))
+        beats = self._listen().by_rank
+        return beats, [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
 
     def _listen(self) -> _Heartbeats:
         beats = self._channel.last_beats()
@@ -145,4 +222,5 @@ def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:
 
 def _silent(rank: int, beat: dict[str, Any], what: str) -> Failure:
     what = f"{what}; it was last heard of in {beat['where']}"
-    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"])
+    hosts = " ".join(beat["addresses"])
+    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"], hosts=hosts)

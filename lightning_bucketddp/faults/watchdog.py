@@ -11,21 +11,24 @@ Note: together or abort
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from lightning_bucketddp.comm.connections import SILENT_AFTER_S, Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.saver import SaverElection
 from lightning_bucketddp.faults.shutdown import Shutdown
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
-from lightning_bucketddp.faults.stragglers import StragglerDetector
+from lightning_bucketddp.faults.stragglers import NUM_LISTENERS, StragglerDetector
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,12 @@ SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
 # By then all ranks that are well have learned of a failure, also on a busy machine.
 _LEARNED_WITHIN_S = 2.0
+# A rank that has been in one phase for so long looks whether the hosts of the others still answer.
+_LOOKS_AT_HOSTS_AFTER_S = 2.0
+# The store answers at once, unless its process is stopped.
+_STORE_ANSWERS_WITHIN_S = 10.0
+# The address at the other end of a connection, in gloo's messages.
+_PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class WatchdogActions:
         store_rank: the rank whose process holds the store; None if no rank's does.
         launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
         claim_file: returns whether this process is the first to make a file for the run of this name.
+        connections: to other hosts.
     """
 
     cut: Callable[[], None]
@@ -74,6 +84,7 @@ class WatchdogActions:
     store_rank: int | None
     launcher_pid: int | None
     claim_file: Callable[[str], bool]
+    connections: Connections = field(default_factory=Connections)
 
 
 class Watchdog:
@@ -82,6 +93,7 @@ class Watchdog:
     Args:
         stall_warning_s: how long a rank may wait for others before a warning.
         timeout_s: how long a collective may take, and a rank to end.
+        stall_timeout_s: how long a rank may stand still while others wait for it.
     """
 
     def __init__(
@@ -92,13 +104,22 @@ class Watchdog:
         *,
         stall_warning_s: float,
         timeout_s: float,
+        stall_timeout_s: float = math.inf,
     ) -> None:
         self.stop_signal = 0
         self._channel = channel
         self._progress = progress
         self._actions = actions
         self._timeout_s = timeout_s
-        self._stragglers = StragglerDetector(channel, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s)
+        self._stall_timeout_s = stall_timeout_s
+        self._stragglers = StragglerDetector(
+            channel,
+            progress,
+            warn_after_s=stall_warning_s,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            addresses=actions.connections.addresses,
+        )
         self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
         self._saver = SaverElection(
             channel,
@@ -107,7 +128,9 @@ class Watchdog:
             can_ask=lambda: self._can_ask,
             claim_file=actions.claim_file,
         )
-        channel.is_silent = lambda: actions.store_rank in self._local_ranks.frozen()
+        channel.is_silent = self._look_whether_store_is_silent
+        # Hosts that no longer answer, of no rank: the user's.
+        self._strangers: frozenset[str] = frozenset()
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
@@ -187,15 +210,17 @@ class Watchdog:
         if is_consequence and _is_timeout(error):
             own = replace(own, kind=Kind.STALLED)
         elif is_consequence:
+            own = replace(own, kind=Kind.LOST)
             self._wake.set()
             self._settled.wait(_CAUSE_WITHIN_S)
         if not self._settled.is_set():
             self._to_report = own
             self._wake.set()
-            self._settled.wait(_SETTLED_WITHIN_S)
+            # To find out who is lost, the others are listened to for a while.
+            self._settled.wait(_SETTLED_WITHIN_S * (2 if own.kind is Kind.LOST else 1))
         if self._failure is None:
             # The store does not answer. At least this rank waits for nobody.
-            self._learn(own)
+            self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
         assert self._failure is not None
         self._progress.end_with = None  # it is ending
@@ -234,7 +259,25 @@ class Watchdog:
     @property
     def _can_ask(self) -> bool:
         """Return whether the store answers. It never does while its process is frozen, and whoever asks it waits."""
-        return not self._store_is_lost and not self._channel.is_silent()
+        return not self._store_is_lost and not self._store_is_silent
+
+    @property
+    def _store_is_silent(self) -> bool:
+        connections = self._actions.connections
+        is_unreachable = connections.store_host is not None and connections.store_host in connections.silent_hosts
+        return is_unreachable or self._actions.store_rank in self._frozen()
+
+    def _look_whether_store_is_silent(self) -> bool:
+        self._actions.connections.look()
+        return self._store_is_silent
+
+    def _frozen(self) -> list[int]:
+        """Return the ranks that are known to be frozen: on this host, and the one whose store does not answer."""
+        frozen, store_rank = self._local_ranks.frozen(), self._actions.store_rank
+        is_silent = self._channel.silent_for_s > self._channel.interval(_STORE_ANSWERS_WITHIN_S)
+        if is_silent and store_rank is not None and store_rank not in (self._channel.rank, *frozen):
+            frozen.append(store_rank)
+        return frozen
 
     def _asking(self, exchange: Callable[[], _Answer]) -> _Answer | None:
         """Return what `exchange` gets from the store; None if the store does not answer."""
@@ -252,10 +295,10 @@ class Watchdog:
         """Return what `act` does, given the frozen ranks and whether the store answers, which may end meanwhile."""
         if self._can_ask:
             try:
-                return act(self._local_ranks.frozen(), can_ask=True)
+                return act(self._frozen(), can_ask=True)
             except StoreSilentError:
                 pass
-        return act(self._local_ranks.frozen(), can_ask=False)
+        return act(self._frozen(), can_ask=False)
 
     def _look(self, *, asks: bool) -> None:
         for number in self._actions.signals_received():
@@ -307,6 +350,10 @@ class Watchdog:
     def _tell(self, failure: Failure) -> None:
         if failure.kind is Kind.STALLED and failure.rank == self._channel.rank:
             failure = self._blame(failure)
+        if failure.kind is Kind.LOST and failure.rank == self._channel.rank:
+            hosts = _PEER.findall(failure.what)
+            lost = self._name_lost(hosts, "its connection broke", has_broken=True)
+            failure = lost or replace(failure, kind=Kind.RAISED)
 
         def exchange() -> None:
             is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
@@ -332,6 +379,43 @@ class Watchdog:
         waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
         return replace(stragglers[0], what=f"{stragglers[0].what}; {waited}")
 
+    def _find_stalled(self) -> Failure | None:
+        stalled = self._with_or_without_store(self._stragglers.find_stalled)
+        waited = f"the others have waited for longer than `stall_timeout_s`, {self._stall_timeout_s:g} s"
+        return None if stalled is None else replace(stalled, what=f"{stalled.what}; {waited}")
+
+    def _find_lost(self) -> Failure | None:
+        """Return the loss of a rank whose host no longer answers; None: there is none (or nobody is waited for)."""
+        if self._progress.seconds < _LOOKS_AT_HOSTS_AFTER_S:
+            return None
+        connections = self._actions.connections
+        connections.look(every_s=self._channel.interval(1.0))
+        hosts = connections.silent_hosts - self._strangers
+        if not hosts:
+            return None
+        why = f"its host has not answered for {SILENT_AFTER_S:.0f} s"
+        lost = self._name_lost(hosts, why, has_broken=False)
+        self._strangers |= hosts if lost is None and self._can_ask else set()
+        return lost
+
+    def _name_lost(self, hosts: Collection[str], why: str, *, has_broken: bool) -> Failure | None:
+        """Return the loss of a rank on one of `hosts`; where the store is lost, of rank 0, which is on its host."""
+
+        def find() -> Failure | None:
+            if self._channel.is_among_first(NUM_LISTENERS, f"listen for {sorted(hosts)}"):
+                return self._stragglers.find_lost(hosts, why, has_broken=has_broken)
+            return self._await_failure()
+
+        found = self._asking(find)
+        store_host = self._actions.connections.store_host
+        if self._can_ask or store_host is None:
+            return found
+        what = (
+            f"{why}, and the store there is lost to rank {self._channel.rank}, too: that host is gone, or the network"
+            " between"
+        )
+        return Failure(rank=0, kind=Kind.LOST, what=what, hosts=store_host)
+
     def _await_failure(self) -> Failure | None:
         """Return the failure that those report who listen to all ranks; None if they do not in time."""
         deadline = time.monotonic() + _BLAMED_WITHIN_S
@@ -352,10 +436,14 @@ class Watchdog:
                 self._with_or_without_store(self._stragglers.warn)
             if self._stragglers.nears_timeout():
                 self._asking(self._stragglers.anticipate_timeout)
-            return
+            found = self._find_stalled() if self._stragglers.looks_for_stall else None
+            if (found := found or self._find_lost()) is None:
+                return
+            self._tell(found)
+        assert self._failure is not None
         assert self._failed_at is not None
         if self._decision is None and (
-            self._failure.kind in (Kind.DIED, Kind.STALLED) or now - self._failed_at > _TOGETHER_WITHIN_S
+            self._failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
             self._decide_to_abort()
         if self._callbacks_shall_not_wait and self._progress.is_waiting:
@@ -390,7 +478,12 @@ class Watchdog:
         assert self._failure is not None
         self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._shutdown.abort(self._failure)
+        # Nobody does at the other end of these, or it is not noticed here.
+        connections = self._actions.connections
+        of_store = {connections.store_host} if self._store_is_silent else set()
+        connections.cut_to({*self._failure.hosts.split(), *of_store})
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    said = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
+    return "timed out" in said or "timeout" in said

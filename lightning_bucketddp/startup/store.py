@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lightning_bucketddp.processes import agent_holds_store
+from lightning_bucketddp.processes import agent_holds_store, restart_count
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,9 @@ class StoreAddress:
         while True:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
-                socket.create_connection((host, self.port), timeout=1).close()
-                return self._open_client()
+                with socket.create_connection((host, self.port), timeout=1) as connection:
+                    reached = str(connection.getpeername()[0])
+                return self._open_client(reached)
             except OSError as error:
                 obstacle = error.strerror or str(error)
             except RuntimeError as error:
@@ -131,20 +132,18 @@ class StoreAddress:
                 deadline.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
             deadline.pause()
 
-    def _open_client(self) -> Store:
-        if agent_holds_store():
-            # torch keeps the keys of each restart by torchrun separate.
-            store: Store
-            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self._client_timeout))
-            return store
-        return TCPStore(
-            self.address,
+    def _open_client(self, address: str) -> Store:
+        """Return a connection to the store at `address`, a number: nobody has to ask for the name's again."""
+        store = TCPStore(
+            address,
             self.port,
             is_master=self.is_host,
             multi_tenant=self.is_host,
             wait_for_workers=False,
             timeout=self._client_timeout,
         )
+        # The agent's store is there from one restart to the next.
+        return part_of(store, f"bucketddp/attempt/{restart_count()}") if agent_holds_store() else store
 
     @property
     def _client_timeout(self) -> timedelta:

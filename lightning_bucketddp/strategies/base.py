@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,6 +42,9 @@ from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
 
 _EXCHANGED_WITHIN_S = 0.5
+# At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
+# callbacks save.
+_LAST_RESORT = timedelta(seconds=15)
 
 
 class StrategyBase:
@@ -128,15 +135,17 @@ class StrategyBase:
             store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
             store.set_timeout(self._timeout or default_pg_timeout)
             backend = self._get_process_group_backend()
+            timeout = self._timeout
             if "nccl" in backend:
                 self._open_more_sockets(store, point)
+                timeout = None if timeout is None else timeout + _LAST_RESORT
             with gloo_between_hosts():
                 # Lightning's, which does what else belongs to it.
                 self._init_dist_connection(
                     environment,
                     backend,
                     store=store,
-                    timeout=self._timeout,
+                    timeout=timeout,
                     device_id=None if self.root_device.type == "cpu" else self.root_device,
                 )
 
@@ -208,6 +217,12 @@ class StrategyBase:
         """How long checkpoints took in this run, on rank zero."""
         return self._writer.stats
 
+    def launched(
+        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        """Take note of what a launcher is asked to run, which it does inside; `trainer` is None with Fabric."""
+        return nullcontext()
+
     def _configure_launcher(self) -> None:
         self._launcher = self._launchers.make(self)
 
@@ -234,7 +249,12 @@ class StrategyBase:
             launcher_pid=_launcher_pid(self._start_method),
             claim_file=claim,
         )
-        self._fault_handler = FaultHandler(self._progress, context, stall_warning_s=self.options.stall_warning_s)
+        self._fault_handler = FaultHandler(
+            self._progress,
+            context,
+            stall_warning_s=self.options.stall_warning_s,
+            stall_timeout_s=self.options.stall_timeout_s or math.inf,
+        )
         self._fault_handler.begin()
         return self._fault_handler
 

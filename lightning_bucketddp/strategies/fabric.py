@@ -62,6 +62,8 @@ class FabricStrategy(FabricCheckpointHooks):
         init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
+            that is sooner than `timeout`; None: at `timeout`.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
         check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
@@ -109,6 +111,7 @@ class FabricStrategy(FabricCheckpointHooks):
         init_sync: bool = True,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
+        stall_timeout_s: float | None = None,
         async_checkpoints: bool = False,
         check_replicas_every_n_steps: int | None = 100,
         on_divergence: OnDivergence = "raise",

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import (
     StoreAccess,
     access_store,
-    cut_connections,
     leave_process_group,
 )
 from lightning_bucketddp.faults.failure import Kind
@@ -69,7 +69,9 @@ class RunContext:
 class FaultHandler:
     """The end of one run, from the moment that there is a process group."""
 
-    def __init__(self, progress: Progress, context: RunContext, *, stall_warning_s: float) -> None:
+    def __init__(
+        self, progress: Progress, context: RunContext, *, stall_warning_s: float, stall_timeout_s: float
+    ) -> None:
         self.signals: StopSignals | None = None
         self._interrupts: InterruptSignals | None = None
         self._wakeup = SignalWakeup()
@@ -95,9 +97,11 @@ class FaultHandler:
                 store_rank=0 if self._access.is_held_by_rank_zero else None,
                 launcher_pid=context.launcher_pid,
                 claim_file=context.claim_file,
+                connections=Connections(self._access.port),
             ),
             stall_warning_s=stall_warning_s,
             timeout_s=(context.timeout or default_pg_timeout).total_seconds(),
+            stall_timeout_s=stall_timeout_s,
         )
 
     def begin(self) -> None:
@@ -179,7 +183,7 @@ class FaultHandler:
             # complete.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
         # Where all have raised, each knows best what it has raised.
-        is_own = failure.rank == self._rank or not self._watchdog.have_aborted
+        is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self._watchdog.have_aborted
         return None if is_own else failure.error_for(self._rank)
 
     def _interrupt(self) -> None:

@@ -156,7 +156,8 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
         strategy.trains_elsewhere = True
         try:
             guarded = Guarded(function, strategy, on_exception, in_child=True)
-            result = self._launch(guarded, *args, **kwargs)
+            with strategy.launched(kwargs.get("trainer"), function, args):
+                result = self._launch(guarded, *args, **kwargs)
         except (KeyboardInterrupt, ProcessExitedException) as error:
             if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
                 raise
@@ -212,7 +213,9 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
     children: tuple[subprocess.Popen[bytes], ...] = ()
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(Guarded(function, self.guarding_strategy), *args, **kwargs)
+        strategy = self.guarding_strategy
+        with strategy.launched(kwargs.get("trainer"), function, args):
+            return super().launch(Guarded(function, strategy), *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         # `MASTER_PORT` and what else Lightning sets stays: this process is a rank.

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.shards import ShardOption
@@ -40,7 +41,7 @@ WHY_WITHOUT_EFFECT = {
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "check_gradients", "monitor"),
+    *("async_checkpoints", "auto_resume", "check_gradients", "monitor"),
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
 
@@ -66,6 +67,7 @@ class StrategyOptions:
     init_sync: bool
     start_timeout_s: float
     stall_warning_s: float
+    stall_timeout_s: float | None
     async_checkpoints: bool
     shard_optimizer: ShardOption
     model_averaging_period: int | None = None
@@ -76,6 +78,7 @@ class StrategyOptions:
     exact_evaluation: bool = True
     gather_predictions: bool = False
     global_batch_size: int | None = None
+    auto_resume: bool = False
     monitor: bool = False
 
     @classmethod
@@ -93,6 +96,7 @@ class StrategyOptions:
             _check_flag(name, given[name])
         for name in _FUNCTIONS & given.keys():
             _check_function(name, given[name])
+        timeout = _check_timeout(given["timeout"])
         own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         own.update(
             reducer=_reducer_config(given),
@@ -101,10 +105,11 @@ class StrategyOptions:
             ),
             torch_devices=(given["device_ids"], given["output_device"]),
             process_group_backend=_check_backend(given["process_group_backend"]),
-            timeout=_check_timeout(given["timeout"]),
+            timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),
             start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
             stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
+            stall_timeout_s=_check_stall_timeout(given["stall_timeout_s"], timeout),
             shard_optimizer=_check_shard_optimizer(given["shard_optimizer"], given["ddp_comm_hook"]),
             model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
             global_batch_size=_check_count("global_batch_size", given, of="samples"),
@@ -242,3 +247,16 @@ def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     return timedelta(seconds=_check_seconds("timeout", seconds))
+
+
+def _check_stall_timeout(seconds: float | None, timeout: timedelta | None) -> float | None:
+    """Refuse what `timeout` would end sooner."""
+    if seconds is None:
+        return None
+    longest_s = (timeout or default_pg_timeout).total_seconds()
+    if _check_seconds("stall_timeout_s", seconds) >= longest_s:
+        raise ValueError(
+            f"`stall_timeout_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any"
+            f" case, got {seconds!r}."
+        )
+    return float(seconds)

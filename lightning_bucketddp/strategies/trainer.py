@@ -19,6 +19,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.data.epoch_position import EpochPosition, NoEpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
@@ -27,6 +28,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
@@ -84,7 +86,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
             that of the `DataLoader`, and the accumulation. By default both are yours.
         start_timeout_s: How many seconds the ranks wait for each other at the start.
         stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
+        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
+            that is sooner than `timeout`; None: at `timeout`.
         async_checkpoints: Write checkpoints while training goes on.
+        auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
+            within an epoch with the samples that it has not trained on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
         check_gradients: Look at the gradients, too, and not at the losses only.
@@ -152,7 +158,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         global_batch_size: int | None = None,
         start_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
+        stall_timeout_s: float | None = None,
         async_checkpoints: bool = False,
+        auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
         check_gradients: bool = True,
         monitor: bool = False,
@@ -186,6 +194,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         size = self.options.global_batch_size
         weighs = self.options.gradient_weight is None
         self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
+        counts_samples = size is not None
+        self._position = EpochPosition(counts_samples=counts_samples) if self.options.auto_resume else NoEpochPosition()
+        self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
         self._is_restoring = False
         self._saved = deque(maxlen=_NUM_SAVED_KNOWN)
         # Read by what `adopt_process_setup` takes over.
@@ -219,6 +230,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._begin_watching().handle_signals(self._trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._position.forget_checkpoint()
+        if self.lightning_module is not None:
+            self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
         self._is_restoring = True
         if self.options.monitor and self.lightning_module is not None:
             monitor: type = self._monitor_class()
@@ -279,6 +293,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         assert self._collectives is not None
         assert self.model is not None
         self._batch_size.begin(trainer)
+        self._position.begin(trainer)
         if self._state.shards is not None:
             self._state.shards.close()
         self._state.shards = self._new_shards()
@@ -388,6 +403,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def on_train_start(self) -> None:
         self._batch_size.resume()
+        self._position.resume()
         super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._trainer, self.root_device)

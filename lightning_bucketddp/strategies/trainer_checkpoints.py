@@ -6,8 +6,8 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -23,9 +23,10 @@ from lightning_bucketddp.checkpoint.finite_weights import (
     spoiled_weights,
 )
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
+from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import SAVING
+from lightning_bucketddp.strategies.auto_resume import NoAutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
@@ -42,11 +43,10 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     _wrapping_checkpoint_io: ClassVar[type]
     _async_checkpoint_io: ClassVar[type]
     _rank_seeds: RankSeeds | None
+    _auto_resume: NoAutoResume
     # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
     # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
     _is_restoring: bool
-    # None: nobody searches for a batch size.
-    _trials: Trials | None = None
     # None: nothing was trained.
     _weights_at_start: Severities | None = None
     # As long as training goes on. Who saves before or after that may want to read the file at once.
@@ -90,7 +90,17 @@ class TrainerCheckpointHooks(TrainerStepHooks):
                 f"`async_checkpoints=True` and the plugin `{type(self.checkpoint_io).__name__}` both write in the"
                 " background. Pass one of them."
             )
+        if self.options.auto_resume and isinstance(self.checkpoint_io, self._async_checkpoint_io):
+            raise ValueError(
+                f"`auto_resume=True` cannot tell when the plugin `{type(self.checkpoint_io).__name__}` has written a"
+                " checkpoint. Pass `async_checkpoints=True` instead of the plugin."
+            )
         super().setup_environment()
+
+    def launched(
+        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        return self._auto_resume.launched(trainer, function, args)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
@@ -121,6 +131,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             def write(content: dict[str, Any]) -> None:
                 with self._finite_checkpoints.known_unless_failing(path), raised_once(self.checkpoint_io):
                     super(TrainerCheckpointHooks, self).save_checkpoint(content, path, storage_options)
+                if path is filepath and self._trials is None:
+                    self._auto_resume.add(path, content)
 
             self._writer.save(checkpoint, write, path=path, in_background=in_background)
             if path is not filepath and self._links_to_last:
@@ -151,8 +163,16 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         path = self._finite_checkpoints.path_to_remove(filepath)
-        if path is not None:
-            self._writer.remove(lambda: super(TrainerCheckpointHooks, self).remove_checkpoint(path), path=path)
+
+        if path is None:
+            return
+
+        def remove() -> None:
+            super(TrainerCheckpointHooks, self).remove_checkpoint(path)
+            if self.is_global_zero:
+                self._auto_resume.remove(path)
+
+        self._writer.remove(remove, path=path)
 
     def _compare_replicas(self, checkpoint: dict[str, Any], path: Any) -> None:
         # Where a rank has failed the others save alone, if at all.
@@ -175,6 +195,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self._is_restoring and self._collectives is not None:
             self._is_restoring = False
             checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
+            self._position.take_from(checkpoint, self._trainer)
             self._batch_size.take_from(checkpoint)
         else:
             checkpoint = read()
@@ -224,6 +245,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         self._finite_checkpoints.forget_warning()
         try:
             self.wait_for_checkpoints()
+            if self.is_global_zero:
+                self._auto_resume.end(self._trainer)
         finally:
             if self.is_global_zero and self.checkpoint_stats.num_saves:
                 rank_zero_info(f"bucketddp: {self.checkpoint_stats.describe()}.")
@@ -276,6 +299,9 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
         if (batch_size := self._batch_size.state()) is not None:
             state["global_batch_size"] = batch_size
+        if (position := self._position.state()) is not None:
+            generators = gather_to_rank_zero(position["generators"], collectives)
+            state["position"] = {**position, "generators": generators}
         if state:
             checkpoint[_OURS] = state
 

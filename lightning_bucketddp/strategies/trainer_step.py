@@ -13,6 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.comm.trial import Trials
+from lightning_bucketddp.data.epoch_position import NoEpochPosition
 from lightning_bucketddp.data.global_batch_size import OwnBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
@@ -44,7 +46,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _recording: StepRecording
     _model_averager: Any
     _batch_size: OwnBatchSize
+    _position: NoEpochPosition
     _is_loading_training_data = False
+    # None: nobody searches for a batch size.
+    _trials: Trials | None = None
     # Lightning's own.
     _lightning_barrier: Callable[..., None]
 
@@ -79,6 +84,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             return state.sharding.prepare(dataloader)
         dataloader = self._batch_size.prepare(dataloader)
         dataloader = state.sharding.prepare(dataloader, num_batches_trained=self._num_batches_trained)
+        if self._trials is None:
+            dataloader = self._position.prepare(dataloader)
         state.first_batches.prepare(dataloader)
         return state.weighting.prepare(dataloader)
 
@@ -88,13 +95,16 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         self._is_loading_training_data = name == "train_dataloader()"
         if self._is_loading_training_data:
             self._batch_size.begin_loaders()
+            self._position.begin_loaders()
         self._lightning_barrier(name, *args, **kwargs)
 
     def _num_batches_trained(self) -> int:
         """Return how many batches of an epoch a run that is resumed from a checkpoint of now must not see again."""
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        is_over = progress.is_last_batch and progress.current.processed == progress.current.ready
-        return 0 if is_over else int(progress.current.processed)
+        num_batches = self._position.num_batches_trained()
+        num_batches = int(progress.current.processed) if num_batches is None else num_batches
+        is_over = progress.is_last_batch and num_batches == progress.current.ready
+        return 0 if is_over else num_batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
@@ -170,6 +180,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         except StepWithheld:
             drop_gradients(optimizer, self.precision_plugin)
             output = None
+        if self._trials is None:
+            self._position.complete_step()
         self._progress.complete_step()
         self._log_counts()
         if self._model_averager is not None:

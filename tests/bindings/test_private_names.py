@@ -98,6 +98,17 @@ LIGHTNING_ATTRIBUTES = {
     "_prepare_dataloader": "trainer.connectors.data_connector",
     "distributed_sampler_kwargs": "trainer.connectors.data_connector",
     "_batch_sampler": "overrides.distributed",
+    # replaced by us on the connector of a fit, and what it and a tuner know of the user's wishes
+    "_checkpoint_connector": "trainer.trainer",
+    "resume_start": "trainer.connectors.checkpoint_connector",
+    "_user_managed": "trainer.connectors.checkpoint_connector",
+    "_early_exit": "callbacks.lr_finder",
+    # corrected by us in a checkpoint that is loaded
+    "optim_progress": "loops.optimization.automatic",
+    "batch_progress": "loops.training_epoch_loop",
+    "epoch_progress": "loops.fit_loop",
+    # read by us, of a sampler of the user's
+    "_sampler": "overrides.distributed",
     # read by us in an evaluation
     "_evaluation_loop": "trainer.trainer",
     "_results": "trainer.trainer",

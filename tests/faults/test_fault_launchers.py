@@ -90,7 +90,7 @@ def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path
         assert 0 < (weight - step_5["state_dict"][name]).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+@pytest.mark.parametrize("launcher", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_ranks_whose_parent_is_killed_stop_and_save(launcher: str, tmp_path: Path) -> None:
     ended = end_of(launcher, tmp_path, send=("SIGKILL", "launcher"))
     assert "; all ranks stop." in ended.output

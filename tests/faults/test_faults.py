@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import HashStore, TCPStore
 
+from lightning_bucketddp.comm import connections
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.processes import process_state
-from tests.support.doomed_ranks import Ended, doomed_ranks
+from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
+from tests.support.forks import PROCESSES
+from tests.support.host_faults import HostFault, kill, let_happen
+from tests.support.hosts import Host, hosts_on_a_switch
 from tests.support.scripts.faults import LINGERING_S, Fault, fit
 
 SERVE_STORE = """
@@ -30,6 +36,14 @@ from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)
+"""
+LISTEN = """
+import socket
+with socket.create_server(("", 5000), backlog=2) as server:
+    print("listens", flush=True)
+    ends = [server.accept()[0] for _ in range(2)]
+    print(ends[0].recv(1), flush=True)
+    input()
 """
 # Far from the time-out of the groups, which is half an hour; the measured times are in benchmarks/results.
 SOON_S = 20
@@ -63,6 +77,16 @@ def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_pa
     assert "seen0" in ended.results, ended.output[0]
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert ended.results["seen0"]["step"] == 4
+    assert_saved_as_seen(ended, tmp_path)
+
+
+@pytest.mark.long  # tests/faults/test_saver.py has the decision alone
+def test_rank_that_is_late_does_not_save_when_rank_zero_has_saved_and_gone(tmp_path: Path) -> None:
+    # The store has gone with rank zero.
+    fault = Fault("raise on rank 1, sleep on rank 2", "optimizer", rank=None)
+    ended = end_of(tmp_path, fault=fault, world_size=3)
+    assert ended.results["seen2"]["at"] - ended.results["seen0"]["at"] > 1
+    assert [ended.results[f"seen{rank}"]["is_global_zero"] for rank in (0, 1, 2)] == [True, False, False]
     assert_saved_as_seen(ended, tmp_path)
 
 
@@ -178,7 +202,7 @@ def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_
 
 
 def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, timeout_s=8, stall_warning_s=1)
+    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, stall_timeout_s=4, stall_warning_s=1)
     assert re.search(r"Rank 1 .*is stuck in data loading( after batch \d in epoch 0)?:", ended.output[0])
     assert ended.results["seen1"]["type"] == "RankFailedError"
     assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
@@ -230,7 +254,121 @@ def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() 
         server.wait()
 
 
-def test_one_of_the_ranks_that_wait_says_so(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeout_s=8, stall_warning_s=1)
+def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_that_waits_warns(tmp_path: Path) -> None:
+    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, stall_timeout_s=4, stall_warning_s=1)
     told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
     assert len(told) == 1
+    for rank in range(3):
+        assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
+        said = ended.results[f"seen{rank}"]["message"]
+        assert re.search(r"Rank 1 \(process \d+ on .*\) is stuck in forward of batch 3 in epoch 0: it has been", said)
+        assert (
+            "; the others have waited for longer than `stall_timeout_s`, 4 s.\nIts stack, innermost call last:" in said
+        )
+        assert "in happen" in said  # the user's part of its stack
+    assert_saved_as_seen(ended, tmp_path)
+
+
+def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_waits_too() -> None:
+    store = HashStore()
+    here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
+    progress = Progress(waiting_in=(__file__,))
+    progress.follow_this_thread()
+    progress.since -= 10
+    stalls = StragglerDetector(here, progress, warn_after_s=10, timeout_s=100, stall_timeout_s=0.1)
+    stalls.waits_too_long()
+    assert not stalls.looks_for_stall
+    time.sleep(0.2)
+    assert stalls.looks_for_stall
+    beat = {"where": "validation", "process": "", "addresses": [], "stack": ""}
+    there.beat({**beat, "count": 1, "seconds": 0.05, "waits": False})
+    assert stalls.find_stalled([], can_ask=True) is None
+    there.beat({**beat, "count": 2, "seconds": 50, "waits": True})
+    assert stalls.find_stalled([], can_ask=True) is None
+    there.beat({**beat, "count": 3, "seconds": 50, "waits": False})
+    stalled = stalls.find_stalled([], can_ask=True)
+    assert stalled is not None
+    assert stalled.describe() == "Rank 1 is stuck in validation: it has been there for 50 s."
+    progress.enter("forward")  # it waits no more
+    stalls.waits_too_long()
+    assert not stalls.looks_for_stall
+    for channel in (here, there):
+        channel.close()
+
+
+@pytest.mark.long
+def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
+    options = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "stall_timeout_s": 2}
+    with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
+        assert ranks.wait().exit_codes == [0, 0]
+
+
+# --- On several hosts; see test_hosts.py
+
+
+def test_a_rank_that_dies_alone_on_its_host_is_named_by_the_others(tmp_path: Path) -> None:
+    with hosts_on_a_switch(1):  # or skip
+        [end] = let_happen({"kill": HostFault(num_hosts=2, happens=kill(1))}, tmp_path).values()
+    ended = end.ended
+    message = ended.results["seen0"]["message"]
+    assert "Rank 1 (process " in message
+    assert "on host2) can no longer be reached: its connection broke; it was last heard of in" in message
+    assert ended.exit_codes == [1, -signal.SIGKILL]
+
+
+def look_at_connections(host: Host, orders: Any) -> None:
+    """Have two connections, one with data on the way; tell again and again which hosts no longer answer."""
+    host.enter()
+    connections.SILENT_AFTER_S = 1.5
+    connections._PROBE_AFTER_S = 1
+    speaks, keeps_silent = (socket.create_connection(("10.0.0.1", 5000)) for _ in range(2))
+    with speaks, keeps_silent:
+        of_this_process = connections.Connections(store_port=5000)
+        orders.send([of_this_process.addresses, of_this_process.store_host])
+        while (order := orders.recv()) != "end":
+            if order == "speak":
+                speaks.send(b"x" * 1000)
+            if order == "cut":
+                of_this_process.cut_to([])
+                orders.send([s.recv(1) for s in (speaks, keeps_silent)])
+            if order == "look":
+                of_this_process.look(every_s=0)
+                orders.send(sorted(of_this_process.silent_hosts))
+
+
+def test_a_host_is_silent_when_its_cable_is_pulled_and_not_when_its_process_is_stopped() -> None:
+    with hosts_on_a_switch(2) as network, ExitStack() as stack:
+        listener = stack.enter_context(
+            subprocess.Popen(
+                [*network.hosts[0].within, sys.executable, "-S", "-c", LISTEN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        stack.callback(listener.kill)
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        here, there = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=look_at_connections, args=(network.hosts[1], there))
+        process.start()
+        stack.callback(process.kill)
+        assert here.recv() == [["10.0.0.2"], "10.0.0.1"]
+        listener.send_signal(signal.SIGSTOP)
+        here.send("speak")
+        for _ in range(8):
+            time.sleep(0.25)
+            assert ask(here, "look") == []
+        network.pull_cable(0)
+        deadline = time.monotonic() + TIMEOUT_S
+        while ask(here, "look") == []:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert ask(here, "look") == ["10.0.0.1"]
+        assert ask(here, "cut") == [b"", b""]
+        here.send("end")
+        process.join()
+
+
+def ask(orders: Any, question: str) -> Any:
+    orders.send(question)
+    return orders.recv()

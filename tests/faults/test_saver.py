@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -73,6 +74,12 @@ def test_the_lowest_rank_that_lives_saves(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(tmp_path: Path) -> None:
+    assert Ranks(tmp_path).savers(come=[5], failure=RANK_FIVE_RAISED) == []
+    rank_zero_raised = Failure(rank=0, kind=Kind.RAISED, what="ValueError")
+    assert Ranks(tmp_path).savers(come=[1, 0], failure=rank_zero_raised) == [0]
+
+
 def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(saver, "_COMES_WITHIN_S", 0.3)
     ranks = Ranks(tmp_path)
@@ -97,6 +104,14 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
     ranks.look()
     ranks.store_lives = False
     assert ranks.savers(come=[1, 2, 3, 4], failure=RANK_FIVE_RAISED) == []
+
+
+def test_the_name_of_a_run_is_fit_for_a_file_whatever_is_in_the_store() -> None:
+    store = HashStore()
+    store.set("run/id", '"../../../etc/passwd"')
+    names = {SideChannel(store, name="run", rank=rank, world_size=2).run_id() for rank in (0, 1)}
+    assert len(names) == 1
+    assert re.fullmatch("[0-9a-f]{16}", *names)
 
 
 def claim(directory: str) -> None:

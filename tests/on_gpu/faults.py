@@ -26,12 +26,17 @@ SOON_S = 20
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank 1 does in its fourth step, how rank 0 must end, and what it must say."""
+    """What `rank` does in its fourth step, how the ranks must end, and what the other one must say.
+
+    Steps 2 and 4 are saved in any case; `saves` tells whether the other rank saves when it ends, in step 3 or 4.
+    """
 
     what: str
     exit_codes: tuple[int, int]
     said: str
     after_s: float = 0
+    rank: int = 1
+    saves: bool = True
 
     def run(self) -> bool:
         """Whether both ranks end as they should."""
@@ -46,11 +51,14 @@ class Fault:
                 return False
             ended_at = time.time()
             seconds = ended_at - float(Path(directory, "fault").read_text()) - self.after_s
-            saved = sorted(path.name for path in Path(directory, "saved").glob("*"))
+            saved = sorted(path.name for path in Path(directory, "saved").glob("*.ckpt"))
             steps = [torch.load(Path(directory, "saved", name), weights_only=True)["global_step"] for name in saved]
         codes = tuple(process.returncode for process in started)
-        is_well = codes == self.exit_codes and self.said in outputs[0] and bool(saved) and seconds < SOON_S
-        print(f"{'ok' if is_well else 'FAILED'} {self.what}: {seconds:.1f} s, exit codes {codes}, saved steps {steps}")
+        told = outputs[1 - self.rank]
+        has_saved = max(steps, default=0) > 2
+        is_well = codes == self.exit_codes and self.said in told and has_saved == self.saves and seconds < SOON_S
+        who = f"{'ok' if is_well else 'FAILED'} {self.what} (rank {self.rank})"
+        print(f"{who}: {seconds:.1f} s, exit codes {codes}, saved steps {steps}")
         if not is_well:
             print(outputs[0][-4000:], outputs[1][-4000:], sep="\n--- rank 1 ---\n")
         return is_well
@@ -59,7 +67,7 @@ class Fault:
         of_rank = {"NODE_RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"}
         of_run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "NCCL_SOCKET_IFNAME": "lo"}
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.on_gpu.faults", self.what, directory],
+            [sys.executable, "-W", "ignore", "-m", "tests.on_gpu.faults", self.what, str(self.rank), directory],
             env={**os.environ, **of_run, **of_rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,6 +79,10 @@ FAULTS = [
     Fault("raise", (1, 1), "ValueError: boom"),
     # How it died is not told by every kernel, except to the parent of both.
     Fault("SIGKILL", (1, -signal.SIGKILL), "died: it "),
+    Fault("SIGKILL", (-signal.SIGKILL, 1), "died: it ", rank=0),
+    # The other one has asked for the optimizer's step already: what is on its device is not to be saved.
+    Fault("SIGKILL in backward", (1, -signal.SIGKILL), "step=2.ckpt`, the last that was saved.", saves=False),
+    Fault("SIGKILL in backward", (-signal.SIGKILL, 1), "step=2.ckpt`, the last that was saved.", rank=0, saves=False),
     Fault("loop", (1, 1), "Rank 1", after_s=TIMEOUT_S),
     Fault("SIGSTOP", (1, -signal.SIGKILL), "its process is stopped", after_s=TIMEOUT_S),
     Fault("SIGTERM", (143, 143), ""),
@@ -81,8 +93,8 @@ FAULTS = [
 ]
 
 
-def train(what: str, directory: str) -> None:
-    """Train until rank 1 does `what`."""
+def train(what: str, rank: int, directory: str) -> None:
+    """Train until `rank` does `what`."""
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
     from torch import Tensor, nn
@@ -104,8 +116,14 @@ def train(what: str, directory: str) -> None:
                 ones = torch.ones(1, device=self.device)
                 torch.distributed.all_reduce(ones, group=self.own_group)
                 ones.item()
-            if batch_idx == 3 and self.global_rank == 1:
+            if batch_idx == 3 and self.global_rank == rank:
+                # What another rank has of the step before is whole then (Note: torn step).
+                torch.cuda.synchronize()
                 Path(directory, "fault").write_text(str(time.time()))
+                if what == "SIGKILL in backward":
+                    # When the gradients of the last layer have arrived, and nothing was exchanged yet.
+                    self.layers[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+                    return self.layers(batch[0]).pow(2).mean()
                 if what == "raise":
                     raise ValueError("boom")
                 while what == "loop":
@@ -139,7 +157,8 @@ def train(what: str, directory: str) -> None:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        train(*sys.argv[1:])
+        what, rank, directory = sys.argv[1:]
+        train(what, int(rank), directory)
     else:
         num_failed = sum(not fault.run() for fault in FAULTS)
         sys.exit(num_failed > 0)

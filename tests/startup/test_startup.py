@@ -416,6 +416,7 @@ def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None
     assert_ended(finished, message)
 
 
+@pytest.mark.long  # with a run that has begun: tests/faults/test_fault_launchers.py
 def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
     finished = start(tmp_path, "--rank-1", "kill_launcher", python=sys.executable)  # it kills its parent
     assert finished.returncode == -signal.SIGKILL

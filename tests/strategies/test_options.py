@@ -278,6 +278,7 @@ MUST_BE = {
     "timeout": ("5", "a positive number of seconds"),
     "start_timeout_s": ("5", "a positive number of seconds"),
     "stall_warning_s": ("5", "a positive number of seconds"),
+    "stall_timeout_s": (1800, "less than `timeout`, which ends a run after 1800 s of waiting in any case"),
     "ddp_comm_hook": ("bf16_compress_hook", "a function or None"),
     "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
@@ -287,7 +288,9 @@ MUST_BE = {
     "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
 }
 MUST_BE_FOR_TRAINER = {
-    **dict.fromkeys(["monitor", "rank_seeds", "uneven_data", "shard_iterable"], ("yes", "True or False")),
+    **dict.fromkeys(
+        ["monitor", "rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")
+    ),
     "ddp_comm_wrapper": ("fp16", "a function or None"),
     "model_averaging_period": (0, "a positive number of steps"),
 }

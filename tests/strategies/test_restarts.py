@@ -32,12 +32,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     return ranks
 
 
-def test_torchrun_restarts_from_the_last_whole_checkpoint(uninterrupted: list[dict[str, Any]], tmp_path: Path) -> None:
+# Who finds the checkpoint, and where it was within an epoch: Lightning and a loader with a state, or `auto_resume`.
+WAYS = [pytest.param([], id="ckpt_path"), pytest.param(["by-itself"], id="auto_resume", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchrun_restarts_from_the_last_whole_checkpoint(
+    way: list[str], uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
     # Within an epoch; then at the end of one, in the middle of writing.
     plan = [{"rank": 1, "step": 5}, {"rank": 0, "step": 12, "while": "saving"}]
     finished = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
-        *(SCRIPTS / "restarts.py", json.dumps(plan)),
+        *(SCRIPTS / "restarts.py", json.dumps(plan), *way),
         root="lightning.pytorch",
         directory=tmp_path,
     )
@@ -48,7 +55,10 @@ def test_torchrun_restarts_from_the_last_whole_checkpoint(uninterrupted: list[di
         assert finished.results[f"end.rank{rank}"] == uninterrupted[rank]
 
 
-def test_slurm_requeues_from_where_the_signal_came(uninterrupted: list[dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_slurm_requeues_from_where_the_signal_came(
+    way: list[str], uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
     # To one rank, in the middle of a step: what is saved is the state after a step, and all ranks save it.
     plan = [{"rank": 1, "step": 7, "while": "stepping"}]
     scontrol = tmp_path / "bin" / "scontrol"
@@ -57,20 +67,22 @@ def test_slurm_requeues_from_where_the_signal_came(uninterrupted: list[dict[str,
     scontrol.write_text('#!/bin/sh\necho "$@" > "$RESULTS/scontrol.txt"\nkill -9 $(cat "$RESULTS"/*.pid)\n')
     scontrol.chmod(0o755)
     job_id = unused_job_id()
-    first = run_slurm_job(job_id, plan, restart_count=0, directory=tmp_path)
+    first = run_slurm_job(job_id, plan, way, restart_count=0, directory=tmp_path)
     assert first.returncode != 0, first.output
     assert (tmp_path / "scontrol.txt").read_text() == f"requeue {job_id}\n"
-    second = run_slurm_job(job_id, plan, restart_count=1, directory=tmp_path)
+    second = run_slurm_job(job_id, plan, way, restart_count=1, directory=tmp_path)
     assert second.returncode == 0, second.output
     assert [second.results[f"attempt1.rank{rank}"] for rank in range(2)] == [9, 9]
     for rank in range(2):
         assert second.results[f"end.rank{rank}"] == uninterrupted[rank]
 
 
-def run_slurm_job(job_id: int, plan: list[dict[str, Any]], *, restart_count: int, directory: Path) -> Run:
+def run_slurm_job(
+    job_id: int, plan: list[dict[str, Any]], way: list[str], *, restart_count: int, directory: Path
+) -> Run:
     tasks = [
         Program(
-            [SCRIPTS / "restarts.py", json.dumps(plan)],
+            [SCRIPTS / "restarts.py", json.dumps(plan), *way],
             variables={
                 "PATH": f"{directory}/bin:{os.environ['PATH']}",
                 "SLURM_JOB_ID": str(job_id),

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.hosts import Host
 from tests.support.forks import PROCESSES
 
 TIMEOUT_S = 100
@@ -86,14 +87,36 @@ class DoomedRanks:
 
 @contextlib.contextmanager
 def doomed_ranks(
-    job: Callable[..., None], *, directory: Path, world_size: int = 2, **kwargs: Any
+    job: Callable[..., None],
+    *,
+    directory: Path,
+    world_size: int = 2,
+    hosts: Sequence[Host] = (),
+    address: str | None = None,
+    **kwargs: Any,
 ) -> Iterator[DoomedRanks]:
-    """Run `job(**kwargs, directory=directory)` on ranks; none of them is left at the end."""
+    """Run `job(**kwargs, directory=directory)` on ranks; none of them is left at the end.
+
+    On `hosts` each has as many; `address` is the main one, if it is not that of the first host.
+    """
     port = _free_port()
+    local_world_size = world_size // max(len(hosts), 1)
+    address = address or (hosts[0].address if hosts else "127.0.0.1")
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
-            arguments = (job, rank, world_size, port, directory, kwargs)
+            host, local_rank = divmod(rank, local_world_size)
+            variables = {
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "tests",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "GROUP_RANK": str(host),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(local_world_size),
+            }
+            arguments = (job, variables, hosts[host] if hosts else None, directory, kwargs)
             process = PROCESSES.Process(target=_run, args=arguments, name=f"rank {rank}")
             process.start()
             processes.append(process)
@@ -105,22 +128,15 @@ def doomed_ranks(
 
 
 def _run(
-    job: Callable[..., None], rank: int, world_size: int, port: int, directory: Path, kwargs: dict[str, Any]
+    job: Callable[..., None], variables: dict[str, str], host: Host | None, directory: Path, kwargs: dict[str, Any]
 ) -> None:
-    output = os.open(directory / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(directory / f"rank{variables['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
+    if host is not None:
+        host.enter()
+    os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     torch.set_num_threads(1)
     job(directory=directory, **kwargs)

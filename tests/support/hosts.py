@@ -9,9 +9,9 @@ from typing import TypeVar
 import pytest
 
 from benchmarks import hosts
-from benchmarks.hosts import PACKAGE_OF, Host, HostsRefused
+from benchmarks.hosts import PACKAGE_OF, Host, HostsRefused, Network
 
-__all__ = ["PACKAGE_OF", "Host", "held", "two_hosts"]
+__all__ = ["PACKAGE_OF", "Host", "Network", "held", "hosts_on_a_switch", "two_hosts"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,11 @@ T = TypeVar("T")
 def two_hosts(*, rate: str | None = None) -> AbstractContextManager[tuple[Host, Host]]:
     """Two hosts that reach each other, and nothing else, at no more than `rate`."""
     return _or_skip(hosts.two_hosts(rate=rate))
+
+
+def hosts_on_a_switch(num_hosts: int) -> AbstractContextManager[Network]:
+    """Hosts that reach each other through a switch, on which cables can be pulled and disturbed."""
+    return _or_skip(hosts.hosts_on_a_switch(num_hosts))
 
 
 def held(*command: str) -> AbstractContextManager[int]:

@@ -25,6 +25,8 @@ from lightning_bucketddp import BucketDDPStrategy
 
 NUM_BATCHES = 400
 LINGERING_S = 6
+# Longer than a rank may take that is not in an optimizer's step.
+LONG_STEP_S = 4
 # From one SIGINT to the next.
 GAP_S = {"Ctrl-C, passed on by the parent": 0.1, "Ctrl-C twice": 1.2}
 
@@ -67,10 +69,11 @@ class Fault:
         if self.what == "Ctrl-C, noticed late by rank 1":
             time.sleep(0.8 * _rank())
             os.kill(os.getpid(), signal.SIGINT)
-        if self.what == "raise on rank 1, sleep on rank 0":
+        if self.what.startswith("raise on rank 1, sleep on rank "):
             if _rank() == 1:
                 raise ValueError("boom")
-            time.sleep(5)
+            if _rank() == int(self.what[-1]):
+                time.sleep(LONG_STEP_S)
         if self.what in GAP_S:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(GAP_S[self.what])
@@ -205,9 +208,11 @@ def fit(
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
     on_exception = {"save_on_exception": True} if can_save_on_exception else {}
     saving = ModelCheckpoint(directory / "saved", every_n_train_steps=save_every, **on_exception)
+    num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     trainer = Trainer(
         accelerator="cpu",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
+        devices=num_devices,
+        num_nodes=int(os.environ.get("WORLD_SIZE", num_devices)) // num_devices,
         strategy=strategy,
         max_epochs=1,
         limit_train_batches=num_batches,

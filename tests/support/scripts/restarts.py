@@ -1,9 +1,10 @@
 """Trains with checkpoints and resumes from the last one, as a script does that may be ended at any time.
 
-RESULTS=directory torchrun --nproc-per-node 2 --max-restarts 2 restarts.py '[{"rank": 1, "step": 5}]'
+RESULTS=directory torchrun --nproc-per-node 2 --max-restarts 2 restarts.py '[{"rank": 1, "step": 5}]' [by-itself]
 
 The argument says what happens to whom in which attempt: killed at the end of a step, killed while writing the
-checkpoint of one, or sent the signal of SLURM in the middle of the step that follows it.
+checkpoint of one, or sent the signal of SLURM in the middle of the step that follows it. With `by-itself` the strategy
+finds the checkpoint, and the loader does not know where it was.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def loader(kind: type[DataLoader[Any]], *, shuffle: bool) -> DataLoader[Any]:
     return kind(data, batch_size=24 // 2 // STEPS_PER_EPOCH, shuffle=shuffle)
 
 
-def train(directory: Path, *callbacks: Callback, ckpt_path: str | None = "last") -> dict[str, Any]:
+def train(
+    directory: Path, *callbacks: Callback, ckpt_path: str | None = "last", auto_resume: bool = False
+) -> dict[str, Any]:
     """Train on from the last checkpoint in `directory`; the weights, the optimizer's state and the random numbers."""
     torch.set_num_threads(1)
     seed_everything(1)
@@ -120,7 +123,7 @@ def train(directory: Path, *callbacks: Callback, ckpt_path: str | None = "last")
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=BucketDDPStrategy(rank_seeds=True),
+        strategy=BucketDDPStrategy(rank_seeds=True, auto_resume=auto_resume),
         max_epochs=NUM_EPOCHS,
         default_root_dir=directory,
         callbacks=[*callbacks, often],
@@ -129,7 +132,8 @@ def train(directory: Path, *callbacks: Callback, ckpt_path: str | None = "last")
         enable_model_summary=False,
     )
     module = Noisy()
-    trainer.fit(module, loader(ResumableLoader, shuffle=True), loader(DataLoader, shuffle=False), ckpt_path=ckpt_path)
+    training_data = loader(DataLoader if auto_resume else ResumableLoader, shuffle=True)
+    trainer.fit(module, training_data, loader(DataLoader, shuffle=False), ckpt_path=ckpt_path)
     state = [module.state_dict(), trainer.optimizers[0].state_dict(), torch.get_rng_state()]
     return {"steps": trainer.global_step, "state": flattened(state)}
 
@@ -155,11 +159,13 @@ def main() -> None:
     rank = os.environ["SLURM_PROCID" if of_slurm else "RANK"]
     if attempt > 0 and rank == "0":
         time.sleep(2)  # until the others have looked for it, and may have found what an earlier attempt has left
+    auto_resume = "by-itself" in sys.argv
     # In a job that SLURM has started again Lightning finds the checkpoint by itself.
     result = train(
         Path(os.environ["RESULTS"], "checkpoints"),
         Ended(attempt, json.loads(sys.argv[1])),
-        ckpt_path=None if of_slurm else "last",
+        ckpt_path=None if of_slurm or auto_resume else "last",
+        auto_resume=auto_resume,
     )
     write(f"end.rank{rank}", result)
 

@@ -1,0 +1,154 @@
+"""Which checkpoints a run has written: a small file, for the start that follows.
+
+Note: newest
+    Checkpoints are numbered as they are written, because clocks jump and copies get new times. A file counts as long as
+    its content is what was written: one that another run has put in its place has another fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file
+from lightning_bucketddp.checkpoint.collective_io import fingerprint
+from lightning_bucketddp.checkpoint.integrity import damage_in
+
+log = logging.getLogger(__name__)
+
+_DIRECTORY = ".bucketddp/runs"
+# Files that are removed by hand stay in the record.
+_MAX_CHECKPOINTS = 100
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint as it was written."""
+
+    path: str
+    number: int
+    fingerprint: str
+    step: int
+    epoch: int
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return f"`{self.path}` (step {self.step}, epoch {self.epoch})"
+
+    def is_there(self) -> bool:
+        """Return whether the file at the path is the one that was written."""
+        try:
+            return fingerprint(self.path) == self.fingerprint
+        except Exception:  # whatever a file system says, and what zipfile makes of a damaged directory
+            return False
+
+    def damage(self) -> str | None:
+        """Return what is wrong with the file at the path, in words; None: nothing, or it is not there any more."""
+        filesystem, target = url_to_fs(self.path)
+        if not filesystem.exists(target):
+            return None
+        try:
+            with filesystem.open(target, "rb") as file:
+                damage = damage_in(file)
+        except OSError as error:
+            damage = f"it cannot be read ({error})"
+        return damage or (None if self.is_there() else "another file has taken its place")
+
+
+class RunRecord:
+    """The checkpoints of the run that is called `name`, in a file under `root`; read again for each change.
+
+    Args:
+        root: a directory, or the address of one.
+    """
+
+    def __init__(self, root: str, name: str) -> None:
+        self._root = root
+        self._filesystem, directory = url_to_fs(f"{root.rstrip('/')}/{_DIRECTORY}")
+        self._directory: str = directory
+        self._path = f"{directory}/{name}.json"
+
+    @property
+    def ended_at(self) -> int | None:
+        """The step that the run has ended at by itself; None: it has not."""
+        step: int | None = self._read().get("ended_at")
+        return step
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ended there because a callback had stopped it."""
+        return bool(self._read().get("was_stopped"))
+
+    def newest_first(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints (Note: newest). The files may have changed since."""
+        saved = [self._saved(entry) for entry in self._read().get("checkpoints", [])]
+        return sorted(saved, key=lambda one: one.number, reverse=True)
+
+    def num_other_runs(self) -> int:
+        """Return how many other runs have a record under the same root."""
+        if not self._filesystem.isdir(self._directory):
+            return 0
+        names = {os.path.basename(name) for name in self._filesystem.ls(self._directory, detail=False)}
+        return len({name for name in names if name.endswith(".json")} - {os.path.basename(self._path)})
+
+    def add(self, path: str, *, step: int, epoch: int) -> None:
+        """Note that the newest checkpoint is at `path`."""
+        if (content := fingerprint(path)) is None:
+            log.warning("bucketddp: `auto_resume` will not find `%s`, because it is not a file.", path)
+            return
+        record = self._without(path)
+        number = record.get("last", 0) + 1
+        saved = SavedCheckpoint(self._shortened(path), number, content, step, epoch)
+        record["checkpoints"] = [*record["checkpoints"], asdict(saved)][-_MAX_CHECKPOINTS:]
+        self._write({**record, "last": number, "ended_at": None, "was_stopped": False})
+
+    def remove(self, path: str) -> None:
+        """Note that the checkpoint at `path` is removed."""
+        record = self._without(path)
+        if record["checkpoints"] != self._read().get("checkpoints", []):
+            self._write(record)
+
+    def end(self, *, step: int, was_stopped: bool) -> None:
+        """Note that the run has ended by itself."""
+        self._write({**self._read(), "ended_at": step, "was_stopped": was_stopped})
+
+    def _without(self, path: str) -> dict[str, Any]:
+        record, name = self._read(), self._shortened(path)
+        return {**record, "checkpoints": [it for it in record.get("checkpoints", []) if it["path"] != name]}
+
+    def _saved(self, entry: dict[str, Any]) -> SavedCheckpoint:
+        is_relative = "://" not in entry["path"] and not os.path.isabs(entry["path"])
+        return SavedCheckpoint(**{**entry, "path": f"{self._root}/{entry['path']}" if is_relative else entry["path"]})
+
+    def _shortened(self, path: str) -> str:
+        """Return `path` from the root on, if it is below: the root may be moved."""
+        root = f"{self._root.rstrip('/')}/"
+        return path[len(root) :] if path.startswith(root) else path
+
+    def _read(self) -> dict[str, Any]:
+        if not self._filesystem.isfile(self._path):
+            return {}
+        try:
+            record: dict[str, Any] = json.loads(self._filesystem.cat_file(self._path))
+        except ValueError as error:
+            log.warning("bucketddp: `%s` is left out, because it is damaged: %s", self._path, error)
+            return {}
+        return record
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Write; a failure is a warning, because the checkpoints are there and training can go on."""
+        text = json.dumps(record, indent=1).encode()
+        try:
+            if isinstance(self._filesystem, LocalFileSystem):
+                with atomic_file(self._path) as file:
+                    file.write(text)
+            else:
+                self._filesystem.pipe_file(self._path, text)
+        except Exception as error:
+            log.warning("bucketddp: `auto_resume` will not find the newest checkpoint: `%s`: %s", self._path, error)

@@ -1,0 +1,159 @@
+"""The TCP connections of this process: cutting them, and noticing that the host at the other end no longer answers.
+
+Note: cutting the lines
+    A rank that waits in a collective of gloo for another that has left waits until the time-out: nothing in torch ends
+    it. But it ends at once when the connection does. One end of each connection between two ranks was accepted by a
+    port on which that rank listens. So when each rank shuts down what was accepted by its own ports, the store's
+    excepted, every connection is cut, whoever made it: our groups, the user's, those of a metric. Where the other end
+    is on a host that is lost, this end is shut down, whichever it is.
+
+Note: hosts that no longer answer
+    A host that is lost, by its power or its cable, closes nothing: whoever waits for it waits until the time-out. But
+    its kernel acknowledges no more, while the kernel of a process that is stopped, or busy for an hour, still does.
+    Ours tells how long ago that was. Of a connection on which nothing is said it knows if it sends keep-alive probes.
+    They are turned on when somebody looks, which a rank does that has been in one phase for long. `TCP_USER_TIMEOUT`
+    would take less code, but it breaks connections to a rank that lives and does not read for a while.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+# A host that has acknowledged nothing for so long is lost.
+SILENT_AFTER_S = 15.0
+# Few enough to cost nothing, and enough that a network which loses one packet in ten loses not all of them.
+_PROBE_AFTER_S, _PROBE_EVERY_S = 4, 1
+# The kernel itself shall not end connections, some of which are the user's.
+_MOST_PROBES = 127
+_LOOK_EVERY_S = 1.0
+_DESCRIPTORS = "/proc/self/fd"
+# Of `struct tcp_info`: its state in the first byte, and the milliseconds since the last acknowledgement.
+_STATE_AND_LAST_ACK = struct.Struct("B55xI")
+_ESTABLISHED = 1
+
+
+class Connections:
+    """The connections of this process to other hosts.
+
+    Args:
+        store_port: where the store of the process group listens; None if it is not on a network.
+
+    Attributes:
+        addresses: those of this host that they have.
+        store_host: the address of the host of the store; None if it is this one.
+        silent_hosts: the addresses of hosts that no longer answer, as of the last look.
+    """
+
+    def __init__(self, store_port: int | None = None) -> None:
+        ends = [(s.getsockname(), s.getpeername()) for s in _connections_to_other_hosts()]
+        self.addresses = sorted({_address(own) for own, _ in ends})
+        self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
+        self.silent_hosts: frozenset[str] = frozenset()
+        self._store_port = store_port
+        self._suspects: set[str] = set()
+        self._kept_alive_since: dict[int, float] = {}
+        self._looked_at = -_LOOK_EVERY_S
+
+    def look(self, *, every_s: float = _LOOK_EVERY_S) -> None:
+        """Find hosts that no longer answer, unless that was done a moment ago (Note: hosts that no longer answer)."""
+        now = time.monotonic()
+        if now - self._looked_at < every_s:
+            return
+        self._looked_at = now
+        since: dict[int, float] = {}
+        silent: set[str] = set()
+        for s in _connections_to_other_hosts():
+            with suppress(OSError):
+                inode = os.fstat(s.fileno()).st_ino
+                if inode not in self._kept_alive_since:
+                    _keep_alive(s)
+                since[inode] = self._kept_alive_since.get(inode, now)
+                if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
+                    silent.add(_address(s.getpeername()))
+        self._kept_alive_since = since
+        # Seen twice: this host itself may have been paused, and its probes be on their way.
+        self.silent_hosts = frozenset(silent & self._suspects)
+        self._suspects = silent
+
+    def cut_to(self, hosts: Collection[str | None]) -> None:
+        """Shut down the connections to `hosts`, and to those that no longer answer (Note: cutting the lines).
+
+        The store's are kept as long as the other end answers.
+        """
+        for s in _connections_to_other_hosts() if hosts or self.silent_hosts else ():
+            with suppress(OSError):
+                own, peer = s.getsockname(), s.getpeername()
+                is_kept = self._store_port in (own[1], peer[1]) or _address(peer) not in hosts
+                if not is_kept or _address(peer) in self.silent_hosts:
+                    s.shutdown(socket.SHUT_RDWR)
+
+
+def cut_connections(*, except_port: int | None) -> int:
+    """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines).
+
+    Returns how many they were.
+    """
+    sockets = list(_tcp_sockets())
+    try:
+        ports = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+        ports.discard(except_port)
+        accepted = [s for s in sockets if s.getsockname()[1] in ports and _is_connected(s)]
+        for s in accepted:
+            with suppress(OSError):  # the other end may be gone already
+                s.shutdown(socket.SHUT_RDWR)
+        return len(accepted)
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _keep_alive(s: socket.socket) -> None:
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)  # the first one is sent now, if it is time
+
+
+def _unanswered_s(s: socket.socket) -> float:
+    """Return how long ago the other end has acknowledged something; 0 if the connection is closed already."""
+    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE_AND_LAST_ACK.size)
+    state, last_ack_ms = _STATE_AND_LAST_ACK.unpack(info)
+    return last_ack_ms / 1000 if state == _ESTABLISHED else 0.0
+
+
+def _connections_to_other_hosts() -> Iterator[socket.socket]:
+    """Yield each TCP connection of this process that leaves its host, under a new descriptor, which is closed."""
+    for s in _tcp_sockets():
+        with s:
+            if _is_connected(s) and _address(s.getpeername()) != _address(s.getsockname()):
+                yield s
+
+
+def _address(end: tuple[str | int, ...]) -> str:
+    """Return the address of one end of a connection; sockets for both kinds of addresses have a long form of v4's."""
+    return str(end[0]).removeprefix("::ffff:")
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield each TCP socket of this process under a new descriptor, which the caller closes."""
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                s = socket.socket(fileno=os.dup(int(name)))
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    yield s
+                else:
+                    s.close()
+
+
+def _is_connected(s: socket.socket) -> bool:
+    try:
+        s.getpeername()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""The file in which a run writes down its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from lightning_bucketddp.checkpoint.run_record import RunRecord
+
+
+def save(path: Path, number: int) -> str:
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"number": torch.tensor(number)}, path)
+    return str(path)
+
+
+def numbers(record: RunRecord) -> list[str]:
+    return [Path(saved.path).name for saved in record.newest_first() if saved.is_there()]
+
+
+def test_checkpoints_are_told_from_the_newest_on(tmp_path: Path) -> None:
+    for step, name in enumerate(["a.ckpt", "last.ckpt", "b.ckpt", "last.ckpt", "c.ckpt"]):
+        # A process for each of them: what counts is the file.
+        RunRecord(str(tmp_path), "run").add(save(tmp_path / name, step), step=step, epoch=0)
+    record = RunRecord(str(tmp_path), "run")
+    assert numbers(record) == ["c.ckpt", "last.ckpt", "b.ckpt", "a.ckpt"]
+    record.remove(str(tmp_path / "c.ckpt"))
+    (tmp_path / "b.ckpt").unlink()
+    save(tmp_path / "a.ckpt", 4711)
+    assert numbers(record) == ["last.ckpt"]
+    assert numbers(RunRecord(str(tmp_path), "another")) == []
+
+
+def test_a_run_that_ended_goes_on_when_it_saves_again(tmp_path: Path) -> None:
+    record = RunRecord(str(tmp_path), "run")
+    record.end(step=7, was_stopped=True)
+    assert (record.ended_at, record.was_stopped) == (7, True)
+    record.add(save(tmp_path / "a.ckpt", 1), step=8, epoch=1)
+    assert (record.ended_at, record.was_stopped) == (None, False)
+
+
+def test_a_directory_may_be_moved(tmp_path: Path) -> None:
+    record = RunRecord(str(tmp_path / "here"), "run")
+    record.add(save(tmp_path / "here" / "a.ckpt", 1), step=1, epoch=0)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert numbers(RunRecord(str(tmp_path / "there"), "run")) == ["a.ckpt"]
+
+
+def test_a_record_may_be_remote() -> None:
+    files = fsspec.filesystem("memory")
+    with files.open("/run/a.ckpt", "wb") as file:
+        torch.save({"number": torch.tensor(1)}, file)
+    record = RunRecord("memory://run", "run")
+    record.add("memory://run/a.ckpt", step=1, epoch=0)
+    assert numbers(record) == ["a.ckpt"]
+    files.pipe_file("/run/a.ckpt", b"something else")
+    assert numbers(record) == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe"])
+def test_a_damaged_record_is_an_empty_one(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = RunRecord(str(tmp_path), "run")
+    record.add(save(tmp_path / "a.ckpt", 1), step=1, epoch=0)
+    (tmp_path / ".bucketddp" / "runs" / "run.json").write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert record.newest_first() == []
+    assert "because it is damaged" in caplog.text
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".bucketddp").write_text("a file in the place of the directory")
+    with caplog.at_level(logging.WARNING):
+        RunRecord(str(tmp_path), "run").add(save(tmp_path / "a.ckpt", 1), step=1, epoch=0)
+    assert "`auto_resume` will not find the newest checkpoint" in caplog.text
