@@ -31,7 +31,7 @@ from tests.soak.tally import Tally
 from tests.soak.trial import FAULTS, FULL_DISKS, LAUNCHERS, Trial
 from tests.support import warm
 from tests.support.disks import small_disk
-from tests.support.hosts import two_hosts
+from tests.support.hosts import hosts_on_a_switch
 
 _DISK_BYTES = 2**20
 # SLURM's own would have the job killed and queued again; the round does the first of it, and starts it again.
@@ -66,7 +66,7 @@ class Soak:
             checkpoints=self._directory,
             strategy=options.strategy,
             patience_s=options.deadline,
-            resume="last",
+            resume="auto" if options.strategy == "bucketddp" else "last",
         )
         self._weights = ""
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ def _in(arena: Arena, name: str, trial: Trial | None) -> Iterator[Arena]:
             disk = stack.enter_context(small_disk(num_bytes=_DISK_BYTES))
             arena = replace(arena, checkpoints=disk.path, disk=disk)
         if trial and trial.launcher == "hosts":
-            arena = replace(arena, hosts=stack.enter_context(two_hosts()))
+            arena = replace(arena, network=stack.enter_context(hosts_on_a_switch(2)))
         if trial and trial.launcher == "slurm":
             scontrol = arena.directory / "bin" / "scontrol"
             scontrol.parent.mkdir()

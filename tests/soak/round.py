@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from tests.soak.running import BEGINS_WITHIN_S, Program, Running, running
 from tests.soak.trial import INSIDE, TIMEOUT_S, Fault, Trial
 from tests.support import warm
 from tests.support.disks import Disk
-from tests.support.hosts import Host
+from tests.support.hosts import Network
 from tests.support.scripts.soaked import NUM_EPOCHS, SAMPLES_PER_STEP, STEPS_PER_EPOCH, step_in
 
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "soaked.py"
@@ -23,7 +25,8 @@ HANG, LOSS, RESUME, SAMPLES = "hang", "loss", "not resumed", "samples"
 LEFTOVER, STATUS, WORDS, WEIGHTS = "leftover", "exit status", "words", "weights"
 WRONGS = (HANG, LOSS, RESUME, SAMPLES, LEFTOVER, STATUS, WORDS, WEIGHTS)
 # What torch itself leaves when its processes are killed.
-_OF_TORCH = ("torchelastic_", "pymp-", "torch_")
+_OF_TORCH = re.compile(r"^tmp/(torchelastic_|torchinductor_|pymp-|torch_|pytorch-errorfile-)")
+_LEAVES_OUT = re.compile(r"`auto_resume` leaves out checkpoint `.*\.ckpt`")
 
 
 @dataclass(frozen=True)
@@ -76,23 +79,25 @@ class Arena:
         directory: of this round; empty.
         checkpoints: where they are.
         disk: that they are on, if it is one of their own.
-        hosts: that the ranks are on, if these are their own.
+        network: whose hosts the ranks are on, if these are their own.
         strategy: of the Trainer.
         patience_s: how long processes may take to end after a fault.
         script: the program.
+        python: that runs it; None: a warm one, where that makes no difference.
         resume: "auto", or "last": Lightning's `ckpt_path`.
     """
 
     directory: Path
     checkpoints: Path
     disk: Disk | None = None
-    hosts: Sequence[Host] = ()
+    network: Network | None = None
     strategy: str = "bucketddp"
     patience_s: float = 30.0
     script: Path = SCRIPT
+    python: str | None = None
     resume: str = "auto"
 
-    def program(self, trial: Trial | None, *, num_starts: int = 0) -> Program:
+    def program(self, trial: Trial | None, *, num_starts: int = 0, hosts: Sequence[int] = (0, 1)) -> Program:
         """The program that meets the faults of `trial`; None: that nothing happens to."""
         faults = [] if trial is None else trial.faults
         settings = {
@@ -100,17 +105,24 @@ class Arena:
             "checkpoints": "/mnt" if self.disk else str(self.checkpoints),
             "strategy": self.strategy,
             "timeout_s": TIMEOUT_S,
-            "pause_s": _pause_s(trial) if trial and not num_starts else 0.0,
+            "pause_s": _pause_s(trial) if trial else 0.0,
             "resume": self.resume,
             "faults": [
                 {"what": one.what, "where": one.where, "rank": one.target, "step": one.step, **one.details}
                 for one in faults
             ],
         }
-        program = Program(self.script, trial.launcher if trial else "fork", settings, num_starts=num_starts)
-        if trial is None or not trial.needs_parents:
-            program = replace(program, python=warm.python())
-        return replace(program, within=self.disk.within if self.disk else (), hosts=self.hosts)
+        needs_parents = trial is not None and trial.needs_parents
+        return Program(
+            self.script,
+            trial.launcher if trial else "fork",
+            settings,
+            within=self.disk.within if self.disk else (),
+            python=self.python or (sys.executable if needs_parents else warm.python()),
+            network=self.network,
+            hosts=hosts,
+            num_starts=num_starts,
+        )
 
 
 def _pause_s(trial: Trial) -> float:
@@ -206,7 +218,7 @@ def _effect(fault: Fault, at: float, run: Running) -> Effect:
         return Effect(fault, time.monotonic() - at)
     begun = later[0]["step"]
     next_at = next((one["at"] for one in later if one["step"] > begun), time.monotonic())
-    return Effect(fault, next_at - at, goes_on=True, steps_lost=done - begun)
+    return Effect(fault, next_at - at, goes_on=True, steps_lost=max(done - begun, 0))
 
 
 def _check_end(outcome: Outcome, arena: Arena, run: Running, output: str, expected_weights: str | None) -> None:
@@ -242,8 +254,13 @@ def _check_finish(outcome: Outcome, arena: Arena, run: Running, expected: str | 
         outcome.find(WEIGHTS, "the ranks end with other weights than in an undisturbed run")
     if arena.resume == "auto":
         _check_samples(outcome, arena)
+        output = "".join(path.read_text() for path in arena.directory.glob("output*.txt"))
+        if any(one.what == "flip-file" for one in outcome.trial.faults) and not _LEAVES_OUT.search(output):
+            outcome.find(WORDS, "the output does not say which checkpoint is damaged")
     strange = [path.name for path in arena.checkpoints.iterdir() if path.suffix != ".ckpt"]
-    strange += [path.name for path in (arena.directory / "tmp").iterdir() if not path.name.startswith(_OF_TORCH)]
+    # Lightning leaves an empty directory there where it spawns ranks.
+    temporary = [path for path in (arena.directory / "tmp").rglob("*") if path.is_file()]
+    strange += [path.name for path in temporary if not _OF_TORCH.search(str(path.relative_to(arena.directory)))]
     # Names of shared memory have the process that made it in them.
     strange += [
         path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in f"{path.name}_" for pid in run.pids)
@@ -254,18 +271,17 @@ def _check_finish(outcome: Outcome, arena: Arena, run: Running, expected: str | 
 
 def _check_samples(outcome: Outcome, arena: Arena) -> None:
     """Each sample of an epoch has to be in one step, of the steps as they were done last."""
-    steps: dict[int, tuple[float, list[int]]] = {}
-    for path in sorted(arena.directory.glob("rank*.jsonl")):
-        for line in path.read_text().splitlines():
-            report = json.loads(line)
-            attempt, samples = steps.get(report["step"], (0.0, []))
-            if report["samples"] and report["attempt"] >= attempt:
-                seen = samples if report["attempt"] == attempt else []
-                steps[report["step"]] = (report["attempt"], [*seen, *report["samples"]])
+    seen_in: dict[int, tuple[float, list[int]]] = {}
+    for path in arena.directory.glob("seen*.jsonl"):
+        for seen in map(json.loads, path.read_text().splitlines()):
+            attempt, samples = seen_in.get(seen["step"], (0.0, []))
+            if seen["attempt"] >= attempt:
+                others = samples if seen["attempt"] == attempt else []
+                seen_in[seen["step"]] = (seen["attempt"], [*others, *seen["samples"]])
     for epoch in range(NUM_EPOCHS):
         of_epoch = range(1 + epoch * STEPS_PER_EPOCH, 1 + (epoch + 1) * STEPS_PER_EPOCH)
-        seen = Counter(sample for step in of_epoch for sample in steps.get(step, (0.0, []))[1])
-        wrong = {sample: seen[sample] for sample in range(SAMPLES_PER_STEP * STEPS_PER_EPOCH) if seen[sample] != 1}
+        count = Counter(sample for step in of_epoch for sample in seen_in.get(step, (0.0, []))[1])
+        wrong = {sample: count[sample] for sample in range(SAMPLES_PER_STEP * STEPS_PER_EPOCH) if count[sample] != 1}
         if wrong:
             outcome.find(SAMPLES, f"epoch {epoch} has these samples not once but so often: {wrong}")
 
@@ -298,10 +314,9 @@ def _last_step(arena: Arena) -> int:
 def _start_again(outcome: Outcome, arena: Arena, expected_weights: str | None) -> None:
     """Start the program a second time, as an operator or SLURM does: it has to come to its end."""
     fault, done = outcome.trial.faults[-1], _last_step(arena)
-    if fault.what == "lost-host":
-        arena = replace(arena, hosts=[host for number, host in enumerate(arena.hosts) if number != fault.target])
+    hosts = (1,) if fault.what == "lost-host" else (0, 1)
     output = arena.directory / "output of second start.txt"
-    program = arena.program(outcome.trial, num_starts=1)
+    program = arena.program(outcome.trial, num_starts=1, hosts=hosts)
     with running(program, directory=arena.directory, output=output) as run:
         if left := run.wait(until=lambda: run.began_at + BEGINS_WITHIN_S):
             outcome.find(HANG, f"processes {left} of the second start still run; killed")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from tests.soak.trial import MAX_RESTARTS, Fault
 from tests.startup.test_clusters import unused_job_id
-from tests.support.hosts import Host
+from tests.support.hosts import Network
 from tests.support.programs import processes_of
 from tests.support.warm import RUN_VARIABLE
 
@@ -26,7 +25,7 @@ BEGINS_WITHIN_S = 180.0
 _LOOK_EVERY_S = 0.01
 _TORCHRUN = ("-m", "torch.distributed.run")
 # torchrun's own defaults wait a minute for a host that does not answer, and half of one for hosts that may yet come.
-_RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Program:
-    """A script that is started by a launcher in a `python`, as the last arguments of `within`, or on `hosts`.
-
-    Attributes:
-        job: of SLURM: its number, and how often it was started before.
-    """
+    """A script that a launcher starts in a `python`, as the end of `within`, or on `hosts` of a `network`."""
 
     script: Path
     launcher: str
     settings: dict[str, Any]
+    python: str
     within: Sequence[str] = ()
-    python: str = sys.executable
-    hosts: Sequence[Host] = ()
+    network: Network | None = None
+    hosts: Sequence[int] = ()
     num_starts: int = 0
 
     def tasks(self) -> list[Task]:
@@ -58,7 +54,7 @@ class Program:
         script = (str(self.script), json.dumps({**self.settings, "start_method": start_method}))
         on_one_host = (*_TORCHRUN, "--standalone", "--nproc-per-node=2")
         if self.launcher == "hosts":
-            return [Task(self._on_host(number, script)) for number in range(len(self.hosts))]
+            return [Task(self._on_host(number, script)) for number in self.hosts]
         if self.launcher == "slurm":
             job_id = str(unused_job_id())
             command = (*self.within, self.python, *script)
@@ -67,16 +63,14 @@ class Program:
         return [Task((*self.within, self.python, *by.get(self.launcher, ()), *script))]
 
     def _on_host(self, number: int, script: Sequence[str]) -> Sequence[str]:
-        host, first = self.hosts[number], self.hosts[0]
+        assert self.network is not None
+        host, first = self.network.hosts[number], self.network.hosts[self.hosts[0]]
         # A name of its own, too, by which ranks tell hosts apart.
-        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{host.address}", self.python)
+        named = ("sh", "-c", 'hostname "$0" && exec "$@"', f"host{number}")
         rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=soak")
-        settings = f"--rdzv-conf={_RENDEZVOUS},is_host={int(host is first)}"
+        settings = (f"--rdzv-conf={_RENDEZVOUS},is_host={int(host is first)}", f"--local-addr={host.address}")
         sizes = ("--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={MAX_RESTARTS}")
-        return (
-            *(*host.within, *named, *_TORCHRUN, *sizes, *rendezvous, settings, f"--local-addr={host.address}"),
-            *script,
-        )
+        return (*host.within, *named, self.python, *_TORCHRUN, *sizes, *rendezvous, *settings, *script)
 
 
 def _slurm_variables(rank: int, job_id: str, num_starts: int) -> dict[str, str]:
@@ -104,6 +98,7 @@ class Running:
         self._directory = directory
         self.began_at = time.monotonic()
         self.pids: set[int] = set()
+        self._cut_off: list[str] = []
 
     @property
     def exit_status(self) -> int | None:
@@ -145,16 +140,21 @@ class Running:
         return True
 
     def wait_for_step(self, step: int, *, since: float) -> bool:
-        """Whether a start after `since` comes to `step` on rank 0."""
-        return self.wait_for(
-            lambda: any(one["step"] > step and one["attempt"] > since and not one["rank"] for one in self.reports()),
-            since=since,
-        )
+        """Whether both ranks of a start after `since` come to `step`."""
+
+        def is_there() -> bool:
+            done = {one["rank"] for one in self.reports() if one["step"] > step and one["attempt"] > since}
+            return len(done) == 2
+
+        return self.wait_for(is_there, since=since)
 
     def bring(self, fault: Fault) -> float:
         """Have `fault` come from outside to processes of this program, and to no other; when."""
         if fault.what in ("lost-cable", "lost-host"):
-            self._program.hosts[int(fault.target)].call("ip", "link", "set", "eth0", "down")
+            assert self._program.network is not None
+            self._program.network.pull_cable(int(fault.target))
+            if fault.what == "lost-cable" or fault.target == 0:
+                self._cut_off = list(self._started)[1:]
         at = time.monotonic()
         for pid in self._pids_of(fault):
             with suppress(ProcessLookupError):
@@ -182,12 +182,27 @@ class Running:
         while processes := self.processes:
             if time.monotonic() > until():
                 return processes
+            self._end_agent_without_store()
             for process in self._started.values():
                 process.poll()
             time.sleep(0.05)
         for process in self._started.values():
             process.wait()
         return []
+
+    def _end_agent_without_store(self) -> None:
+        """End what is left of a host that is cut off from torchrun's store when its ranks have ended.
+
+        As an operator has to: torchrun asks its store without a time-out, and waits until the kernel gives up, which is
+        after a quarter of an hour.
+        """
+        ranks = {one["pid"] for one in self.reports()} if self._cut_off else set()
+        for run_id in self._cut_off:
+            left = processes_of(run_id)
+            if not ranks & set(left):
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

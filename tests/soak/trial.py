@@ -71,7 +71,7 @@ class Fault:
             details: dict[str, Any] = {"status": 0 if rank and launcher not in RESTARTING else 3, "bit": bit}
             target: int | str = rank
             if what == "clock":
-                details = {"jump_s": generator.choice(_JUMPS_S), "dies": generator.choice([None, 0, 1])}
+                details = {"jump_s": generator.choice(_JUMPS_S), "dies": generator.choice([None, rank])}
                 target = generator.choice([rank, "all"])
             return cls(what=what, target=target, step=step, where=where, details=details)
         delay_s = generator.uniform(0, 0.1)
@@ -137,18 +137,18 @@ class Fault:
             **dict.fromkeys(("torchrun", *RESTARTING), of_torchrun),
             **dict.fromkeys(("spawn", "fork"), rf"|(?i:process) {rank} terminated with"),
         }.get(launcher, "")
-        died = rf"Rank {rank} \(process \d+ on .*\) died{by_launcher}"
+        died = rf"Rank {rank} \(process \d+ on .*\) (died|can no longer be reached){by_launcher}"
         return {
             "raise": rf"Rank {rank} \(process \d+ on .*\) failed in .*: ValueError: an accident{by_launcher}",
             **dict.fromkeys(("exit", "kill", "out-of-memory", "clock"), died),
-            "stop": rf"Rank {rank} .*its process is stopped",
+            "stop": rf"Rank {rank} .*its process is stopped|Rank {rank} .* on host",
             "sigterm": rf"rank {rank} received SIGTERM",
             "sigint": rf"rank {rank} received SIGINT",
             "full-disk": r"CheckpointWriteError: .*No space left on device",
             "full-disk-at-exception": r"No space left on device",
             "flip-weight": r"ReplicaDivergedError: .*`layers\.0\.weight`",
             "flip-gradient": r"ReplicaDivergedError: .*layers\.0\.weight`",
-            "lost-host": rf"Rank {rank} ",
+            "lost-host": rf"Rank {rank} \(process \d+ on .*\) can no longer be reached",
         }.get(self.what)
 
     def describe(self) -> str:
@@ -180,7 +180,8 @@ class Trial:
     def draw(cls, seed: int, *, launchers: Sequence[str] = LAUNCHERS, faults: Sequence[str] = FAULTS) -> Trial:
         generator = random.Random(seed)
         possible = [one for one in launchers if set(FAULTS_OF[one]) & set(faults)]
-        launcher = generator.choice(possible)
+        # Most often the one that takes several faults in the time of one.
+        launcher = generator.choice([*possible, *(["elastic"] * 3 if "elastic" in possible else [])])
         kinds = [one for one in FAULTS_OF[launcher] if one in faults]
         num_faults = generator.randint(1, MAX_RESTARTS) if launcher in RESTARTING else 1
         drawn: list[Fault] = []

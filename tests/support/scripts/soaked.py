@@ -1,6 +1,6 @@
 """Trains as a user's script does, with checkpoints, and has the accidents that it is told of.
 
-python soaked.py '{"directory": "/tmp/run", "start_method": "popen", "faults": [{"what": "raise", "rank": 1, "step": 7}]}'
+python soaked.py '{"directory": "/tmp/run", "faults": [{"what": "raise", "rank": 1, "step": 7}], ...}'
 
 Each start meets one accident more than the one before. With `"resume": "auto"` a sample gives the data of a step, so
 that one that is seen twice or left out shows in the weights; with "last", where Lightning begins an epoch's data
@@ -51,7 +51,6 @@ class Model(LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
         self._is_by_sample = is_by_sample
-        self._samples: list[int] = []
         self._attempt = 0.0
 
     def _loss(self, *numbers: int) -> Tensor:
@@ -65,9 +64,11 @@ class Model(LightningModule):
         self._report()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self._samples = batch.tolist()
+        samples = batch.tolist()
+        seen = {"attempt": self._attempt, "step": self.trainer.global_step + 1, "samples": samples}
+        append(self.trainer.default_root_dir, f"seen{self.global_rank}", seen)
         if self._is_by_sample:
-            return self._loss(*(1000 * self.current_epoch + sample for sample in self._samples))
+            return self._loss(*(1000 * self.current_epoch + sample for sample in samples))
         return self._loss(2 * self.trainer.global_step + self.global_rank)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -81,8 +82,12 @@ class Model(LightningModule):
         self._report()
 
     def _report(self) -> None:
-        report = {"attempt": self._attempt, "at": time.monotonic(), "pid": os.getpid()}
-        report |= {"step": self.trainer.global_step, "samples": self._samples}
+        report = {
+            "attempt": self._attempt,
+            "step": self.trainer.global_step,
+            "at": time.monotonic(),
+            "pid": os.getpid(),
+        }
         append(self.trainer.default_root_dir, f"rank{self.global_rank}", report)
 
 
