@@ -24,8 +24,8 @@ from tests.support.warm import RUN_VARIABLE
 BEGINS_WITHIN_S = 180.0
 _LOOK_EVERY_S = 0.01
 _TORCHRUN = ("-m", "torch.distributed.run")
-# torchrun's own defaults wait a minute for a host that does not answer, and half of one for hosts that may yet come.
-_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+# torchrun's own defaults wait 15 s for a host that does not answer, and 30 s for one that may yet come.
+_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ class Accident(Callback):
 
     def _may_happen(self, where: str, trainer: Trainer) -> None:
         fault = self._fault
-        is_meant = fault.get("rank") in (trainer.global_rank, "all")
+        # A host may come late, and the other one begin alone.
+        is_meant = fault.get("rank") in (trainer.global_rank, "all") and trainer.world_size > 1
         if is_meant and fault.get("where") == where and trainer.global_step >= fault["step"]:
             self._fault = {}
             if fault["what"] != "clock" or fault["dies"] is None:
