@@ -134,8 +134,15 @@ class StragglerDetector:
         return behind or [_behind(r, b, "it waits, too, but in another collective") for r, b in beats.items()]
 
     def _listen(self) -> _Heartbeats:
-        beats = self._channel.last_beats()
+        beats = {rank: beat for rank, beat in self._channel.last_beats().items() if _is_heartbeat(beat)}
         return _Heartbeats(time.monotonic(), beats)
+
+
+def _is_heartbeat(beat: dict[str, Any]) -> bool:
+    """Return whether a rank has written `beat` (Note: strangers, in `side_channel`)."""
+    texts = (beat.get(name) for name in ("where", "process", "stack"))
+    are_numbers = isinstance(beat.get("seconds"), int | float) and type(beat.get("count")) is int
+    return are_numbers and "waits" in beat and all(isinstance(text, str) for text in texts)
 
 
 def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:
