@@ -7,7 +7,10 @@ import os
 import pickle
 import re
 import secrets
+import signal
 import stat
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -181,6 +184,31 @@ def test_links_that_lie_in_wait_are_not_written_through(tmp_path: Path, monkeypa
     with pytest.raises(CheckpointWriteError):
         BucketDDPCheckpointIO().save_checkpoint({"weights": 1}, tmp_path / "model.ckpt")
     assert kept.read_text() == "mine"
+
+
+def test_only_stopped_ranks_of_this_host_are_killed() -> None:
+    store = HashStore()
+    channels = [SideChannel(store, name="run", rank=rank, world_size=4) for rank in range(4)]
+    with ExitStack() as stack:
+        stopped, elsewhere, running, stranger = (
+            stack.enter_context(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)) for _ in range(4)
+        )
+        for process in (stopped, elsewhere, running, stranger):
+            stack.callback(process.kill)
+        channels[1].introduce({**identity(), "pid": stopped.pid}, place=place())
+        channels[2].introduce({**identity(), "pid": elsewhere.pid, "host": "another"}, place=place())
+        channels[3].introduce({**identity(), "pid": running.pid}, place=place())
+        ranks = LocalRanks(channels[0], exit_status_of=lambda rank: None)
+        ranks.discover()
+        for process in (stopped, elsewhere, stranger):
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        ranks.kill_frozen()
+        assert stopped.wait() == -signal.SIGKILL
+        assert [process.poll() for process in (elsewhere, running, stranger)] == [None] * 3
+        ranks.close()
+    for channel in channels:
+        channel.close()
 
 
 # --- What the page says
