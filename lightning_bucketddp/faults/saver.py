@@ -71,8 +71,9 @@ class SaverElection:
             time.sleep(self._channel.interval(_LOOKS_EVERY_S))
             self._asking(self.look)
         if not self.is_settled:
-            is_won = self._asking(lambda: self._channel.claim_saver() == self._channel.rank)
-            self._settle(is_won=self._claim_file(self._run_id) if is_won is None else is_won)
+            saver = self._asking(self._channel.claim_saver)
+            is_won = self._claim_file(self._run_id) if saver is None else saver == self._channel.rank
+            self._settle(is_won=is_won)
         return self._is_won
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
