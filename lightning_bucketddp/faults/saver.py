@@ -72,7 +72,9 @@ class SaverElection:
             self._asking(self.look)
         if not self.is_settled:
             saver = self._asking(self._channel.claim_saver)
-            is_won = self._claim_file(self._run_id) if saver is None else saver == self._channel.rank
+            # On the other side of a network that is cut, ranks may find the store gone, and save as well.
+            needs_file = saver is None or (saver == self._channel.rank and failure.kind is Kind.LOST)
+            is_won = self._claim_file(self._run_id) if needs_file else saver == self._channel.rank
             self._settle(is_won=is_won)
         return self._is_won
 

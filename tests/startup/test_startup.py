@@ -246,8 +246,10 @@ def test_strangers_at_the_port_keep_nobody_from_starting() -> None:
 
     def knock() -> None:
         while len(connections) < 40:
+            time.sleep(0.01)
             with suppress(ConnectionRefusedError):
-                connections.append(socket.create_connection(("127.0.0.1", port)))
+                # From another address, or it may meet itself.
+                connections.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
                 connections[-1].sendall(said[len(connections) % len(said)])
 
     stranger = threading.Thread(target=knock, daemon=True)

@@ -69,7 +69,8 @@ class Siege(Callback):
         time.sleep(0.05)
         if batch_idx == 2:
             write(self._directory / f"listening{trainer.global_rank}.json", {"at": _listening()})
-        if batch_idx >= 2 and trainer.global_rank == 0:
+        # Not beside the failure: who overwrites what is there keeps others from reading it.
+        if batch_idx in range(2, 2 + len(HOSTILE) + 1) and trainer.global_rank == 0:
             self._attack(trainer.strategy._fault_handler._watchdog._channel, batch_idx)  # type: ignore[attr-defined]
         if batch_idx == 2 + len(HOSTILE) + 1 and trainer.global_rank == 1:
             raise ValueError(f"boom{COMMANDS}")
