@@ -11,6 +11,7 @@ from importlib import import_module
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.wording import printable
 
 _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(name, given[1:])
     except UsageError as error:
-        print(f"bucketddp {name}: {error}", file=sys.stderr)
+        print(printable(f"bucketddp {name}: {error}"), file=sys.stderr)
         return _USAGE_STATUS
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS

@@ -1,8 +1,10 @@
-"""Lists, names and counts in words, for messages."""
+"""Lists, names and counts in words, for messages; and text of others, made fit for a terminal."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 
 def list_some(items: Sequence[object], *, limit: int = 8) -> str:
@@ -29,3 +31,24 @@ def list_some_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Return "1 rank" or "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """Return `text` with what would command a terminal, or hide other text, written as an escape sequence of Python."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def load_printable_json(text: str) -> Any:
+    """Return the JSON `text` from a file that anyone may have written, with every string in it `printable`."""
+    # Without a backslash no string holds anything else: this is the fast way for what is read by the megabyte.
+    return json.loads(text) if "\\" not in text and text.isprintable() else _all_printable(json.loads(text))
+
+
+def _all_printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _all_printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_all_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value

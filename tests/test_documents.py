@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/ runs, and every message that they quote is one of ours."""
+"""Every block of code in README.md, SECURITY.md and docs/ runs, and every message that they quote is one of ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.support.programs import REPOSITORY
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
 
-PAGES = {path.name: blocks_of(path) for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]}
+PATHS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+PAGES = {path.name: blocks_of(path) for path in PATHS}
 SHELL = ("console", "bash")
 # Each has a test below.
 KINDS = {"python", "yaml", "text", *SHELL}

@@ -29,16 +29,27 @@ def gloo_between_hosts() -> Iterator[None]:
         del os.environ[_VARIABLE]
 
 
+def keep_gloo_on_this_host() -> None:
+    """Have gloo listen at a loopback address from now on, if no interface is set: it would at that of the host's name.
+
+    The variable stays, as all groups that the ranks make later are for them alone.
+    """
+    if _VARIABLE not in os.environ and (interface := _interface_with("127.0.0.1")) is not None:
+        os.environ[_VARIABLE] = interface
+
+
 def interface_towards(address: str) -> str | None:
     """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((_number_of(address), _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]
-        if own_address.startswith("127."):
-            return None
-        for _, name in socket.if_nameindex():
-            if _address_of(name, s) == own_address:
-                return name
+        return None if own_address.startswith("127.") else _interface_with(own_address)
+    return None
+
+
+def _interface_with(address: str) -> str | None:
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        return next((name for _, name in socket.if_nameindex() if _address_of(name, s) == address), None)
     return None
 
 

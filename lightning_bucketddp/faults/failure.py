@@ -13,10 +13,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lightning_bucketddp.wording import printable
+
 # A failure travels through the store and is read by every rank: enough to find the line, not the whole story.
 _NUM_FRAMES = 8
 _NUM_FRAMES_OF_USER = 3
 _NUM_CHARACTERS = 2000
+_MOST_CHARACTERS_SHOWN = 20_000
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(Path(__file__).parents[1]))
 
 
@@ -71,9 +74,15 @@ class Failure:
         )
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Failure:
-        """Return the failure that `dataclasses.asdict` was given, also after a way through JSON."""
-        return cls(**{**fields, "kind": Kind(fields["kind"])})
+    def from_dict(cls, fields: Any) -> Failure | None:
+        """Return the failure that `dataclasses.asdict` was given, also after a way through JSON; None if it is none."""
+        try:
+            failure = cls(**{**fields, "kind": Kind(fields["kind"])})
+        except (TypeError, ValueError, KeyError):
+            return None
+        texts = (failure.what, failure.where, failure.process, failure.stack)
+        is_one = all(isinstance(text, str) for text in texts) and _are_numbers(failure.rank, failure.signal)
+        return failure if is_one else None
 
     def describe(self) -> str:
         """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
@@ -86,12 +95,18 @@ class Failure:
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        return sentence + (f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else "")
+        stack = f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else ""
+        # It may have come through the store, to which anyone can write who reaches it.
+        return printable((sentence + stack)[:_MOST_CHARACTERS_SHOWN])
 
     def error_for(self, rank: int) -> RankFailedError:
         """Return the error for `rank` to raise, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
         return RankFailedError(f"Rank {rank} ends, because {why}. {self.describe()}")
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -47,10 +47,11 @@ class LocalProcess:
     def find(cls, described: dict[str, Any]) -> LocalProcess | None:
         """Return the process of `identity()`; None if it is not on this host, or the system has no handles."""
         here = identity()
-        if any(described[key] != here[key] for key in ("host", "namespace")):
+        pid = described.get("pid")
+        if type(pid) is not int or any(described.get(key) != here[key] for key in ("host", "namespace")):
             return None
-        with suppress(OSError, AttributeError):
-            return cls(described["host"], described["pid"], os.pidfd_open(described["pid"]))
+        with suppress(OSError, OverflowError, AttributeError):
+            return cls(here["host"], pid, os.pidfd_open(pid))
         return None
 
     @property
@@ -100,8 +101,10 @@ class LocalRanks:
         are_all_there = self._channel.all_have_introduced_themselves()
         for number, described in self._channel.identities_at(place(), known=self._known).items():
             self._known.add(number)
-            rank = described["rank"]
-            if rank != self._channel.rank and (process := LocalProcess.find(described)) is not None:
+            rank = described.get("rank")
+            if not isinstance(rank, int) or rank in (self._channel.rank, *self._processes):
+                continue
+            if (process := LocalProcess.find(described)) is not None:
                 self._processes[rank] = process
         self.are_known = are_all_there
 

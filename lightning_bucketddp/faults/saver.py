@@ -71,8 +71,11 @@ class SaverElection:
             time.sleep(self._channel.interval(_LOOKS_EVERY_S))
             self._asking(self.look)
         if not self.is_settled:
-            is_won = self._asking(lambda: self._channel.claim_saver() == self._channel.rank)
-            self._settle(is_won=self._claim_file(self._run_id) if is_won is None else is_won)
+            saver = self._asking(self._channel.claim_saver)
+            # On the other side of a network that is cut, ranks may find the store gone, and save as well.
+            needs_file = saver is None or (saver == self._channel.rank and failure.kind is Kind.LOST)
+            is_won = self._claim_file(self._run_id) if needs_file else saver == self._channel.rank
+            self._settle(is_won=is_won)
         return self._is_won
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:

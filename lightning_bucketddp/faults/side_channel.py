@@ -1,10 +1,16 @@
-"""What the ranks tell each other outside of collectives, through the store of their process group. JSON only."""
+"""What the ranks tell each other outside of collectives, through the store of their process group. JSON only.
+
+Note: strangers
+    The store has no password. What is there and was not written by a rank, because it is no JSON or of another shape,
+    counts as not there, so that no thread of ours fails by it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Container
@@ -72,18 +78,21 @@ class SideChannel:
 
     def identities_at(self, place: str, *, known: Container[int]) -> dict[int, dict[str, Any]]:
         """Return who has introduced itself at `place`, numbered, without those whose numbers are `known`."""
-        numbers = (number for number in range(1, self._add(f"num_at/{place}", 0) + 1) if number not in known)
-        found = ((number, self._get(f"identity/{place}/{number}")) for number in numbers)
+        num_there = min(self._add(f"num_at/{place}", 0), self.world_size)
+        numbers = (number for number in range(1, num_there + 1) if number not in known)
+        found = ((number, self._get(f"identity/{place}/{number}", dict)) for number in numbers)
         return {number: identity for number, identity in found if identity is not None}
 
     def report(self, failure: Failure) -> Failure:
         """Tell the others of `failure`; return the first one that any rank has reported: that one counts."""
-        return Failure.from_dict(self._set_first("failure", asdict(failure)))
+        first = Failure.from_dict(self._set_first("failure", asdict(failure)))
+        if first is None:  # (Note: strangers)
+            self._set("failure", asdict(failure))
+        return first or failure
 
     def failure(self) -> Failure | None:
         """Return the first failure; None if there was none."""
-        reported = self._get("failure")
-        return None if reported is None else Failure.from_dict(reported)
+        return Failure.from_dict(self._get("failure", dict))
 
     def acknowledge_end(self) -> None:
         """Tell the others that this rank knows why the run ends, and who saves."""
@@ -91,7 +100,7 @@ class SideChannel:
 
     def knows_of_end(self, rank: int) -> bool:
         """Return whether `rank` knows why the run ends, and who saves."""
-        return self._get(f"knows/{rank}") is not None
+        return self._get(f"knows/{rank}", int) is not None
 
     def count_raised(self) -> int:
         """Count this rank among those that have raised by themselves; return how many have by now."""
@@ -99,11 +108,12 @@ class SideChannel:
 
     def decide(self, decision: str) -> str:
         """Write what becomes of the process group; return what the first rank to write has decided."""
-        return str(self._set_first("decision", decision))
+        first = self._set_first("decision", decision)
+        return first if isinstance(first, str) else decision
 
     def decision(self) -> str | None:
         """Return what becomes of the process group; None if nobody has decided yet."""
-        decision: str | None = self._get("decision")
+        decision: str | None = self._get("decision", str)
         return decision
 
     def request_stop(self, number: int) -> None:
@@ -112,7 +122,8 @@ class SideChannel:
 
     def stop_signal(self) -> int:
         """Return the signal by which the first rank to ask wants all to stop; 0 if none does."""
-        return self._get("stop") or 0
+        number: int = self._get("stop", int) or 0
+        return number if number in signal.valid_signals() else 0
 
     def beat(self, state: dict[str, Any]) -> None:
         """Send a heartbeat, with what this rank is doing."""
@@ -128,7 +139,8 @@ class SideChannel:
             return [self._store.get(key) if self._store.check([key]) else None for key in keys.values()]
 
         beats = zip(keys, self._ask(question) if keys else (), strict=True)
-        return {rank: json.loads(beat) for rank, beat in beats if beat is not None}
+        parsed = ((rank, _parse(beat)) for rank, beat in beats if beat is not None)
+        return {rank: beat for rank, beat in parsed if isinstance(beat, dict)}
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the one to do `what`, which only one of them shall do."""
@@ -140,13 +152,14 @@ class SideChannel:
         agreed = json.dumps(self._set_first("id", secrets.token_hex(8)))
         return hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest()
 
-    def claim_saver(self) -> int:
-        """Claim to be the rank that saves for all; return which one is: the first to claim it."""
-        return int(self._set_first("saver", self.rank))
+    def claim_saver(self) -> int | None:
+        """Claim to be the rank that saves for all; return which one is: the first to claim it. None: nobody can."""
+        saver = self._set_first("saver", self.rank)
+        return saver if isinstance(saver, int) else None
 
     def saver(self) -> int | None:
         """Return the rank that saves for all; None if none has claimed to."""
-        saver: int | None = self._get("saver")
+        saver: int | None = self._get("saver", int)
         return saver
 
     def is_among_first(self, number: int, what: str) -> bool:
@@ -159,7 +172,7 @@ class SideChannel:
 
     def has_left(self, rank: int) -> bool:
         """Return whether `rank` is through with the run."""
-        return self._get(f"left/{rank}") is not None
+        return self._get(f"left/{rank}", int) is not None
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
@@ -169,17 +182,18 @@ class SideChannel:
 
     def _set_first(self, key: str, value: Any) -> Any:
         """Write `value` unless there is one; return the one that is there."""
-        return json.loads(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
+        return _parse(self._ask(lambda: self._store.compare_set(self._key(key), "", json.dumps(value))))
 
     def _add(self, key: str, amount: int = 1) -> int:
         return int(self._ask(lambda: self._store.add(self._key(key), amount)))
 
-    def _get(self, key: str) -> Any:
+    def _get(self, key: str, kind: type) -> Any:
         def question() -> Any:
             # Asking for a key that is not there would wait for it.
-            return json.loads(self._store.get(self._key(key))) if self._store.check([self._key(key)]) else None
+            return self._store.get(self._key(key)) if self._store.check([self._key(key)]) else None
 
-        return self._ask(question)
+        value = None if (raw := self._ask(question)) is None else _parse(raw)
+        return value if isinstance(value, kind) else None
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         answer: Future[Any] = Future()
@@ -188,6 +202,14 @@ class SideChannel:
             if self.is_silent():
                 raise StoreSilentError(f"The store does not answer rank {self.rank}.")
         return answer.result()
+
+
+def _parse(raw: bytes) -> Any:
+    """Return what the JSON `raw` says; None if it is none (Note: strangers)."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
 
 
 class _Questions:

@@ -211,8 +211,15 @@ class StragglerDetector:
         return beats, [rank for rank, beat in beats.items() if before.by_rank.get(rank, beat)["count"] == beat["count"]]
 
     def _listen(self) -> _Heartbeats:
-        beats = self._channel.last_beats()
+        beats = {rank: beat for rank, beat in self._channel.last_beats().items() if _is_heartbeat(beat)}
         return _Heartbeats(time.monotonic(), beats)
+
+
+def _is_heartbeat(beat: dict[str, Any]) -> bool:
+    """Return whether a rank has written `beat` (Note: strangers, in `side_channel`)."""
+    texts = (beat.get(name) for name in ("where", "process", "stack"))
+    are_numbers = isinstance(beat.get("seconds"), int | float) and type(beat.get("count")) is int
+    return are_numbers and "waits" in beat and all(isinstance(text, str) for text in texts)
 
 
 def _behind(rank: int, beat: dict[str, Any], what: str) -> Failure:

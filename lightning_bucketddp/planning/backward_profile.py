@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.wording import load_printable_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = load_printable_json(text)
         specs = [ParameterSpec(**spec) for spec in content.pop("specs")]
         cost = content.pop("cost")
         return cls(specs=specs, cost=None if cost is None else AllReduceCost(**cost), **content)

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
 from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.wording import load_printable_json
 
 FOLDER = "bucketddp"
 ALL_REDUCE = "all-reduce"
@@ -233,8 +234,8 @@ def read(path: Path) -> Iterator[Line]:
         if not text or number == len(lines):
             continue
         try:
-            yield _parse(json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
+            yield _parse(load_printable_json(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"Line {number} of {path} is no record of bucketddp: {error!r}") from error
 
 

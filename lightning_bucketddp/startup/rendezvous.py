@@ -18,16 +18,20 @@ import uuid
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
-from lightning_bucketddp.wording import list_some, list_some_ranks
+from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
+_WRITTEN_BY_A_STRANGER = (
+    "The store at the main address holds what no rank has written: another program uses it. Give this run a port of its"
+    " own (`MASTER_PORT`), in a network that only those reach whom you trust."
+)
 # How long a thread that has no more reason to wait may take to say so.
 _GRACE_S = 2.0
 
@@ -43,14 +47,18 @@ class RankInfo:
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}"
+        return f"process {self.pid} on host {printable(self.host)}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> RankInfo:
-        return cls(**json.loads(text))
+        content = _parse(text)
+        kinds = {"rank": int, "world_size": int, "host": str, "pid": int, "identity": str}
+        if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != kinds:
+            raise StartError(_WRITTEN_BY_A_STRANGER)
+        return cls(**content)
 
 
 class RendezvousRound:
@@ -93,7 +101,7 @@ class RendezvousRound:
 
     def objection(self) -> str | None:
         """Return the first objection; None if there is none."""
-        return str(json.loads(self._keys.get("objection"))) if self._keys.check(["objection"]) else None
+        return printable(str(_parse(self._keys.get("objection")))) if self._keys.check(["objection"]) else None
 
     def decide(self, why_not: str | None) -> None:
         """Write the outcome: None to start, otherwise why not."""
@@ -103,10 +111,10 @@ class RendezvousRound:
         """Return whether all start: False until there is an outcome. Raises if they do not, or not with this rank."""
         if not self._keys.check(["outcome"]):
             return False
-        why_not = json.loads(self._keys.get("outcome")) or self._own_objection
+        why_not = _parse(self._keys.get("outcome")) or self._own_objection
         self.leave(info)
         if why_not is not None:
-            raise StartError(why_not)
+            raise StartError(printable(str(why_not)))
         return True
 
     def leave(self, info: RankInfo) -> None:
@@ -135,6 +143,13 @@ def explain_taken(there: RankInfo, info: RankInfo) -> str:
         f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
         " and different runs different ports (`MASTER_PORT`)."
     )
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise StartError(_WRITTEN_BY_A_STRANGER) from None
 
 
 def _join_key(rank: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -75,13 +77,14 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where the store of a run is, seen from one of its ranks."""
+    """Where the store of a run is, seen from one of its ranks; if it `is_local`, no other host shall reach it."""
 
     address: str
     port: int
     rank: int
     world_size: int
     local_rank: int
+    is_local: bool = False
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -93,11 +96,13 @@ class StoreAddress:
 
     def open_server(self, listener: socket.socket | None, *, deadline: Deadline) -> Store:
         """Open the store, at a socket that listens already if there is one. Keep the result until we are connected."""
+        if listener is None and self.is_local:
+            listener = listen(self.port, address=self.address)
         # Before 2.8 only the older implementation of the store takes over a socket.
         can_use_libuv = listener is None or torch.__version__ >= "2.8"
         try:
             return TCPStore(
-                "localhost",
+                self.address if self.is_local else "localhost",
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
@@ -161,6 +166,29 @@ class StoreAddress:
             f"Rank {self.rank} on host {socket.gethostname()} could not reach rank 0 at {self} within {timeout_s:g} s:"
             f" {obstacle}. {remedy}"
         )
+
+
+def is_on_this_host(address: str, *, num_nodes: int) -> bool:
+    """Return whether all ranks of a run are on this host and meet at `address`, which no other host can reach."""
+    # By what is written, not by what it resolves to: the name of a host often leads to a loopback address there alone.
+    # With several nodes, the first may call itself so.
+    try:
+        is_loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        is_loopback = False
+    return is_loopback and num_nodes == 1
+
+
+def listen(port: int, *, address: str | None) -> socket.socket:
+    """Return a socket that listens at `port` of `address`; None: of every address of this host."""
+    both = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
+    try:
+        return socket.create_server((address or "", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise StartError(explain_port_in_use(port)) from error
 
 
 def explain_port_in_use(port: int) -> str:

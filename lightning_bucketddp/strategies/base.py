@@ -26,7 +26,7 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
+from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts, keep_gloo_on_this_host
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
 from lightning_bucketddp.comm.process_group import abort_device_groups
 from lightning_bucketddp.config import ReducerConfig
@@ -36,7 +36,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
-from lightning_bucketddp.startup.store import StoreAddress
+from lightning_bucketddp.startup.store import StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
 from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
@@ -126,7 +126,10 @@ class StrategyBase:
             rank=environment.global_rank(),
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
+            is_local=is_on_this_host(environment.main_address, num_nodes=self._num_nodes),
         )
+        if point.is_local:
+            keep_gloo_on_this_host()
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         rendezvous = Rendezvous(point, timeout_s=self.options.start_timeout_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)

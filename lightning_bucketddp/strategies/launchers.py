@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_bucketddp.startup.child_processes import LAUNCHER_PID
-from lightning_bucketddp.startup.store import StartError, explain_port_in_use
+from lightning_bucketddp.startup.store import is_on_this_host, listen
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -35,6 +34,7 @@ class HoldsPort:
     Lightning closes a port that it has found to be free until rank 0 opens it again, and meanwhile anybody may take it.
     """
 
+    guarding_strategy: Any
     # Of the root of Lightning: what it uses where no scheduler chooses the port.
     lightning_environment: type
     _listener: socket.socket | None = None
@@ -49,11 +49,13 @@ class HoldsPort:
         is_ours_to_choose = type(environment) is self.lightning_environment
         if not is_ours_to_choose or environment.creates_processes_externally or environment.node_rank() != 0:
             return
+        is_local = is_on_this_host(environment.main_address, num_nodes=self.guarding_strategy._num_nodes)
+        address = environment.main_address if is_local else None
         if "MASTER_PORT" in os.environ:
             # Not kept: where the launcher is not rank 0 itself, nobody tells it when the port can be chosen again.
-            _listen(environment.main_port).close()
+            listen(environment.main_port, address=address).close()
             return
-        self._listener = _listen(int(os.environ.get("STANDALONE_PORT", 0)))
+        self._listener = listen(int(os.environ.get("STANDALONE_PORT", 0)), address=address)
         environment._main_port = self._listener.getsockname()[1]
 
 
@@ -70,17 +72,6 @@ def launching(*restored: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _listen(port: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise StartError(explain_port_in_use(port)) from error
 
 
 log = logging.getLogger(__name__)
@@ -132,20 +123,27 @@ class SavedPredictions:
     def __init__(self, predictions: Any) -> None:
         with tempfile.NamedTemporaryFile(prefix="bucketddp-predictions-", delete=False) as file:
             torch.save(predictions, file)
+            self._file = _identity(file)
         self._path = file.name
 
     def take(self) -> Any:
         """Return the predictions, and remove the file."""
-        try:
-            return torch.load(self._path, weights_only=False)
-        finally:
+        with open(self._path, "rb") as file:
             os.unlink(self._path)
+            if _identity(file) != self._file:
+                raise PermissionError(f"`{self._path}` is not the file that rank zero wrote: another has its name.")
+            return torch.load(file, weights_only=False)
+
+
+def _identity(file: Any) -> tuple[int, int, int]:
+    """Return what no file of another user has in common with an open one."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_uid
 
 
 class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
     """Starts a process for each rank of this host; this one only waits for them."""
 
-    guarding_strategy: Any
     # Calls `on_exception` of a Trainer's callbacks. Lightning does so in the process that waits, which knows nothing of
     # the training.
     on_exception_of: Callable[[Any, BaseException], None] | None = None
@@ -209,7 +207,6 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
 class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host."""
 
-    guarding_strategy: Any
     children: tuple[subprocess.Popen[bytes], ...] = ()
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,14 @@ def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
     assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
 
 
+def test_one_saves_where_the_network_is_cut_in_two(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    here = ranks.savers(come=[0, 1, 2], failure=Failure(rank=3, kind=Kind.LOST, what="its host no longer answers"))
+    ranks.store_lives = False
+    there = ranks.savers(come=[3, 4, 5], failure=Failure(rank=0, kind=Kind.LOST, what="its host no longer answers"))
+    assert (here, there) == ([0], [])
+
+
 def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]

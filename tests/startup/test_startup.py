@@ -175,6 +175,23 @@ def test_what_an_earlier_start_has_left_does_not_count(agent: dist.TCPStore) -> 
     assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
 
 
+@pytest.mark.parametrize("written", ["nonsense", "[" * 100_000, "{}", '{"rank": 0, "world_size": "2"}'], ids=len)
+def test_what_no_rank_has_written_is_named(written: str) -> None:
+    keys = dist.HashStore()
+    keys.set("round", written)
+    with pytest.raises(StartError, match=r"^The store at the main address holds what no rank has written"):
+        RendezvousRound.find(keys)
+
+
+def test_reasons_of_others_command_no_terminal() -> None:
+    rdzv = RendezvousRound(dist.HashStore(), RankInfo(rank=0, world_size=2))
+    rdzv.object("\x1b[2J")
+    assert rdzv.objection() == "\\x1b[2J"
+    rdzv.decide("\x1b[2J")
+    with pytest.raises(StartError, match=r"^\\x1b\[2J$"):
+        rdzv.is_accepted(RankInfo(rank=1, world_size=2))
+
+
 def test_rank_zero_may_be_what_is_missing(agent: dist.TCPStore) -> None:
     for outcome in outcomes(port=agent.port, ranks=[1, 2], world_sizes=[3, 3], start_timeout_s=1.5, agent=True):
         assert outcome.startswith("Rank 0 of 3 did not join")
@@ -217,6 +234,28 @@ def another_program(answer: bytes) -> Iterator[int]:
         threading.Thread(target=serve, daemon=True).start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+def test_strangers_at_the_port_keep_nobody_from_starting() -> None:
+    port = free_port()
+    connections: list[socket.socket] = []
+    # Among them half a greeting of torch's, and after a whole one half a question.
+    said = [b"", b"\x00", b"\x00\xce\xf7\x85\x3c\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100]
+
+    def knock() -> None:
+        while len(connections) < 40:
+            time.sleep(0.01)
+            with suppress(ConnectionRefusedError):
+                # From another address, or it may meet itself.
+                connections.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
+                connections[-1].sendall(said[len(connections) % len(said)])
+
+    stranger = threading.Thread(target=knock, daemon=True)
+    stranger.start()
+    assert outcomes(port=port, ranks=[0, 1], world_sizes=[2, 2], late_s=[0, 0.5]) == [ALL_THERE] * 2
+    stranger.join()
     for connection in connections:
         connection.close()
 
@@ -332,6 +371,22 @@ def test_a_port_that_nobody_chose_is_free_and_kept(root: str) -> None:
             socket.create_server(("", port))
     for launcher in launchers:
         launcher.take_listener().close()
+
+
+@pytest.mark.parametrize(
+    ("main_address", "num_nodes", "is_local"),
+    [(None, 1, True), ("localhost", 1, True), ("127.0.0.1", 2, False), (socket.gethostname(), 1, False)],
+)
+def test_only_a_run_on_several_hosts_is_reached_from_others(
+    main_address: str | None, num_nodes: int, is_local: bool, environment: pytest.MonkeyPatch
+) -> None:
+    if main_address is not None:
+        environment.setenv("MASTER_ADDR", main_address)
+    launcher = make_launcher()
+    launcher.guarding_strategy.num_nodes = num_nodes
+    open_port(launcher)
+    with launcher.take_listener() as listener:
+        assert (listener.getsockname()[0] == "127.0.0.1") is is_local
 
 
 def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
         else:
             profile = Profile.from_json(path.read_text())
             computed_on = profile.specs[0].kind.split()[-1]
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} holds no profile of bucketddp: {error}") from error
     if profile is None:
         raise UsageError(f"{path} holds no step of several ranks that says when its buckets were complete.")

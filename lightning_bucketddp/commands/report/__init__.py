@@ -11,6 +11,7 @@ from lightning_bucketddp.commands.report.page import make_page
 from lightning_bucketddp.commands.report.trace import make_trace
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.reader import find_folder, read_run
+from lightning_bucketddp.wording import printable
 
 HELP = "Make one HTML page of a recorded run: where communication time went, and which rank was late."
 
@@ -27,14 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         folder = find_folder(arguments.run_dir)
         record = read_run(folder)
-        print(f"Read {len(record.ranks)} ranks and {len(record.step_numbers)} steps from {folder}")
+        print(printable(f"Read {len(record.ranks)} ranks and {len(record.step_numbers)} steps from {folder}"))
         for problem in record.problems:
-            print(f"Note: {problem}", file=sys.stderr)
+            print(printable(f"Note: {problem}"), file=sys.stderr)
         _write(arguments.output, make_page(record), "the page")
         if arguments.trace is not None:
             _write(arguments.trace, make_trace(record), "the trace")
     except (ValueError, OSError) as error:
-        print(f"bucketddp report: {error}", file=sys.stderr)
+        print(printable(f"bucketddp report: {error}"), file=sys.stderr)
         return 2
     if arguments.open:
         webbrowser.open(arguments.output.resolve().as_uri())

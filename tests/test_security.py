@@ -1,0 +1,265 @@
+"""What a stranger on the network, another user and a hostile file cannot do: the promises of SECURITY.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import secrets
+import signal
+import stat
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed import HashStore
+
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
+from lightning_bucketddp.checkpoint.atomic_file import temporary_name
+from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.safe_loading import _opened
+from lightning_bucketddp.cli import main
+from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.stragglers import StragglerDetector
+from lightning_bucketddp.recording.schema import path_of
+from lightning_bucketddp.strategies.launchers import SavedPredictions
+from lightning_bucketddp.wording import printable
+from tests.support.doomed_ranks import doomed_ranks
+from tests.support.recordings import Recording
+from tests.support.scripts.strangers import COMMANDS, HOSTILE, Touches, fit_under_siege, keys
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "lightning_bucketddp"
+PAGE = REPOSITORY / "SECURITY.md"
+PLAN = ["plan", "torch.nn:Linear", "--args", "in_features=1", "out_features=1"]
+FAILURE = Failure(rank=1, kind=Kind.RAISED, what="ValueError: boom")
+
+
+# --- A stranger on the network
+
+
+def test_a_run_on_one_host_is_reached_from_no_other_and_outlives_what_strangers_write(tmp_path: Path) -> None:
+    with doomed_ranks(fit_under_siege, directory=tmp_path) as ranks:
+        ended = ranks.wait()
+    for rank in (0, 1):
+        addresses = ended.results[f"listening{rank}"]["at"]
+        assert addresses
+        assert set(addresses) == {"127.0.0.1"}
+    # In spite of all that was in the place of it, the failure of rank 1 is known to rank 0, which ends by it.
+    assert ended.exit_codes == [1, 1]
+    assert re.search(
+        r"RankFailedError: Rank 0 ends, .* Rank 1 \(process .*: ValueError: boom\\x1b\]0;", ended.output[0]
+    )
+    assert "\x1b" not in ended.output[0]
+    assert "the watch of rank" not in "".join(ended.output)
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda value: value[:20])
+def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
+    store = HashStore()
+    here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
+    there.introduce(identity(), place=place())
+    for key in keys(here):
+        store.set(key, hostile)
+    ranks = LocalRanks(here, exit_status_of=lambda rank: None)
+    ranks.discover()
+    assert ranks.gone() == ranks.frozen() == []
+    detector = StragglerDetector(here, Progress(waiting_in=()), warn_after_s=0, timeout_s=1)
+    assert detector._listen().by_rank == {}
+    assert here.failure() is None
+    assert here.stop_signal() == 0
+    assert here.decide("abort") in ("abort", "text")
+    assert here.report(FAILURE) == FAILURE
+    assert there.failure() == FAILURE
+    here.close()
+    there.close()
+
+
+def test_a_number_of_ranks_that_cannot_be_is_not_counted_to() -> None:
+    store = HashStore()
+    channel = SideChannel(store, name="run", rank=0, world_size=2)
+    channel._add(f"num_at/{place()}", 10**15)
+    assert channel.identities_at(place(), known=_TwoRanks()) == {}
+    channel.close()
+
+
+class _TwoRanks:
+    """Is asked for no more than there can be."""
+
+    def __contains__(self, number: object) -> bool:
+        assert number in (1, 2)
+        return False
+
+
+def test_a_failure_from_the_store_commands_no_terminal_and_has_an_end() -> None:
+    store = HashStore()
+    channel = SideChannel(store, name="run", rank=0, world_size=2)
+    texts = {"what": COMMANDS, "where": COMMANDS, "process": COMMANDS, "stack": "x" * 10**6}
+    store.set("run/failure", json.dumps({"rank": 1, "kind": "raised", **texts}))
+    failure = channel.failure()
+    channel.close()
+    assert failure is not None
+    text = str(failure.error_for(0))
+    assert printable(text) == text
+    assert len(text) < 30_000
+
+
+# --- Files that somebody else has written
+
+
+def test_no_file_that_a_command_reads_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = tmp_path / "was_run"
+    payload = pickle.dumps(Touches(traced), protocol=0)
+    archive = tmp_path / "archive"
+    torch.save(Touches(traced), archive)
+    tag = f"model: !!python/object/apply:os.system ['touch {traced}']".encode()
+    for number, content in enumerate((payload, archive.read_bytes(), tag)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in ("rank-0.jsonl", "profile.json", "config.yaml"):
+            (folder / name).write_bytes(content + b"\n")
+        assert main(["report", str(folder), "--output", str(folder / "page.html")]) == 2
+        for file in ("rank-0.jsonl", "profile.json"):
+            assert main([*PLAN, "--profile", str(folder / file)]) == 2
+        assert main(["plan", str(folder / "config.yaml")]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert not traced.exists()
+    pickle.loads(payload)  # which it would be
+    assert traced.exists()
+
+
+def test_a_terminal_is_not_commanded_by_what_a_command_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Recording().write(tmp_path / f"run{COMMANDS}")
+    (folder / f"rank-{COMMANDS}.jsonl").write_text('{"kind": "\\u001b[2J"}\n')
+    first = path_of(folder, 0)
+    run, *rest = first.read_text().splitlines()
+    hostile = {"host": COMMANDS, "device": COMMANDS, "backend": COMMANDS, "options": {COMMANDS: [COMMANDS]}}
+    first.write_text("\n".join([json.dumps({**json.loads(run), **hostile}), *rest, ""]))
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert main(["report", str(tmp_path / COMMANDS)]) == 2
+    profile = {"ready_s": [0.1, 0.1], "backward_s": 0.2, "cost": None, "num_ranks": COMMANDS}
+    for name in ("weight", COMMANDS):
+        specs = [{"name": name, "num_bytes": 4, "kind": COMMANDS}, {"name": "bias", "num_bytes": 4, "kind": COMMANDS}]
+        (tmp_path / f"{name}.json").write_text(json.dumps({**profile, "specs": specs}))
+        status = main([*PLAN, "--profile", str(tmp_path / f"{name}.json")])
+        assert status == (0 if name == "weight" else 2)
+    printed = capsys.readouterr()
+    for told in (printed.out, printed.err):
+        assert "\\x1b" in told
+        assert printable(told) == told
+
+
+# --- Another user of the host
+
+
+def test_predictions_of_another_user_are_not_taken_for_those_of_rank_zero(tmp_path: Path) -> None:
+    saved = SavedPredictions([1, 2])
+    assert stat.S_IMODE(os.stat(saved._path).st_mode) == 0o600
+    torch.save(Touches(tmp_path / "was_run"), tmp_path / "other")
+    os.replace(tmp_path / "other", saved._path)
+    with pytest.raises(PermissionError, match="is not the file that rank zero wrote"):
+        saved.take()
+    assert not (tmp_path / "was_run").exists()
+    assert not os.path.exists(saved._path)
+    saved = SavedPredictions([1, 2])
+    assert saved.take() == [1, 2]
+    assert not os.path.exists(saved._path)
+
+
+def test_a_copy_of_a_remote_checkpoint_is_readable_by_its_owner_alone() -> None:
+    filesystem = MemoryFileSystem()
+    filesystem.pipe("/security/model.ckpt", b"content")
+    with _opened("/security/model.ckpt", filesystem) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+        assert file.read() == b"content"
+
+
+def test_links_that_lie_in_wait_are_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    assert temporary_name() != temporary_name()
+    # Nobody can foretell it, but for this test.
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "ab" * num_bytes)
+    (tmp_path / temporary_name()).symlink_to(kept)
+    with pytest.raises(CheckpointWriteError):
+        BucketDDPCheckpointIO().save_checkpoint({"weights": 1}, tmp_path / "model.ckpt")
+    assert kept.read_text() == "mine"
+
+
+def test_only_stopped_ranks_of_this_host_are_killed() -> None:
+    store = HashStore()
+    channels = [SideChannel(store, name="run", rank=rank, world_size=4) for rank in range(4)]
+    with ExitStack() as stack:
+        stopped, elsewhere, running, stranger = (
+            stack.enter_context(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)) for _ in range(4)
+        )
+        for process in (stopped, elsewhere, running, stranger):
+            stack.callback(process.kill)
+        channels[1].introduce({**identity(), "pid": stopped.pid}, place=place())
+        channels[2].introduce({**identity(), "pid": elsewhere.pid, "host": "another"}, place=place())
+        channels[3].introduce({**identity(), "pid": running.pid}, place=place())
+        ranks = LocalRanks(channels[0], exit_status_of=lambda rank: None)
+        ranks.discover()
+        for process in (stopped, elsewhere, stranger):
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        ranks.kill_frozen()
+        assert stopped.wait() == -signal.SIGKILL
+        for process in (elsewhere, running, stranger):
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+            assert process.wait() == -signal.SIGTERM
+        ranks.close()
+    for channel in channels:
+        channel.close()
+
+
+# --- What the page says
+
+
+def test_every_place_that_unpickles_listens_or_starts_a_program_is_known() -> None:
+    """A new one needs a look, and a line in SECURITY.md."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+    def places(pattern: str) -> set[str]:
+        return {path for path, source in sources.items() if re.search(pattern, source)}
+
+    assert places(r"weights_only=False\)") == {"strategies/launchers.py", "strategies/predictions.py"}
+    assert places(r"pickle\.Unpickler\b|pickle\.loads?\(") == {"checkpoint/integrity.py", "checkpoint/snapshot.py"}
+    assert places(r"torch\.load\(") == {
+        *{"checkpoint/rank_state.py", "checkpoint/safe_loading.py"},
+        *{"strategies/launchers.py", "strategies/predictions.py"},
+    }
+    listening = {"startup/store.py", "commands/doctor/network.py", "commands/doctor/probe_group.py"}
+    assert places(r"create_server|\.bind\(\(|\.listen\(|http\.server|socketserver") == listening
+    assert places(r"\bTCPStore\(") == {"startup/store.py", "comm/process_group.py"}
+    assert places(r"subprocess\.(run|Popen)\(|os\.(system|exec|popen|spawn)") == {
+        "commands/doctor/host.py",
+        "commands/doctor/probe_group.py",
+    }
+    assert places(r"shell=True|(?<![\w.])(eval|exec)\(") == set()
+
+
+def test_every_variable_of_the_environment_is_listed() -> None:
+    sources = [path.read_text() for path in [*PACKAGE.rglob("*.py"), REPOSITORY / "lightning_bucketddp_autoload.py"]]
+    named = {name for source in sources for name in re.findall(r'"([A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+)"', source)}
+    listed = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", PAGE.read_text()))
+    assert {name for name in named - {"RUN_DIR"} if not name.startswith("NCCL_")} - listed == set()
+    assert "NCCL_*" in PAGE.read_text()
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    promised = re.findall(r"`(tests/[\w/]+\.py)`(?:[:,] `(test_\w+)`)?", PAGE.read_text())
+    assert len(promised) > 10
+    for path, name in promised:
+        assert f"def {name or 'test_'}" in (REPOSITORY / path).read_text(), (path, name)
