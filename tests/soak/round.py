@@ -104,7 +104,7 @@ class Arena:
             "directory": str(self.directory),
             "checkpoints": "/mnt" if self.disk else str(self.checkpoints),
             "strategy": self.strategy,
-            "timeout_s": TIMEOUT_S,
+            "timeout_s": trial.timeout_s if trial else TIMEOUT_S,
             "pause_s": _pause_s(trial) if trial else 0.0,
             "resume": self.resume,
             "faults": [

@@ -27,8 +27,9 @@ FAULTS_OF = dict.fromkeys(LAUNCHERS, ON_ONE_HOST) | {
     "hosts": ("raise", "out-of-memory", "kill", "stop", *BETWEEN_HOSTS),
 }
 
-# Of the group. A stuck rank is waited for so long.
+# Of the group. A stuck rank is waited for so long. Longer than it takes to notice that a host is gone.
 TIMEOUT_S = 10.0
+TIMEOUT_ON_HOSTS_S = 30.0
 # What the watchdogs need to be sure that a host is gone, and torchrun then; with the settings of `running.py`.
 LOST_HOST_S = 20.0
 _LAST_STEP = 30
@@ -199,6 +200,11 @@ class Trial:
         if self.launcher in RESTARTING:
             return not any(fault.ends_launcher for fault in self.faults)
         return all(fault.goes_on for fault in self.faults)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other."""
+        return TIMEOUT_ON_HOSTS_S if self.launcher == "hosts" else TIMEOUT_S
 
     @property
     def keeps_ranks(self) -> bool:
