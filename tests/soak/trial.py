@@ -149,7 +149,7 @@ class Fault:
             "full-disk-at-exception": r"No space left on device",
             "flip-weight": r"ReplicaDivergedError: .*`layers\.0\.weight`",
             "flip-gradient": r"ReplicaDivergedError: .*layers\.0\.weight`",
-            "lost-host": rf"Rank {rank} \(process \d+ on .*\) can no longer be reached",
+            "lost-host": rf"Rank {rank} (\(process \d+ on .*\) )?can no longer be reached",
         }.get(self.what)
 
     def describe(self) -> str:
