@@ -27,9 +27,10 @@ test-all: test test-long ## Run all tests
 test-oldest: .venv-oldest/.test browser ## Run all tests with the oldest supported torch and Lightning
 	.venv-oldest/bin/python $(PYTEST)
 
-soak: .venv/.test ## Train under random faults: ROUNDS=20 MINUTES=10 SEED=... FAULT=... LAUNCHER=...
-	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) \
-		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER))
+soak: .venv/.test ## Train under random faults: ROUNDS=20 MINUTES=10 JOBS=1 SEED=... FAULT=... LAUNCHER=... RESULT=...
+	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) --jobs $(or $(JOBS),1) \
+		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER)) \
+		$(if $(RESULT),--result $(RESULT))
 
 docs: .venv/.docs ## Build the documents as a site; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

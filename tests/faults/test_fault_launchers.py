@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 
 from tests.soak.round import SCRIPT
 from tests.soak.running import Program, Running, running
+from tests.soak.trial import Fault
 from tests.support import warm
 from tests.support.programs import SCRIPTS
 
 # Far from the time-out of the group.
 SOON_S = 30
-SETTINGS = {"strategy": "bucketddp", "timeout_s": 600, "pause_s": 0.03}
+SETTINGS = {"strategy": "bucketddp", "timeout_s": 600, "pause_s": 0.1, "resume": "last"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Ended:
     @property
     def completed(self) -> int:
         """Steps that both ranks have done."""
-        return min(self.run.read(f"progress{rank}")["step"] for rank in (0, 1))
+        return min(max(one["step"] for one in self.run.reports() if one["rank"] == rank) for rank in (0, 1))
 
     def saved_on_exception(self) -> dict[str, Any]:
         path = self.directory / "checkpoints" / "last-on-exception.ckpt"
@@ -42,33 +44,39 @@ class Ended:
         return checkpoint
 
 
+def fault_of(what: str, target: int | str) -> Fault:
+    return Fault(what=what, target=target, step=6)
+
+
 def end_of(
     launcher: str,
     directory: Path,
     *,
     fault: dict[str, Any] | None = None,
-    send: tuple[str, int | str] | None = None,
+    brought: Fault | None = None,
     script: Path = SCRIPT,
 ) -> Ended:
     """Let a program meet a fault, or a signal after its seventh step; all of its processes have to end soon."""
     settings = {"directory": str(directory), "checkpoints": str(directory / "checkpoints"), **SETTINGS}
     # The ranks of torchrun watch the process that has started them.
     python = sys.executable if launcher == "torchrun" else warm.python()
-    program = Program(script, launcher, {**settings, "fault": fault or {}}, python=python)
+    program = Program(script, launcher, {**settings, "faults": [fault] if fault else []}, python=python)
     output = directory / "output.txt"
     with running(program, directory=directory, output=output) as run:
-        fault_at = None
-        if send is not None:
-            assert run.wait_for_step(6), output.read_text()
-            fault_at = run.send(*send)
-        left = run.wait(fault_at=fault_at, patience_s=SOON_S)
+        if brought is not None:
+            assert run.wait_for_step(6, since=run.began_at), output.read_text()
+            run.bring(brought)
+        else:
+            assert run.wait_for(lambda: bool(run.read("fault0")), since=run.began_at), output.read_text()
+        soon = time.monotonic() + SOON_S
+        left = run.wait(until=lambda: soon)
         assert not left, f"{left} still run\n{output.read_text()}"
         assert run.exit_status != 0, output.read_text()
         return Ended(run.exit_status or 0, output.read_text(), run, directory)
 
 
 def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
-    ended = end_of("script", tmp_path, send=("SIGKILL", 0))
+    ended = end_of("script", tmp_path, brought=fault_of("kill", 0))
     assert ended.exit_status == -9
     assert "RankFailedError: Rank 1 ends, because another rank failed first. Rank 0 (process " in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
@@ -90,16 +98,16 @@ def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path
         assert 0 < (weight - step_5["state_dict"][name]).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
 def test_ranks_whose_parent_is_killed_stop_and_save(launcher: str, tmp_path: Path) -> None:
-    ended = end_of(launcher, tmp_path, send=("SIGKILL", "launcher"))
+    ended = end_of(launcher, tmp_path, brought=fault_of("kill", "launcher"))
     assert "; all ranks stop." in ended.output
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
 
 
 @pytest.mark.parametrize("target", ["launcher", 1])
 def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_path: Path) -> None:
-    ended = end_of("fork", tmp_path, send=("SIGINT", target))
+    ended = end_of("fork", tmp_path, brought=fault_of("sigint", target))
     assert "received SIGINT; all ranks stop." in ended.output
     assert ended.exit_status == 1  # Lightning's, for a keyboard interrupt
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
@@ -108,7 +116,7 @@ def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_
 @pytest.mark.long  # tests/strategies/test_restarts.py has torchrun start such a rank again
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
-    ended = end_of("torchrun", tmp_path, send=("SIGKILL", rank))
+    ended = end_of("torchrun", tmp_path, brought=fault_of("kill", rank))
     assert "exitcode  : -9" in ended.output
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
 

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.soak.__main__ import main
-from tests.soak.damage import flip_bit
-from tests.soak.round import HANG, LEFTOVER, LOSS, NUM_STEPS, STATUS, WEIGHTS, WORDS, Arena, Outcome, run_round
+from tests.soak.__main__ import _in, main
+from tests.soak.round import (
+    HANG,
+    LEFTOVER,
+    LOSS,
+    NUM_STEPS,
+    RESUME,
+    SAMPLES,
+    STATUS,
+    WEIGHTS,
+    WORDS,
+    Arena,
+    Effect,
+    Outcome,
+    run_round,
+    weights_undisturbed,
+)
 from tests.soak.tally import Tally
-from tests.soak.trial import FAULTS, LAUNCHERS, Trial
+from tests.soak.trial import FAULTS_OF, LAUNCHERS, Fault, Trial
+from tests.support.scripts.soaked import SAMPLES_PER_STEP, STEPS_PER_EPOCH, flip_bit
 
 # What a program writes that has come to its sixth step on both ranks. From then on it may get signals.
 PROGRESS = """
@@ -25,9 +41,25 @@ def write(name, content):
     path.with_suffix(".tmp").write_text(json.dumps(content))
     path.with_suffix(".tmp").replace(path)
 
+def append(name, content):
+    with open(f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(content) + "\\n")
+
+def train(*steps, samples=lambda step: []):
+    attempt = time.monotonic()
+    for step in steps:
+        for rank in (1, 0):
+            append(f"seen{rank}", {"attempt": attempt, "step": step, "samples": samples(step)[rank::2]})
+            append(f"rank{rank}", {"attempt": attempt, "step": step, "at": time.monotonic(), "pid": os.getpid()})
+
+def finish(weights):
+    for rank in (0, 1):
+        end = {"at": time.monotonic(), "step": NUM_STEPS, "weights": weights, "world_size": 2}
+        write(f"finished{rank}", end)
+
 HANDLER
-for rank in (1, 0):
-    write(f"progress{rank}", {"pid": os.getpid(), "step": 6})
+if not pathlib.Path("rank0.jsonl").exists():
+    train(6)
 """
 
 
@@ -35,20 +67,50 @@ for rank in (1, 0):
 @pytest.mark.timeout(600)
 def test_a_few_random_faults() -> None:
     # What it prints is shown if it fails, with the seed and the command that repeats the round.
-    assert main(["--rounds", "3", "--minutes", "1"]) == 0
+    assert main(["--rounds", "4", "--minutes", "1", "--jobs", "2"]) == 0
 
 
-def trial(**changes: Any) -> Trial:
-    usual = {"seed": 0, "launcher": "script", "fault": "sigterm", "target": 0, "step": 5, "is_restarted": False}
-    return Trial(**{**usual, **changes})
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "targets",
+    [(0, "ranks"), ("launcher",)],
+    ids=["it starts ranks again when rank zero is killed and when all are", "its agent is killed"],
+)
+def test_training_completes_under_torchrun(targets: tuple[int | str, ...], tmp_path: Path) -> None:
+    faults = [Fault(what="kill", target=target, step=step) for target, step in zip(targets, (7, 23), strict=False)]
+    ended = Trial(seed=0, launcher="elastic", faults=tuple(faults))
+    arena = Arena(directory=tmp_path, checkpoints=tmp_path)
+    with _in(arena, "undisturbed", None) as calm:
+        weights = weights_undisturbed(calm)
+    with _in(arena, "disturbed", ended) as place:
+        outcome = run_round(ended, place, expected_weights=weights)
+    assert outcome.findings == []
+    assert [effect.goes_on for effect in outcome.effects] == [ended.completes] * len(faults)
+    first = outcome.effects[0].steps_lost
+    assert first is not None
+    assert first <= 1
+    assert outcome.are_replicas_equal
 
 
-def outcome_of(code: str, directory: Path, what: Trial, *, handler: str = "") -> Outcome:
+def trial(*, launcher: str = "script", is_restarted: bool = False, seed: int = 0, **changes: Any) -> Trial:
+    fault = Fault(**{"what": "sigterm", "target": 0, "step": 5, **changes})
+    return Trial(seed=seed, launcher=launcher, faults=(fault,), is_restarted=is_restarted)
+
+
+def outcome_of(code: str, directory: Path, what: Trial, *, handler: str = "", resume: str = "last") -> Outcome:
     """What the soak finds about a program that only pretends to train."""
     script, disk = directory / "script.py", directory / "disk"
-    script.write_text(PROGRESS.replace("HANDLER", handler) + code)
+    begin = PROGRESS.replace("HANDLER", handler).replace("NUM_STEPS", str(NUM_STEPS))
+    script.write_text(begin + code)
     disk.mkdir(exist_ok=True)
-    arena = Arena(directory=directory, checkpoints=disk, patience_s=1.5, script=script)
+    arena = Arena(
+        directory=directory,
+        checkpoints=disk,
+        patience_s=1.5,
+        script=script,
+        python=sys.executable,
+        resume=resume,
+    )
     return run_round(what, arena, expected_weights="right")
 
 
@@ -60,7 +122,7 @@ def test_a_program_that_does_not_end_is_a_hang(tmp_path: Path) -> None:
     ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     outcome = outcome_of("time.sleep(1000)", tmp_path, trial(), handler=ignoring)
     assert HANG in kinds(outcome)
-    pid = json.loads((tmp_path / "progress0.json").read_text())["pid"]
+    pid = json.loads((tmp_path / "rank0.jsonl").read_text())["pid"]
     assert not Path(f"/proc/{pid}").exists()  # it is killed
 
 
@@ -79,18 +141,18 @@ def test_a_run_that_ends_early_with_status_zero_is_wrong(tmp_path: Path) -> None
     [
         (6, "sigterm", 0, False),
         (4, "sigterm", 0, True),
-        (4, "kill", 1, True),
-        (0, "kill", 0, False),  # at most as many as between two checkpoints
+        (4, "kill", 0, True),  # the other rank saves
+        (0, "kill", "all", False),  # at most as many as between two checkpoints
     ],
 )
 def test_steps_that_are_not_saved_are_a_loss(
-    saved: int, fault: str, target: int, is_lost: bool, tmp_path: Path
+    saved: int, fault: str, target: int | str, is_lost: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
     torch.save({"global_step": saved}, tmp_path / "disk" / "last.ckpt")
-    told = outcome_of("time.sleep(1000)", tmp_path, trial(fault=fault, target=target))
+    told = outcome_of("time.sleep(1000)", tmp_path, trial(what=fault, target=target))
     assert (LOSS in kinds(told)) == is_lost
-    assert WORDS in kinds(told)  # it says nothing of a rank
+    assert (WORDS in kinds(told)) == isinstance(target, int)  # it says nothing of a rank
 
 
 def test_a_damaged_checkpoint_is_a_loss(tmp_path: Path) -> None:
@@ -100,27 +162,46 @@ def test_a_damaged_checkpoint_is_a_loss(tmp_path: Path) -> None:
     assert LOSS in kinds(outcome_of("time.sleep(1000)", tmp_path, trial()))
 
 
-@pytest.mark.parametrize("weights", ["right", "wrong"])
-def test_a_restart_has_to_end_right_and_leave_nothing(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begins", "weights", "found"),
+    [(6, "right", {LEFTOVER}), (6, "wrong", {LEFTOVER, WEIGHTS}), (0, "right", {LEFTOVER, RESUME})],
+)
+def test_a_second_start_has_to_resume_end_right_and_leave_nothing(
+    begins: int, weights: str, found: set[str], tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     torch.save({"global_step": 6}, tmp_path / "disk" / "last.ckpt")
     code = f"""
 print("rank 0 received SIGTERM", flush=True)
-if not pathlib.Path("output of restart.txt").exists():
+if not pathlib.Path("output of second start.txt").exists():
     time.sleep(1000)
-for rank in (0, 1):
-    write(f"finished{{rank}}", {{"at": time.time(), "step": {NUM_STEPS}, "weights": "{weights}"}})
+train(*range({begins}, {NUM_STEPS} + 1))
+finish("{weights}")
 pathlib.Path("disk/{weights}.tmp").touch()
 """
-    outcome = outcome_of(code, tmp_path, trial(is_restarted=True))
-    assert kinds(outcome) == ({LEFTOVER} if weights == "right" else {LEFTOVER, WEIGHTS})
+    assert kinds(outcome_of(code, tmp_path, trial(is_restarted=True))) == found
+
+
+@pytest.mark.parametrize(("shift", "found"), [(0, set()), (1, {SAMPLES})])
+def test_a_sample_that_is_seen_twice_is_found(shift: int, found: set[str], tmp_path: Path) -> None:
+    # The program does not end by its fault, as with torchrun, and goes on with the samples from the sixth step on.
+    code = f"""
+def samples(step):
+    first = {SAMPLES_PER_STEP} * ((step - 1) % {STEPS_PER_EPOCH})
+    return [max(first - {shift}, 0), first + 1]
+write("fault0", {{"at": time.monotonic()}})
+train(*range(1, {NUM_STEPS} + 1), samples=samples)
+finish("right")
+"""
+    assert kinds(outcome_of(code, tmp_path, trial(what="slow", where="training"), resume="auto")) == found
 
 
 def test_seeds_draw_the_same_and_all_there_is() -> None:
-    trials = [Trial.draw(seed) for seed in range(400)]
-    assert trials == [Trial.draw(seed) for seed in range(400)]
-    assert {(one.launcher, one.fault) for one in trials} == {(x, y) for x in LAUNCHERS for y in FAULTS}
-    assert {one.target for one in trials} == {0, 1, "all", "launcher", "newest"}
+    trials = [Trial.draw(seed) for seed in range(1200)]
+    assert trials == [Trial.draw(seed) for seed in range(1200)]
+    drawn = {(one.launcher, fault.what) for one in trials for fault in one.faults}
+    assert drawn == {(launcher, fault) for launcher in LAUNCHERS for fault in FAULTS_OF[launcher]}
+    assert {fault.target for one in trials for fault in one.faults} == {0, 1, "all", "ranks", "launcher", "newest"}
 
 
 @pytest.mark.parametrize("bounds", [["--rounds", "0"], ["--minutes", "0"]])
@@ -131,13 +212,20 @@ def test_both_bounds_hold(bounds: list[str], capsys: pytest.CaptureFixture[str])
 
 def test_what_went_wrong_is_counted_and_can_be_repeated(tmp_path: Path) -> None:
     tally = Tally(lambda outcome: f"repeat {outcome.trial.seed}")
-    well, wrong = Outcome(trial(seed=7)), Outcome(trial(seed=8))
+    well, wrong = [
+        Outcome(one, effects=[Effect(one.faults[0], seconds, steps_lost=1)])
+        for one, seconds in ((trial(seed=7), 2.0), (trial(seed=8), 4.0))
+    ]
     wrong.find(LOSS, "two steps")
-    assert "loss" not in tally.add(well)
     assert "loss: two steps" in tally.add(wrong)
+    assert "loss" not in tally.add(well)
     table = tally.table()
     assert re.search(r"^rounds +2$", table, re.MULTILINE)
     assert re.search(r"^fault sigterm +2$", table, re.MULTILINE)
     assert re.search(r"^wrong: loss +1$", table, re.MULTILINE)
     assert "to see it again: repeat 8" in table
     assert "repeat 7" not in table
+    document = tally.document("On a machine.")
+    assert "| `sigterm` | end of all | 2 | 3.0 | 4.0 | 1 | 1 |" in document
+    assert document.index("| 7 | script |") < document.index("| 8 | script |")  # by seed
+    assert "* 8: loss: two steps (`repeat 8`)" in document

@@ -8,24 +8,34 @@ and whether it can be started again and ends with the weights of an undisturbed 
 from __future__ import annotations
 
 import argparse
+import platform
 import random
+import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import lightning
 import pytest
+import torch
 
 from tests.soak.round import Arena, Outcome, run_round, weights_undisturbed
 from tests.soak.tally import Tally
-from tests.soak.trial import FAULTS, LAUNCHERS, Trial
+from tests.soak.trial import FAULTS, FULL_DISKS, LAUNCHERS, Trial
+from tests.support import warm
 from tests.support.disks import small_disk
+from tests.support.hosts import hosts_on_a_switch
 
 _DISK_BYTES = 2**20
+# SLURM's own would have the job killed and queued again; the round does the first of it, and starts it again.
+_SCONTROL = "#!/bin/sh\ntouch requeued\n"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -33,62 +43,98 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="at most so many (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=10, help="begin no round after so long (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the first round; each next one has the next number")
+    parser.add_argument("--jobs", type=int, default=1, help="rounds side by side (default: %(default)s)")
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this (may be given again)")
     parser.add_argument("--launcher", choices=LAUNCHERS, action="append", help="only this (may be given again)")
     parser.add_argument("--strategy", choices=("bucketddp", "ddp"), default="bucketddp", help="ddp: for comparison")
+    parser.add_argument("--result", type=Path, help="a file for all that was seen, in Markdown")
     parser.add_argument(
         "--deadline", type=float, default=30, help="seconds that all may take to end (default: %(default)s)"
     )
     return parser.parse_args(arguments)
 
 
+class Soak:
+    """All rounds of one call, and what they have come to."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._until = time.monotonic() + 60 * options.minutes
+        self._directory = Path(tempfile.mkdtemp(prefix="soak-"))
+        self._arena = Arena(
+            directory=self._directory,
+            checkpoints=self._directory,
+            strategy=options.strategy,
+            patience_s=options.deadline,
+            resume="auto" if options.strategy == "bucketddp" else "last",
+        )
+        self._weights = ""
+        self._lock = threading.Lock()
+        self.tally = Tally(lambda outcome: _replay(outcome, options))
+
+    def run(self, seed: int) -> None:
+        print(f"seed {seed}; the files of rounds that go wrong stay in {self._directory}", flush=True)
+        with ThreadPoolExecutor(self._options.jobs) as jobs:
+            list(jobs.map(self._run_round, range(seed, seed + self._options.rounds)))
+        if not self.tally.failed:
+            shutil.rmtree(self._directory)
+
+    def _run_round(self, seed: int) -> None:
+        if time.monotonic() > self._until:
+            return
+        with self._lock:
+            self._weights = self._weights or self._weights_undisturbed()
+        options = self._options
+        trial = Trial.draw(seed, launchers=options.launcher or LAUNCHERS, faults=options.fault or FAULTS)
+        try:
+            with _in(self._arena, str(seed), trial) as place:
+                outcome = run_round(trial, place, expected_weights=self._weights)
+        except pytest.skip.Exception as reason:
+            print(f"{seed:<8}{trial.launcher:<9}left out: {reason}", flush=True)
+            return
+        with self._lock:
+            print(self.tally.add(outcome), flush=True)
+        if not outcome.findings:
+            shutil.rmtree(self._directory / str(seed))
+
+    def _weights_undisturbed(self) -> str:
+        with _in(self._arena, "undisturbed", None) as calm:
+            weights = weights_undisturbed(calm)
+        shutil.rmtree(self._directory / "undisturbed")
+        return weights
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    seed = random.randrange(10**6) if options.seed is None else options.seed
-    until = time.monotonic() + 60 * options.minutes
-    directory = Path(tempfile.mkdtemp(prefix="soak-"))
-    print(f"seed {seed}; the files of rounds that go wrong stay in {directory}", flush=True)
-    tally = Tally(lambda outcome: _replay(outcome, options))
-    arena = Arena(directory=directory, checkpoints=directory, strategy=options.strategy, patience_s=options.deadline)
-    weights = ""
-    for number in range(seed, seed + options.rounds):
-        if time.monotonic() > until:
-            break
-        weights = weights or _weights_undisturbed(arena)
-        trial = Trial.draw(number, launchers=options.launcher or LAUNCHERS, faults=options.fault or FAULTS)
-        try:
-            with _in(arena, str(number), is_small=trial.fault == "full-disk") as place:
-                outcome = run_round(trial, place, expected_weights=weights)
-        except pytest.skip.Exception as reason:
-            print(f"{number:<11}{trial.describe():<60}left out: {reason}", flush=True)
-            continue
-        print(tally.add(outcome), flush=True)
-        if not outcome.findings:
-            shutil.rmtree(directory / str(number))
-    print(tally.table(), flush=True)
-    if not tally.failed:
-        shutil.rmtree(directory)
-    return 1 if tally.failed else 0
-
-
-def _weights_undisturbed(arena: Arena) -> str:
-    with _in(arena, "undisturbed") as calm:
-        weights = weights_undisturbed(calm)
-    shutil.rmtree(arena.directory / "undisturbed")
-    return weights
+    soak = Soak(options)
+    soak.run(random.randrange(10**6) if options.seed is None else options.seed)
+    warm.close()
+    print(soak.tally.table(), flush=True)
+    if options.result:
+        versions = f"torch {torch.__version__}, Lightning {lightning.__version__}, Python {platform.python_version()}"
+        command = shlex.join(["python", "-m", "tests.soak", *arguments])
+        machine = f"{platform.machine()}, Linux {platform.release()}"
+        options.result.write_text(soak.tally.document(f"`{command}`, with {versions}, on {machine}."))
+    return 1 if soak.tally.failed else 0
 
 
 @contextmanager
-def _in(arena: Arena, name: str, *, is_small: bool = False) -> Iterator[Arena]:
-    """`arena` with a directory of its own, and a disk that can be filled where `is_small`."""
-    directory = arena.directory / name
-    checkpoints = directory / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    if not is_small:
-        yield replace(arena, directory=directory, checkpoints=checkpoints)
-        return
-    with small_disk(num_bytes=_DISK_BYTES) as disk:
-        yield replace(arena, directory=directory, checkpoints=disk.path, disk=disk)
+def _in(arena: Arena, name: str, trial: Trial | None) -> Iterator[Arena]:
+    """`arena` with a directory of its own, and what `trial` needs: a disk that can be filled, hosts, SLURM."""
+    arena = replace(arena, directory=arena.directory / name, checkpoints=arena.directory / name / "checkpoints")
+    arena.checkpoints.mkdir(parents=True)
+    with ExitStack() as stack:
+        if trial and any(fault.what in FULL_DISKS for fault in trial.faults):
+            disk = stack.enter_context(small_disk(num_bytes=_DISK_BYTES))
+            arena = replace(arena, checkpoints=disk.path, disk=disk)
+        if trial and trial.launcher == "hosts":
+            arena = replace(arena, network=stack.enter_context(hosts_on_a_switch(2)))
+        if trial and trial.launcher == "slurm":
+            scontrol = arena.directory / "bin" / "scontrol"
+            scontrol.parent.mkdir()
+            scontrol.write_text(_SCONTROL)
+            scontrol.chmod(0o755)
+        yield arena
 
 
 def _replay(outcome: Outcome, options: argparse.Namespace) -> str:

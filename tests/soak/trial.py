@@ -10,14 +10,154 @@ from typing import Any
 
 from tests.support.scripts.soaked import SAVE_EVERY_N_STEPS, START_TIMEOUT_S
 
-LAUNCHERS = ("script", "torchrun", "spawn", "fork")
-SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "sigterm": "SIGTERM", "sigint": "SIGINT"}
-INSIDE = ("raise", "exit", "slow", "full-disk", "flip-weight")
-FAULTS = (*INSIDE, *SIGNALS, "flip-file")
+# Those that start ranks again by themselves: torchrun with `--max-restarts`, on one host and on two.
+RESTARTING = ("elastic", "hosts")
+LAUNCHERS = ("script", "torchrun", "spawn", "fork", "slurm", *RESTARTING)
+MAX_RESTARTS = 3
+
+FLIPS = ("flip-weight", "flip-gradient", "flip-file")
+FULL_DISKS = ("full-disk", "full-disk-at-exception")
+INSIDE = ("raise", "exit", "out-of-memory", "slow", *FULL_DISKS, "flip-weight", "flip-gradient", "clock")
+SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "sigterm": "SIGTERM", "sigint": "SIGINT", "flip-file": "SIGKILL"}
+ON_ONE_HOST = (*INSIDE, *SIGNALS)
+BETWEEN_HOSTS = ("lost-agent", "lost-host", "lost-cable")
+FAULTS = (*ON_ONE_HOST, "requeue", *BETWEEN_HOSTS)
+FAULTS_OF = dict.fromkeys(LAUNCHERS, ON_ONE_HOST) | {
+    "slurm": (*ON_ONE_HOST, "requeue"),
+    "hosts": ("raise", "out-of-memory", "kill", "stop", *BETWEEN_HOSTS),
+}
 
 # Of the group. A stuck rank is waited for so long.
 TIMEOUT_S = 10.0
-_LAST_STEP = 45
+# What the watchdogs need to be sure that a host is gone, and torchrun then; with the settings of `running.py`.
+LOST_HOST_S = 20.0
+_LAST_STEP = 30
+_JUMPS_S = (3600, -3600, 86400, -86400)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one start of the program.
+
+    Attributes:
+        what: its kind.
+        target: to whom: a rank (or the host of its number), "all" processes, "ranks" (all, but not what has started
+            them), or the "launcher", a process that is no rank.
+        step: after how many steps; None: while the program starts.
+        delay_s: for what comes from outside: how long after that.
+        where: for what happens inside: in which function.
+        details: what else the fault needs to know.
+    """
+
+    what: str
+    target: int | str
+    step: int | None
+    delay_s: float = 0.0
+    where: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def draw(cls, generator: random.Random, launcher: str, what: str, step: int) -> Fault:
+        rank = 0 if what == "full-disk" else generator.randrange(2)
+        if what in INSIDE:
+            places = {
+                "raise": ("training", "callback", "validation"),
+                **dict.fromkeys(("flip-weight", "clock"), ("training",)),
+                "flip-gradient": ("optimizer",),
+            }
+            where = generator.choice(places.get(what, ("training", "validation")))
+            # Of a gradient, one that no rounding hides.
+            bit = generator.randrange(20, 31) if what == "flip-gradient" else generator.randrange(31)
+            details: dict[str, Any] = {"status": 0 if rank and launcher not in RESTARTING else 3, "bit": bit}
+            target: int | str = rank
+            if what == "clock":
+                details = {"jump_s": generator.choice(_JUMPS_S), "dies": generator.choice([None, rank])}
+                target = generator.choice([rank, "all"])
+            return cls(what=what, target=target, step=step, where=where, details=details)
+        delay_s = generator.uniform(0, 0.1)
+        if what == "flip-file":
+            details = {"place": generator.random(), "bit": generator.randrange(8)}
+            step = max(step, 2 * SAVE_EVERY_N_STEPS)  # so that there is a file
+            return cls(what=what, target=rank, step=step, delay_s=delay_s, details=details)
+        if what in ("kill", "sigterm", "sigint") and launcher != "hosts":
+            others = {"script": ["all"], "slurm": ["all"], "elastic": ["ranks", "launcher"]}
+            choices = [rank, rank, *others.get(launcher, ["all", "launcher"])]
+            if launcher not in ("slurm", "elastic") and generator.random() < 0.2:
+                late = generator.uniform(0.2, 8)
+                return cls(what=what, target=generator.choice(["launcher", "newest"]), step=None, delay_s=late)
+            return cls(what=what, target=generator.choice(choices), step=step, delay_s=delay_s)
+        if what == "requeue":
+            return cls(what=what, target=generator.choice([rank, "ranks"]), step=step, delay_s=delay_s)
+        return cls(what=what, target=rank, step=step, delay_s=delay_s)
+
+    @property
+    def signal(self) -> str:
+        """What is sent from outside; empty if nothing is."""
+        return {**SIGNALS, "requeue": "SIGUSR1"}.get(self.what, "")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run shall go on as if nothing had happened."""
+        return self.what == "slow" or (self.what == "clock" and self.details["dies"] is None)
+
+    @property
+    def ends_launcher(self) -> bool:
+        """Whether what would start the ranks again is lost: torchrun's agent that has the store of all agents."""
+        return self.target in ("launcher", "all") or (self.what in ("lost-agent", "lost-host") and self.target == 0)
+
+    @property
+    def patience_s(self) -> float:
+        """How long the ranks may wait for each other before they have to end."""
+        if self.step is None:
+            return START_TIMEOUT_S
+        if self.what in BETWEEN_HOSTS:
+            return LOST_HOST_S
+        return TIMEOUT_S if self.what == "stop" else 0.0
+
+    @property
+    def max_lost_steps(self) -> int:
+        """How far what is resumed may be behind: 1 where any rank sees the end with good weights and can save."""
+        none_left = self.signal == "SIGKILL" and self.target in ("all", "ranks")
+        if self.step is None or none_left or self.what in FLIPS + FULL_DISKS:
+            return SAVE_EVERY_N_STEPS + 1
+        return 1
+
+    def says(self, launcher: str) -> str | None:
+        """What the output of the run must match: which rank it was, in our words or in its launcher's."""
+        rank = self.details.get("dies", self.target)
+        if self.step is None:
+            return None
+        if self.target == "launcher" and self.signal == "SIGKILL":
+            # Where torch starts the ranks, the kernel sends them this when their parent dies.
+            return r"the process that has started rank \d is gone|rank \d received SIGINT"
+        if not isinstance(rank, int):
+            return None
+        of_torchrun = rf"|rank +: {rank} \(local_rank"
+        by_launcher = {
+            **dict.fromkeys(("torchrun", *RESTARTING), of_torchrun),
+            **dict.fromkeys(("spawn", "fork"), rf"|(?i:process) {rank} terminated with"),
+        }.get(launcher, "")
+        died = rf"Rank {rank} \(process \d+ on .*\) (died|can no longer be reached){by_launcher}"
+        return {
+            "raise": rf"Rank {rank} \(process \d+ on .*\) failed in .*: ValueError: an accident{by_launcher}",
+            **dict.fromkeys(("exit", "kill", "out-of-memory", "clock"), died),
+            "stop": rf"Rank {rank} .*its process is stopped|Rank {rank} .* on host",
+            "sigterm": rf"rank {rank} received SIGTERM",
+            "sigint": rf"rank {rank} received SIGINT",
+            "full-disk": r"CheckpointWriteError: .*No space left on device",
+            "full-disk-at-exception": r"No space left on device",
+            "flip-weight": r"ReplicaDivergedError: .*`layers\.0\.weight`",
+            "flip-gradient": r"ReplicaDivergedError: .*layers\.0\.weight`",
+            "lost-host": rf"Rank {rank} \(process \d+ on .*\) can no longer be reached",
+        }.get(self.what)
+
+    def describe(self) -> str:
+        who = f"rank {self.target}" if isinstance(self.target, int) else f"the {self.target}"
+        who = f"host {self.target}" if self.what in BETWEEN_HOSTS else "all" if self.target == "all" else who
+        when = "start" if self.step is None else f"step {self.step}"
+        place = f" in {self.where}" if self.where else f" + {self.delay_s:.2f} s"
+        more = f", {self.details['jump_s']:+} s, dies: {self.details['dies']}" if self.what == "clock" else ""
+        return f"{self.what:<23}{who:<13}{when}{place}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,111 +167,49 @@ class Trial:
     Attributes:
         seed: that all of it was drawn from.
         launcher: what starts the ranks.
-        fault: what happens.
-        target: to whom: a rank, "all" processes, or the "launcher", a process that is no rank.
-        step: after how many steps; None: while the program starts.
-        delay_s: for what comes from outside: how long after that.
-        where: for what happens inside: in which function.
-        is_restarted: whether the program is started again afterwards.
-        details: what else the fault needs to know.
+        faults: one for each start.
+        is_restarted: whether the program is started again afterwards, if it does not go on by itself.
     """
 
     seed: int
     launcher: str
-    fault: str
-    target: int | str
-    step: int | None
-    delay_s: float = 0.0
-    where: str = ""
+    faults: tuple[Fault, ...]
     is_restarted: bool = True
-    details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, seed: int, *, launchers: Sequence[str] = LAUNCHERS, faults: Sequence[str] = FAULTS) -> Trial:
         generator = random.Random(seed)
-        launcher, fault = generator.choice(launchers), generator.choice(faults)
-        rank = 0 if fault == "full-disk" else generator.randrange(2)
-        trial: dict[str, Any] = {"seed": seed, "launcher": launcher, "fault": fault, "target": rank}
-        trial["step"] = generator.randrange(_LAST_STEP)
-        trial["is_restarted"] = fault in ("full-disk", "flip-file") or generator.random() < 0.5
-        if fault in INSIDE:
-            places = {"raise": ("training", "callback", "validation"), "flip-weight": ("training",)}
-            trial["where"] = generator.choice(places.get(fault, ("training", "validation")))
-            trial["details"] = {"status": 0 if rank else 3, "bit": generator.randrange(31)}
-            return cls(**trial)
-        trial["delay_s"] = generator.uniform(0, 0.1)
-        if fault == "flip-file":
-            trial["step"] = generator.randrange(2 * SAVE_EVERY_N_STEPS, _LAST_STEP)  # so that there is a file
-            trial["details"] = {"place": generator.random(), "bit": generator.randrange(8)}
-        elif fault != "stop":
-            can_be_alone = launcher != "script"
-            trial["target"] = generator.choice([rank, rank, "all", *(["launcher"] if can_be_alone else [])])
-            if generator.random() < 0.2:
-                trial.update(
-                    step=None, delay_s=generator.uniform(0.2, 8), target=generator.choice(["launcher", "newest"])
-                )
-        return cls(**trial)
+        possible = [one for one in launchers if set(FAULTS_OF[one]) & set(faults)]
+        # Most often the one that takes several faults in the time of one.
+        launcher = generator.choice([*possible, *(["elastic"] * 3 if "elastic" in possible else [])])
+        kinds = [one for one in FAULTS_OF[launcher] if one in faults]
+        num_faults = generator.randint(1, MAX_RESTARTS) if launcher in RESTARTING else 1
+        drawn: list[Fault] = []
+        for step in sorted(generator.sample(range(_LAST_STEP), num_faults)):
+            drawn.append(Fault.draw(generator, launcher, generator.choice(kinds), step))
+            if drawn[-1].goes_on or drawn[-1].ends_launcher or drawn[-1].what in BETWEEN_HOSTS:
+                break
+        is_restarted = launcher == "slurm" or drawn[-1].what in (*FULL_DISKS, "flip-file", *BETWEEN_HOSTS)
+        is_restarted = is_restarted or drawn[-1].what == "clock" or generator.random() < 0.5
+        return cls(seed=seed, launcher=launcher, faults=tuple(drawn), is_restarted=is_restarted)
 
     @property
-    def signal(self) -> str | None:
-        """What is sent from outside."""
-        return SIGNALS.get("kill" if self.fault == "flip-file" else self.fault)
+    def completes(self) -> bool:
+        """Whether the run shall come to its end without help."""
+        if self.launcher in RESTARTING:
+            return not any(fault.ends_launcher for fault in self.faults)
+        return all(fault.goes_on for fault in self.faults)
 
     @property
-    def finishes(self) -> bool:
-        """Whether the run shall go on as if nothing had happened."""
-        return self.fault == "slow"
+    def keeps_ranks(self) -> bool:
+        """Whether the run has as many ranks at its end as before."""
+        return not any(fault.what in ("lost-host", "lost-cable", "lost-agent") for fault in self.faults)
 
     @property
-    def patience_s(self) -> float:
-        """How long the ranks may wait for each other before they have to end."""
-        if self.step is None:
-            return START_TIMEOUT_S
-        return TIMEOUT_S if self.fault == "stop" else 0.0
+    def needs_parents(self) -> bool:
+        """Whether processes have to be children of those that have started them, and start as slowly as usual."""
+        return any(fault.target in ("launcher", "newest") or fault.what == "lost-agent" for fault in self.faults)
 
-    @property
-    def max_lost_steps(self) -> int:
-        """How far the newest checkpoint may be behind: where rank zero sees the end, it saves."""
-        is_blind = self.signal in ("SIGKILL", "SIGSTOP") or self.fault == "exit"
-        if self.step is None or self.fault in ("full-disk", "flip-weight") or (is_blind and self.target in (0, "all")):
-            return SAVE_EVERY_N_STEPS + 1
-        return 1
-
-    @property
-    def says(self) -> str | None:
-        """What the output of the run must match: which rank it was, in our words or in its launcher's."""
-        rank = self.target
-        if self.step is None:
-            return None
-        if rank == "launcher" and self.signal == "SIGKILL":
-            # Where torch starts the ranks, the kernel sends them this when their parent dies.
-            return r"the process that has started rank \d is gone|rank \d received SIGINT"
-        if not isinstance(rank, int):
-            return None
-        by_launcher = {
-            "script": "",
-            "torchrun": rf"|rank +: {rank} \(local_rank",
-            "spawn": rf"|(?i:process) {rank} terminated with",
-            "fork": rf"|(?i:process) {rank} terminated with",
-        }[self.launcher]
-        return {
-            "raise": rf"Rank {rank} \(process \d+ on .*\) failed in .*: ValueError: an accident{by_launcher}",
-            "exit": rf"Rank {rank} \(process \d+ on .*\) died{by_launcher}",
-            "kill": rf"Rank {rank} \(process \d+ on .*\) died{by_launcher}",
-            "stop": rf"Rank {rank} .*its process is stopped",
-            "sigterm": rf"rank {rank} received SIGTERM",
-            "sigint": rf"rank {rank} received SIGINT",
-            "full-disk": r"CheckpointWriteError: .*No space left on device",
-            "flip-weight": r"ReplicaDivergedError: .*`layers\.0\.weight`",
-        }.get(self.fault)
-
-    def is_said_in(self, output: str) -> bool:
-        return self.says is None or re.search(self.says, output) is not None
-
-    def describe(self) -> str:
-        who = f"rank {self.target}" if isinstance(self.target, int) else f"the {self.target}"
-        if self.target == "all":
-            who = "all"
-        when = "start" if self.step is None else f"step {self.step}"
-        place = f" in {self.where}" if self.where else f" + {self.delay_s:.2f} s"
-        return f"{self.launcher:<9}{self.fault:<12}{who:<14}{when}{place}"
+    def not_said_in(self, output: str) -> list[str]:
+        wanted = [fault.says(self.launcher) for fault in self.faults]
+        return [words for words in wanted if words is not None and re.search(words, output) is None]

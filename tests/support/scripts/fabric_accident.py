@@ -16,7 +16,8 @@ from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
 from tests.support.scripts.soaked import write
 
 
-def main(*, directory: str, start_method: str, timeout_s: float, fault: dict[str, Any], **_: Any) -> None:
+def main(*, directory: str, start_method: str, timeout_s: float, faults: list[dict[str, Any]], **_: Any) -> None:
+    [fault] = faults
     strategy = BucketDDPStrategy(start_method=start_method, timeout=timedelta(seconds=timeout_s))
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
@@ -24,7 +25,7 @@ def main(*, directory: str, start_method: str, timeout_s: float, fault: dict[str
     module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     for step in range(1000):
         if (fabric.global_rank, step) == (fault["rank"], fault["step"]):
-            write(directory, "fault", {"at": time.time()})
+            write(directory, "fault0", {"at": time.monotonic()})
             raise ValueError("an accident")
         optimizer.zero_grad()
         fabric.backward(module(torch.ones(2, 4)).mean())
