@@ -69,8 +69,3 @@ def is_launched_by_torchrun() -> bool:
 def agent_holds_store() -> bool:
     """Return whether torchrun's agent holds the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def restart_count() -> int:
-    """Return how often torchrun has restarted this run."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ class StoreAccess:
     Attributes:
         store: the connection.
         port: where the store listens; None if it is not on a network.
-        name: of the process group; groups that share a store have different names.
+        name: of the process group, and of no other that a store has seen: torchrun's is there from one restart to the
+            next, and agents on several hosts count restarts differently.
         is_held_by_rank_zero: otherwise torchrun's agent holds it.
     """
 
@@ -38,10 +40,12 @@ def access_store() -> StoreAccess:
     else:  # torch 2.5 cannot
         address = (underlying.host, underlying.port)
         connection = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    group_name = dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
+    identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
     return StoreAccess(
         connection,
         port=getattr(underlying, "port", None),
-        name=dist.group.WORLD.group_name if dist.group.WORLD is not None else "",
+        name=f"{group_name}/{identity}",
         is_held_by_rank_zero=not agent_holds_store(),
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lightning_bucketddp.processes import agent_holds_store, restart_count
+from lightning_bucketddp.processes import agent_holds_store
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class StoreAddress:
 
     def _open_client(self, address: str) -> Store:
         """Return a connection to the store at `address`, a number: nobody has to ask for the name's again."""
-        store = TCPStore(
+        return TCPStore(
             address,
             self.port,
             is_master=self.is_host,
@@ -147,8 +147,6 @@ class StoreAddress:
             wait_for_workers=False,
             timeout=self._client_timeout,
         )
-        # The agent's store is there from one restart to the next.
-        return part_of(store, f"bucketddp/attempt/{restart_count()}") if agent_holds_store() else store
 
     @property
     def _client_timeout(self) -> timedelta:

@@ -32,7 +32,6 @@ from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
-from lightning_bucketddp.processes import restart_count
 from lightning_bucketddp.strategies.signals import InterruptSignals, StopSignals
 
 if TYPE_CHECKING:
@@ -205,8 +204,8 @@ def torn(path: object, *, newest: object = None) -> str:
 
 
 def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
-    # Runs follow each other in one store, also after a restart; each rank counts its own.
-    run = f"bucketddp/{access.name}/{restart_count()}"
+    # Runs follow each other in one process group; each rank counts its own.
+    run = f"bucketddp/{access.name}"
     number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
     name = f"{run}/{number}"
     return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)

@@ -32,8 +32,8 @@ def meet(
     point = StoreAddress(
         address="127.0.0.1", port=port, rank=ranks[me], world_size=world_sizes[me], local_rank=ranks[me]
     )
-    # As torchrun sets them.
-    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"} if agent else {}
+    # As torchrun sets them. Agents count the restarts that ranks of their own host have caused.
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(me)} if agent else {}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began = time.monotonic()
     with patch.dict(os.environ, variables):
