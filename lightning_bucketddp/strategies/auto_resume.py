@@ -16,10 +16,12 @@ import inspect
 import json
 import os
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -88,7 +90,7 @@ class AutoResume(NoAutoResume):
             "command": _command(),
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "parameters": [(name, _shape(param)) for name, param in module.named_parameters()],
-            "hyperparameters": [_plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
+            "hyperparameters": [plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
             "checkpoints": [
                 (it.state_key, str(self._directories.setdefault(it, it.dirpath)), str(it.filename))
                 for it in trainer.checkpoint_callbacks
@@ -198,18 +200,26 @@ def _shape(param: torch.nn.Parameter) -> list[int] | None:
     return None if torch.nn.parameter.is_lazy(param) else list(param.shape)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return `value` as JSON has it; what an object of another kind is, but not what it holds."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf  # as the user has it; what it refers to may be the time of day
 
-        return OmegaConf.to_container(value, resolve=False)
+        return plain(OmegaConf.to_container(value, resolve=False))
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(plain(item)) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import sys
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
+from omegaconf import OmegaConf
+from torch import nn
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.strategies.auto_resume import plain
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.resuming import (
     Interruption,
@@ -62,6 +68,7 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
             Setting(trainer={"max_steps": 14}),
             [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
             id="number of steps",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Setting(trainer={"val_check_interval": 3, "num_sanity_val_steps": 0}),
@@ -73,7 +80,7 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
         pytest.param(Setting("two"), [Interruption(6), Interruption(12)], id="two loaders"),
         pytest.param(Setting("two, no cycle"), [Interruption(13)], id="two loaders that end"),
         pytest.param(Setting("own sampler"), [Interruption(20)], id="random sampler of each rank"),
-        pytest.param(Setting("in order", num_samples=27), [Interruption(9)], id="padded"),
+        pytest.param(Setting("in order", num_samples=27), [Interruption(9)], id="padded", marks=pytest.mark.long),
         pytest.param(Setting(num_samples=26, global_batch_size=8), [Interruption(5)], id="global batch"),
     ],
 )
@@ -167,6 +174,20 @@ def test_only_checkpoints_of_the_same_run_are_taken(tmp_path: Path) -> None:
     assert told["other arguments"] == f"{none} (4 other runs left some): training begins at the start."
     assert told["path"] == "`ckpt_path` was given: resuming from there."
     assert re.fullmatch(r"resuming from `.*` \(step 7, epoch 0\), where the run had ended\.", told["again"])
+
+
+def hyperparameters() -> list[Any]:
+    """Made anew: what they hold is the same, and where it is in memory is not."""
+    config = OmegaConf.create({"out": "???", "when": "${now}"})
+    objects = [nn.Linear(2, 2), nn.functional.relu, nn.ReLU, Path("here"), signal.SIGTERM, {"b", "a"}, config]
+    return [{"lr": 0.1, "sizes": (1, 2)}, Namespace(config=Setting(trainer={"a": objects})), None]
+
+
+def test_hyperparameters_are_compared_by_what_they_hold() -> None:
+    assert json.dumps(plain(hyperparameters())) == json.dumps(plain(hyperparameters()))
+    others = [{"lr": 0.2}, {"lr": 0.1, "sizes": (1, 3)}, signal.SIGINT, Setting(num_epochs=7), nn.ELU, {"a", "c"}]
+    texts = [json.dumps(plain(value)) for value in (*others, *hyperparameters(), signal.SIGTERM, Setting(), {"b", "a"})]
+    assert len(set(texts)) == len(texts)
 
 
 def test_fits_that_are_alike_are_runs_of_their_own(tmp_path: Path) -> None:
