@@ -323,7 +323,8 @@ def _start_again(outcome: Outcome, arena: Arena, expected_weights: str | None) -
         elif run.exit_status != 0 or not _is_finished(run):
             outcome.find(STATUS, f"{run.exit_status} of the second start, which is not complete")
         else:
-            begun = run.reports()[0]["step"]
+            # None where the first start has come to its end all the same.
+            begun = next((int(one["step"]) for one in run.reports()), done)
             if done - begun > fault.max_lost_steps:
                 outcome.find(RESUME, f"{done} steps were complete, the second start begins after {begun}")
             _check_finish(outcome, arena, run, expected_weights)
