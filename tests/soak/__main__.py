@@ -12,6 +12,7 @@ import platform
 import random
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -105,6 +106,8 @@ class Soak:
 
 
 def main(arguments: list[str]) -> int:
+    # Ignored where a shell has started us in the background, and then by all that we start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(arguments)
     soak = Soak(options)
     soak.run(random.randrange(10**6) if options.seed is None else options.seed)
