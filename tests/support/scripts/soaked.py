@@ -121,7 +121,9 @@ class Accident(Callback):
         self._may_happen("callback", trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._may_happen("validation", trainer)
+        # Before it has begun to train, nobody knows what this start would have lost.
+        if not trainer.sanity_checking:
+            self._may_happen("validation", trainer)
 
     def _raise(self, fault: dict[str, Any], trainer: Trainer) -> None:
         raise ValueError("an accident")
