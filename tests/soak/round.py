@@ -288,9 +288,10 @@ def _check_samples(outcome: Outcome, arena: Arena) -> None:
 
 def _check_checkpoints(outcome: Outcome, arena: Arena) -> None:
     """Look whether all files are whole, and, where the run has ended, how far the newest is behind."""
-    flipped = (arena.directory / "flipped0").exists()
+    flipped = any(arena.directory.glob("flipped*"))
     saved = 0
-    for path in sorted(arena.checkpoints.glob("*.ckpt")):
+    # Lightning saves beside them before it has a job requeued.
+    for path in sorted([*arena.checkpoints.glob("*.ckpt"), *arena.directory.glob("*.ckpt")]):
         with path.open("rb") as file:
             damage = damage_in(file)
         if damage is None:
