@@ -107,7 +107,12 @@ class Guarded:
                 raise
         except BaseException as error:
             if self.on_exception is not None:
-                self.on_exception(error)
+                try:
+                    self.on_exception(error)
+                except Exception as failure:
+                    # The process that waits shows how one rank has ended, which may be another.
+                    log.error("bucketddp: a callback has failed when the run was over: %s", failure)
+                    raise
             if self.in_child and isinstance(error, KeyboardInterrupt):
                 # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None

@@ -7,11 +7,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_bucketddp import CheckpointWriteError
+from lightning_bucketddp.strategies.launchers import Guarded
 from tests.soak.round import SCRIPT
 from tests.soak.running import Program, Running, running
 from tests.soak.trial import Fault
@@ -98,7 +101,7 @@ def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path
         assert 0 < (weight - step_5["state_dict"][name]).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+@pytest.mark.parametrize("launcher", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_ranks_whose_parent_is_killed_stop_and_save(launcher: str, tmp_path: Path) -> None:
     ended = end_of(launcher, tmp_path, brought=fault_of("kill", "launcher"))
     assert "; all ranks stop." in ended.output
@@ -119,6 +122,20 @@ def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
     ended = end_of("torchrun", tmp_path, brought=fault_of("kill", rank))
     assert "exitcode  : -9" in ended.output
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+
+
+def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    # Of spawned and forked ranks torch shows how one has ended. The soak fills a disk before another one saves.
+    def fail() -> None:
+        raise ValueError("an accident")
+
+    def save(_: BaseException) -> None:
+        raise CheckpointWriteError("no space left")
+
+    strategy = SimpleNamespace(end_run_by=lambda _: None)
+    with pytest.raises(CheckpointWriteError, match="no space left"):
+        Guarded(fail, strategy, save, in_child=True)()
+    assert "a callback has failed when the run was over: no space left" in caplog.text
 
 
 def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
