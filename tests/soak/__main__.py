@@ -8,6 +8,7 @@ and whether it can be started again and ends with the weights of an undisturbed 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import random
 import shlex
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
     if options.result:
         versions = f"torch {torch.__version__}, Lightning {lightning.__version__}, Python {platform.python_version()}"
         command = shlex.join(["python", "-m", "tests.soak", *arguments])
-        machine = f"{platform.machine()}, Linux {platform.release()}"
+        machine = f"{platform.machine()}, {os.cpu_count()} cores"
         options.result.write_text(soak.tally.document(f"`{command}`, with {versions}, on {machine}."))
     return 1 if soak.tally.failed else 0
 
