@@ -111,7 +111,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 # They need as much time as all others together.
-LONG = ("language_model", "notebook")
+LONG = ("gan", "language_model", "notebook")
 
 
 @pytest.mark.parametrize(

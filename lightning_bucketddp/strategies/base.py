@@ -32,6 +32,7 @@ from lightning_bucketddp.comm.process_group import abort_device_groups
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun
+from lightning_bucketddp.reducer import reduction, sharded_bucket
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.startup.child_processes import ChildProcesses
@@ -42,6 +43,11 @@ from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
 
 _EXCHANGED_WITHIN_S = 0.5
+# A thread that is in one of them waits for other ranks. None of them calls functions of the user.
+_FILES_OF_WAITS = (
+    *files_of_collectives(),
+    *(str(module.__file__) for module in (reduction, sharded_bucket, torch.futures)),
+)
 # At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
 # callbacks save.
 _LAST_RESORT = timedelta(seconds=15)
@@ -104,7 +110,7 @@ class StrategyBase:
         self.options = options
         self.config: ReducerConfig = options.reducer
         self._collectives: Collectives | None = None
-        self._progress = Progress(waiting_in=files_of_collectives())
+        self._progress = Progress(waiting_in=_FILES_OF_WAITS)
         self._fault_handler: FaultHandler | None = None
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
@@ -238,7 +244,7 @@ class StrategyBase:
             abort_device_groups()
 
         def claim(run_id: str) -> bool:
-            directory = None if (strategy := this()) is None else strategy._directory_to_save_in()
+            directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
             return directory is None or claim_file(directory, run_id)
 
         launcher: Any = self._launcher
@@ -261,7 +267,7 @@ class StrategyBase:
         self._fault_handler.begin()
         return self._fault_handler
 
-    def _directory_to_save_in(self) -> str | None:
+    def directory_to_save_in(self) -> str | None:
         """Return where this run saves if it fails; None: nowhere, or on no disk."""
         return None
 

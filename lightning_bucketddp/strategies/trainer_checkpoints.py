@@ -60,7 +60,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         is_saver = None if self._fault_handler is None else self._fault_handler.is_saver
         return self.global_rank == 0 if is_saver is None else is_saver
 
-    def _directory_to_save_in(self) -> str | None:
+    def directory_to_save_in(self) -> str | None:
         if self._state.is_fit:
             for callback in self._trainer.checkpoint_callbacks:
                 if (directory := getattr(callback, "dirpath", None)) is not None:

@@ -1,10 +1,20 @@
-"""Asking where a thread is disturbs nothing."""
+"""Where a rank is, as others see it; and that asking where a thread is disturbs nothing."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
+import torch
+from torch.futures import Future
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.reducer.reduction import _PendingMean
 from tests.support.programs import REPOSITORY
 
 
@@ -13,3 +23,41 @@ def test_asking_for_frames_locks_no_thread_for_ever() -> None:
     subprocess.run(
         [sys.executable, "-m", "tests.support.scripts.looking_at_frames"], cwd=REPOSITORY, check=True, timeout=60
     )
+
+
+def blocked() -> Progress:
+    """That of a rank whose training thread, this one, has been in its phase for long."""
+    progress = BucketDDPStrategy()._progress
+    progress.follow_this_thread()
+    progress.since -= 10
+    return progress
+
+
+def test_a_rank_that_waits_for_a_bucket_is_seen_to_wait() -> None:
+    progress = blocked()
+    lock = threading.Lock()
+    lock.acquire()
+    seen: list[bool] = []
+    threading.Timer(0.3, lambda: (seen.append(progress.is_waiting), lock.release())).start()
+    # As torch's own: neither `wait` has a frame in Python.
+    _PendingMean(0, SimpleNamespace(wait=lock.acquire)).wait()
+    assert seen == [True]
+    with pytest.raises(RuntimeError) as raised:
+        _PendingMean(0, SimpleNamespace(wait=partial(torch.ones(3).view, 7))).wait()
+    assert progress.was_waiting(raised.value)
+
+
+def test_a_rank_that_waits_for_a_communication_hook_is_seen_to_wait() -> None:
+    progress = blocked()
+    future: Future[None] = Future()
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(progress.is_waiting)
+        future.set_exception(RuntimeError("Application timeout caused pair closure"))
+
+    threading.Timer(0.3, look).start()
+    with pytest.raises(RuntimeError, match="timeout") as raised:
+        future.wait()
+    assert seen == [True]
+    assert progress.was_waiting(raised.value)

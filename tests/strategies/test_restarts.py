@@ -36,6 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 WAYS = [pytest.param([], id="ckpt_path"), pytest.param(["by-itself"], id="auto_resume", marks=pytest.mark.long)]
 
 
+@pytest.mark.long  # that torchrun starts ranks again: tests/startup/test_startup.py
 @pytest.mark.parametrize("way", WAYS)
 def test_torchrun_restarts_from_the_last_whole_checkpoint(
     way: list[str], uninterrupted: list[dict[str, Any]], tmp_path: Path
