@@ -48,14 +48,8 @@ class SaverElection:
         self._asking = asking
         self._can_ask = can_ask
         self._claim_file = claim_file
-        # Known while the store lives, for when it is gone.
-        self._run_id = ""
         self.is_settled = False
         self._is_won = False
-
-    def begin(self) -> None:
-        """Agree with the other ranks on a name for this run."""
-        self._run_id = self._channel.run_id()
 
     def look(self) -> None:
         """See whether a rank is the saver by now."""
@@ -74,7 +68,7 @@ class SaverElection:
             saver = self._asking(self._channel.claim_saver)
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
             needs_file = saver is None or (saver == self._channel.rank and failure.kind is Kind.LOST)
-            is_won = self._claim_file(self._run_id) if needs_file else saver == self._channel.rank
+            is_won = self._claim_file(self._channel.run_id) if needs_file else saver == self._channel.rank
             self._settle(is_won=is_won)
         return self._is_won
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import signal
 import threading
 import time
@@ -146,11 +145,11 @@ class SideChannel:
         """Return whether this rank is the one to do `what`, which only one of them shall do."""
         return bool(self._set_first(what, self.rank) == self.rank)
 
+    @property
     def run_id(self) -> str:
-        """Return a name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
-        # A digest, as the name of a file: who reaches the store may have written anything.
-        agreed = json.dumps(self._set_first("id", secrets.token_hex(8)))
-        return hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest()
+        """A name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
+        # A digest, as the name of a file: a part of our own name is from the store, to which strangers may write.
+        return hashlib.blake2b(self._name.encode(), digest_size=8).hexdigest()
 
     def claim_saver(self) -> int | None:
         """Claim to be the rank that saves for all; return which one is: the first to claim it. None: nobody can."""

@@ -158,7 +158,6 @@ class Watchdog:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
         self._channel.introduce(identity(), place=place())
-        self._saver.begin()
         self._thread.start()
 
     def stop(self) -> None:

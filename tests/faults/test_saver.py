@@ -37,12 +37,12 @@ RANK_FIVE_RAISED = Failure(rank=5, kind=Kind.RAISED, what="ValueError")
 class Ranks:
     """The elections of all ranks of a run, whose store may die."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, name: str = "run") -> None:
         self.store_lives = True
         store = HashStore()
         self._elections: list[SaverElection] = []
         for rank in range(WORLD_SIZE):
-            channel = SideChannel(store, name="run", rank=rank, world_size=WORLD_SIZE)
+            channel = SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE)
             election = SaverElection(
                 channel,
                 LocalRanks(channel, exit_status_of=lambda _: None),
@@ -50,7 +50,6 @@ class Ranks:
                 can_ask=lambda: self.store_lives,
                 claim_file=partial(claim_file, str(directory)),
             )
-            election.begin()
             self._elections.append(election)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -93,7 +92,7 @@ def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.store_lives = False
     assert len(ranks.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
-    other_run = Ranks(tmp_path)
+    other_run = Ranks(tmp_path, name="another run")
     other_run.store_lives = False
     assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
 
@@ -115,11 +114,8 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
 
 
 def test_the_name_of_a_run_is_fit_for_a_file_whatever_is_in_the_store() -> None:
-    store = HashStore()
-    store.set("run/id", '"../../../etc/passwd"')
-    names = {SideChannel(store, name="run", rank=rank, world_size=2).run_id() for rank in (0, 1)}
-    assert len(names) == 1
-    assert re.fullmatch("[0-9a-f]{16}", *names)
+    channel = SideChannel(HashStore(), name="../../../etc/passwd", rank=0, world_size=2)
+    assert re.fullmatch("[0-9a-f]{16}", channel.run_id)
 
 
 def claim(directory: str) -> None:
