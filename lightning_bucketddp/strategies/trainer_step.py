@@ -314,6 +314,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def describe_run(self) -> Run:
         """Return what stays the same in a fit."""
         from lightning_bucketddp.recording.schema import Run
+        from lightning_bucketddp.reducer.codec_speed import measure_codecs
 
         assert self.reducer is not None
         trainer, specs = self._trainer, self.reducer.specs
@@ -341,4 +342,5 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "shard_optimizer": self.options.shard_optimizer or None,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },
+            codecs=measure_codecs(self.root_device),
         )

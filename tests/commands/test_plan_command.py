@@ -432,7 +432,10 @@ def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: pytest
         ([f"{MODULES}:WithoutForward"], "WithoutForward cannot be trained on its `example_input_array`: RuntimeError:"),
         ([f"{MODULES}:Lazy"], "`Lazy` has parameters without a shape yet: "),
         ([f"{MODULES}:Frozen"], "Frozen has no parameters that train."),
-        ([f"{MODULES}:Huge", "--network", "token-ring"], "--network 'token-ring' is not known: pass eth-1g, eth-10g,"),
+        (
+            [f"{MODULES}:Huge", "--network", "token-ring"],
+            "--network 'token-ring' is not known: pass eth-100m, eth-1g, eth-10g,",
+        ),
         ([f"{MODULES}:Huge", "--network", "0,2"], "--network '0,2' is not known"),
         ([f"{MODULES}:Huge", "--network", "measured"], "--network measured needs a --profile that was recorded with"),
         ([f"{MODULES}:Huge", "--bucket-cap-mb", "0"], "--bucket-cap-mb must be auto or positive numbers of MiB, got 0"),

@@ -1,0 +1,51 @@
+"""How long it takes to make gradients into what travels and back, without sending them: measured with the real code."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.wire_cost import Codec, Codecs
+from lightning_bucketddp.reducer.clock import clock_of
+from lightning_bucketddp.reducer.quantization import Blocks
+
+# Until the device is at hand: those of an H200.
+GPU_CODECS: Codecs = {"bf16": Codec(1e-12, 1e-12), "int8": Codec(inline_s_per_byte=3e-12)}
+_NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
+_NUM_WARM_UP, _NUM_MEASURED = 2, 5
+# How many rows are added up makes no difference: together they have as many numbers as a bucket.
+_NUM_RANKS = 2
+
+
+def measure_codecs(device: torch.device) -> Codecs:
+    """Return what each `reduce_dtype` takes to encode and to decode fp32 gradients on this device."""
+    numbers = torch.ones(_NUMEL.get(device.type, MIB), device=device)
+    halves = torch.empty_like(numbers, dtype=torch.bfloat16)
+    sent, received = (Blocks(_NUM_RANKS, len(numbers) // _NUM_RANKS, device=device) for _ in range(2))
+
+    def s_per_byte(action: Callable[[], object]) -> float:
+        return _seconds(action, device) / numbers.nbytes
+
+    cast = Codec(s_per_byte(lambda: halves.copy_(numbers)), s_per_byte(lambda: numbers.copy_(halves)))
+    encode = s_per_byte(lambda: sent.encode(numbers))
+    mean = s_per_byte(lambda: sent.encode_mean(received, row=0))
+    decode = s_per_byte(lambda: sent.decode(numbers))
+    # On a GPU all of it is in a stream of its own, in which one bucket comes after the other. On a host the mean is
+    # computed by a thread while the next bucket travels.
+    is_gpu = device.type == "cuda"
+    int8 = Codec(inline_s_per_byte=encode + mean + decode) if is_gpu else Codec(encode, mean + decode)
+    return {"bf16": cast, "fp16": cast, "int8": int8}
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    clock = clock_of(device)
+    marks = [clock.mark()]
+    for _ in range(_NUM_WARM_UP + _NUM_MEASURED):
+        action()
+        marks.append(clock.mark())
+    taken = [clock.seconds(start, end) for start, end in pairwise(marks)]
+    return statistics.median(taken[_NUM_WARM_UP:])
