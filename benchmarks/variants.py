@@ -22,8 +22,8 @@ from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
-Wire = Literal["fp32", "bf16"]
-WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Wire = Literal["fp32", "bf16", "int8"]
+WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,19 @@ class Variant:
         unused: whether every tenth layer is left out, the same ones in each step or others.
         reduces_alone: whether one rank alone does what it does among others, instead of nothing.
         steps_to_settle: after how many steps every further one is like the last.
+        local_steps: how many a rank makes alone between two exchanges of weights; None: gradients are exchanged.
         records_every: after how many steps a `BucketDDPMonitor` records one, through the Trainer; None: there is none.
     """
 
     name: str
-    kind: Literal["alone", "ours", "ddp"]
+    kind: Literal["alone", "ours", "local", "ddp"]
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
     hook: str = ""
     unused: Unused = "none"
     reduces_alone: bool = False
     steps_to_settle: int = 5
+    local_steps: int | None = None
     records_every: int | None = None
 
 
@@ -84,7 +86,9 @@ def our_variants(
 
 
 def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
-    """torch DDP with its defaults and with its best flags, as far as this version has them."""
+    """torch DDP with its defaults and with its best flags, as far as this version has them; it has no int8."""
+    if wire == "int8":
+        return []
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     view = {"gradient_as_bucket_view": True}
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
@@ -93,6 +97,11 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     # By name: without `batched_grad_copy` two of them are the same.
     named = {" ".join(filter(None, ["ddp", hook, "+".join(some)])): some for some in flags}
     return [Variant(name, "ddp", some, wire, hook) for name, some in named.items()]
+
+
+def local_variant(local_steps: int) -> Variant:
+    """Ranks that train alone for so many steps, and then average what has become of their weights."""
+    return Variant(f"local_steps={local_steps}", "local", local_steps=local_steps)
 
 
 def with_hook(hook: str, variants: Sequence[Variant]) -> list[Variant]:

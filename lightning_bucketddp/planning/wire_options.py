@@ -67,8 +67,7 @@ class WireOptions:
         is_sharded: bool = False,
     ) -> WireOptions:
         """Simulate a step with each option; `cost` is that of an all-reduce of gradients as they are."""
-        num_bytes = sum(spec.num_bytes for spec in profile.specs)
-        sent_bytes = share_of_a_link(num_ranks) * num_bytes
+        sent_bytes = share_of_a_link(num_ranks) * sum(spec.num_bytes for spec in profile.specs)
 
         def with_dtype(reduce_dtype: str | None, option: str) -> WireOption:
             chosen, share = replace(config, reduce_dtype=reduce_dtype), Wire.of(reduce_dtype, profile.specs).share
@@ -80,7 +79,7 @@ class WireOptions:
             return WireOption(option, sent_bytes * share, step.compute_s, step.exposed_s)
 
         own = with_dtype(None, "gradients as they are")
-        exchange_s = cost.seconds(num_bytes)
+        exchange_s = local_exchange_s(profile, cost)
         local = [WireOption(f"local_steps={n}", sent_bytes / n, own.compute_s, exchange_s / n, n) for n in LOCAL_STEPS]
         return cls(
             own=own,
@@ -128,6 +127,11 @@ class WireOptions:
         if best is self.own:
             return f"Leave gradients as they are on {network}: a step waits {_ms(best.exposed_s)}. {instead}"
         return f"{saved}. {instead}"
+
+
+def local_exchange_s(profile: Profile, cost: AllReduceCost) -> float:
+    """Return how long the weights of all parameters take, once (Note: local steps)."""
+    return cost.seconds(sum(spec.num_bytes for spec in profile.specs))
 
 
 def _ms(seconds: float) -> str:

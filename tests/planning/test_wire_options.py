@@ -97,14 +97,14 @@ def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
     ("ms", "codec_ms", "advice"),
     [
         # Nothing is waited for, but 0.1 ms to encode.
-        (0, 0.05, "Leave gradients as they are on X: a step waits 0.00 ms. `reduce_dtype=\"int8\"` would take 2% longer:"
-         " do not set it."),
+        (0, 0.05, 'Leave gradients as they are on X: a step waits 0.00 ms. `reduce_dtype="int8"` would take 2%'
+         " longer: do not set it."),
         # Waits of 0.3, 0.15 and 0.08 ms beside 4.
         (0.3, 0, '`reduce_dtype="bf16"` saves 3% of a step on X. `reduce_dtype="int8"` would save 2% more, which is not'
          " worth its 8 bits."),
         # Waits of 5, 2 and 0.76 ms.
-        (3, 0, '`reduce_dtype="int8"` saves 47% of a step on X, and 21% of one with bf16; gradients then have 8 bits, see'
-         " docs/slow-networks.md."),
+        (3, 0, '`reduce_dtype="int8"` saves 47% of a step on X, and 21% of one with bf16; gradients then have 8 bits,'
+         " see docs/slow-networks.md."),
         # Waits of 199, 99 and 49.8 ms; 20 ms with 10 local steps, 6.7 with 30 and 2 with 100.
         (100, 0, '`local_steps=100` saves 97% of a step on X, but trains differently, see docs/slow-networks.md.'
          ' `reduce_dtype="int8"` saves 74%, and a step still waits 49.78 ms for 4.00 ms of computation.'),

@@ -106,7 +106,8 @@ def test_8_bits_are_suggested_where_16_are_not_enough() -> None:
     codecs = {"int8": Codec()}
     texts = suggested([numbers(0, exposed=7), numbers(1, exposed=7)], codecs=codecs)
     assert texts[:2] == [
-        '`reduce_dtype="int8"`, with 8 bits for each gradient, would hide 5.97 of the 7.00 ms exposed (22% of the step).',
+        '`reduce_dtype="int8"`, with 8 bits for each gradient, would hide 5.97 of the 7.00 ms exposed (22% of the'
+        " step).",
         '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).',
     ]
     # With 3 ms exposed it gains 0.49 more than bf16, of 23; and nothing is known of a device without measurements.

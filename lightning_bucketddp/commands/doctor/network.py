@@ -374,6 +374,7 @@ def measure_wires(collectives: Collectives, *, progress: Callable[[str], None]) 
         progress(f"gradients as {name} ...")
         meter = CostMeter(reduction, collectives=collectives, clock=clock_of(collectives.device))
         costs[name] = asdict(meter.measure(dtype=torch.float32, module_bytes=_SIZES[-1]))
+        reduction.close()
     return costs
 
 
@@ -390,7 +391,8 @@ def judge_wires(wires: Mapping[str, Any]) -> Iterator[Finding]:
     if seconds["int8"] <= (1 - WORTH_8_BITS) * seconds[precise]:
         remedy = (
             f"A longer backward hides it. If yours takes less than {ms[precise]} for as many parameters, set"
-            f' `reduce_dtype="int8"`; if far less than {ms["int8"]}, `local_steps`. `bucketddp plan` tells for your model.'
+            f' `reduce_dtype="int8"`; if far less than {ms["int8"]}, `local_steps`. `bucketddp plan` tells for your'
+            " model."
         )
     else:
         takes = "no shorter" if seconds["int8"] < seconds[precise] else "longer"
