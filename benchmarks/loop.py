@@ -78,6 +78,7 @@ class Training:
                     loss.backward()
                 mark("backward")
         self._optimizer.step()
+        self.attached.after_step()
         mark("optimizer")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -67,6 +69,8 @@ class Attached:
     bucket_bytes: Callable[[], list[int]] = list
     reducer: Reducer | None = None
     shards: Shards | None = None
+    # After each step of the optimizer.
+    after_step: Callable[[], None] = lambda: None
 
 
 ALONE = Variant("no communication", "alone")
@@ -135,6 +139,8 @@ def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached
         return Attached(model)
     if variant.kind == "ours":
         return _attach_ours(variant, model, device)
+    if variant.kind == "local":
+        return _attach_local(variant, model, device)
     device_ids = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
     if variant.hook:
@@ -168,6 +174,25 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
         return [] if reducer.bucket_set is None else [bucket.num_bytes for bucket in reducer.bucket_set.buckets]
 
     return Attached(model, reducer.no_sync, reducer.backward, bucket_bytes, reducer, shards)
+
+
+def _attach_local(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
+    from lightning_bucketddp.local_steps.islands import make_islands
+    from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
+
+    collectives = Collectives(device)
+    Replicas(model, collectives).broadcast()
+    islands = make_islands(collectives, "rank", host="")
+    assert islands is not None
+    outer = OuterStep(dict(model.named_parameters()), islands, MeanReduction(islands.peers), OuterConfig())
+    steps = itertools.count(1)
+
+    def after_step() -> None:
+        assert variant.local_steps is not None
+        if next(steps) % variant.local_steps == 0:
+            outer.step(share=1.0)
+
+    return Attached(model, after_step=after_step)
 
 
 def _ddp_bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
