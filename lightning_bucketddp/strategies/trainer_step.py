@@ -342,5 +342,5 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "shard_optimizer": self.options.shard_optimizer or None,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },
-            codecs=measure_codecs(self.root_device),
+            codecs=measure_codecs(self.root_device) if self.world_size > 1 else {},
         )

@@ -78,7 +78,7 @@ def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
 # --- Healthy machines
 
 
-def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
+def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With warnings only, and nothing but JSON on the standard output."""
     variables = {"OMP_NUM_THREADS": str(2 * (os.cpu_count() or 1))}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
@@ -98,6 +98,16 @@ def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
     assert all(wire["s_per_byte"] > 0 for wire in seen["wires"].values())
     assert any(text.startswith("Gradients of 100 million parameters take ") for text in said(seen["findings"], "note"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.err", "0.out"]
+    # Its network is one that a plan can be made for.
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(printed)
+    planned = ["plan", "tests.support.jobs.planned:Huge", "--backward-ms", "5", "--json", "--network", str(cluster)]
+    assert main(planned) == 0
+    [found] = json.loads(capsys.readouterr().out)["networks"]
+    assert (found["bytes_per_s"], found["hop_s"]) == tuple(
+        seen["all_reduce"][name] for name in ("link_bytes_per_s", "hop_seconds")
+    )
+    assert found["origin"] == "measured between 2 ranks by `bucketddp doctor`"
 
 
 def test_torchrun_can_launch_it(tmp_path: Path) -> None:

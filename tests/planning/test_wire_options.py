@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
@@ -14,6 +15,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.planning.wire_cost import Codec, Wire
 from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.reducer.quantization import Blocks
 
 MS = 1e-3
 # 1,000 blocks of fp32.
@@ -35,6 +37,8 @@ def test_a_block_of_8_bits_has_260_bytes_and_two_latencies() -> None:
     codec = Codec(1.0, 2.0, 3.0)
     wire = Wire.of("int8", SPECS, {"int8": codec})
     assert wire == Wire(share=260 / 1024, num_collectives=2, codec=codec)
+    # Two rows of 125 blocks, as they travel.
+    assert Blocks(2, 125 * 256, device=torch.device("cpu")).bytes.nbytes == wire.share * SIZE / 4
     assert wire.cost(SLOW).latency_s == 2 * SLOW.latency_s
     assert wire.cost(SLOW).s_per_byte == pytest.approx(SLOW.s_per_byte * 260 / 1024 + 3)
 
