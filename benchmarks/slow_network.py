@@ -8,7 +8,7 @@ The hosts are two network namespaces of this machine, joined by a cable that car
 direction; there is one rank on each, and gloo between them. They end with this command, however it ends, and the
 machine's own networks are not touched. Makes its namespaces as an ordinary user, where the machine permits that.
 
-"all-reduce alone" is the buckets of bucketddp as fp32, back to back and with nothing else to do: what the network can
+"all-reduce alone" is the buckets of the first `--wire`, back to back and with nothing else to do: what the network can
 do. What leaves a host is counted by its kernel. Predictions are the simulator's, as `bucketddp plan` makes them: from
 the step without communication, and from what an all-reduce of fp32 and encoding take by themselves, in the same run.
 """
@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.command import cap, parser_of, write
+from benchmarks.counted_steps import CountedSteps
 from benchmarks.hosts import INTERFACE, Host, HostsRefused, two_hosts
 from benchmarks.loop import LoopSettings
 from benchmarks.models import WORKLOADS
@@ -37,7 +38,6 @@ from benchmarks.variants import (
     our_variants,
     settling_in,
 )
-from benchmarks.wires import Wires
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, hosts: tuple[Host, Host], *, rate: str) ->
     # Killed with this command: a rank that waits for the other one in its start would not notice its end.
     within = [(*host.within, "setpriv", "--pdeathsig", "KILL") for host in hosts]
     place = Place(variables=variables, address=hosts[0].address, within=within)
-    with Ranks(Wires, settings, place) as ranks:
+    with Ranks(CountedSteps, settings, place) as ranks:
         first = next(variant for variant in settings.variants if variant.kind == "ours")
         turns = {
             _ALL_REDUCE: partial(ranks.call, "communicate", first.name),

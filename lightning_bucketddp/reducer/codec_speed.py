@@ -13,8 +13,12 @@ from lightning_bucketddp.planning.wire_cost import Codec, Codecs
 from lightning_bucketddp.reducer.clock import clock_of
 from lightning_bucketddp.reducer.quantization import Blocks
 
-# Until the device is at hand: those of an H200.
-GPU_CODECS: Codecs = {"bf16": Codec(1e-12, 1e-12), "int8": Codec(inline_s_per_byte=3e-12)}
+# Of an H200, with 64 MiB: for a plan that is made where there is no GPU.
+GPU_CODECS: Codecs = {
+    "bf16": Codec(4.0e-13, 7.7e-13),
+    "fp16": Codec(4.0e-13, 7.7e-13),
+    "int8": Codec(2.7e-12, 0.0, 4.3e-12),
+}
 _NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
 _NUM_WARM_UP, _NUM_MEASURED = 2, 5
 # How many rows are added up makes no difference: together they have as many numbers as a bucket.
@@ -34,10 +38,10 @@ def measure_codecs(device: torch.device) -> Codecs:
     encode = s_per_byte(lambda: sent.encode(numbers))
     mean = s_per_byte(lambda: sent.encode_mean(received, row=0))
     decode = s_per_byte(lambda: sent.decode(numbers))
-    # On a GPU all of it is in a stream of its own, in which one bucket comes after the other. On a host the mean is
+    # On a GPU the rest is in a stream of its own, in which one bucket comes after the other. On a host the mean is
     # computed by a thread while the next bucket travels.
     is_gpu = device.type == "cuda"
-    int8 = Codec(inline_s_per_byte=encode + mean + decode) if is_gpu else Codec(encode, mean + decode)
+    int8 = Codec(encode, 0.0, mean + decode) if is_gpu else Codec(encode, mean + decode)
     return {"bf16": cast, "fp16": cast, "int8": int8}
 
 

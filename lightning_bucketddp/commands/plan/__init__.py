@@ -116,7 +116,7 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     times = _times(named, device, arguments)
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
-    codecs = _codecs(profile) if profile.backward_s > 0 else NO_CODECS
+    codecs, codec_origin = _codecs(profile) if profile.backward_s > 0 else (NO_CODECS, "")
     found = [find_network(name, profile, codecs) for name in networks]
     numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
     is_sharded: bool = arguments.shard_optimizer
@@ -153,14 +153,17 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         origin=_origin(config, [] if is_sharded else scalings, num_ranks=arguments.ranks, is_sharded=is_sharded),
         num_ranks=arguments.ranks,
         scalings=scalings,
+        codec_origin=codec_origin,
         state_tensors=arguments.state_tensors if is_sharded else None,
     )
 
 
-def _codecs(profile: Profile) -> Codecs:
-    """Measure how fast gradients are encoded here, if that is the kind of device that they are on."""
+def _codecs(profile: Profile) -> tuple[Codecs, str]:
+    """Return how fast gradients are encoded, measured here if they are on such a device, and where that is from."""
     device = torch.device(profile.specs[0].kind.split()[-1])
-    return measure_codecs(device) if device.type == "cpu" or torch.cuda.is_available() else GPU_CODECS
+    if device.type == "cpu" or torch.cuda.is_available():
+        return measure_codecs(device), "what was measured here"
+    return GPU_CODECS, "what it takes on an H200, because there is no GPU here"
 
 
 def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int, is_sharded: bool) -> str:
@@ -238,8 +241,8 @@ def print_plan(plan: ModulePlan) -> None:
             )
             console.print(
                 f"\nAll of it is simulated: reductions one after the other,{weights} a link of its own for each rank,"
-                " nobody late. Efficiency is the share of a step that is not spent waiting. With `local_steps` each"
-                " rank trains alone between exchanges.",
+                " nobody late. Efficiency is the share of a step that is not spent waiting. Encoding gradients as"
+                f" another dtype counts as {plan.codec_origin}. With `local_steps` each rank trains alone between exchanges.",
                 markup=False,
             )
 

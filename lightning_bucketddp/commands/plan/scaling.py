@@ -45,6 +45,7 @@ class ModulePlan:
     origin: str
     num_ranks: int
     scalings: Sequence[Scaling]  # empty if no times are known
+    codec_origin: str = ""  # completes "encoding counts as"
     state_tensors: int | None = None  # of an optimizer, for each parameter; None: its state is not divided
 
     @property

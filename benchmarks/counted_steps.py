@@ -1,4 +1,4 @@
-"""What each wire format and local steps cost on a network: what is measured, and what the simulator expects of it."""
+"""Steps with the bytes that they send, and what the simulator needs to predict how long they take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_bucketddp.reducer.grad_hooks import hook_on_parameter
 from lightning_bucketddp.reducer.plan_cache import spec_of
 
 
-class Wires(Limits):
+class CountedSteps(Limits):
     """Variants that train in turns; with each turn the bytes are counted that leave this host."""
 
     interface = "eth0"
