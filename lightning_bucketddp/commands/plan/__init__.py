@@ -242,7 +242,8 @@ def print_plan(plan: ModulePlan) -> None:
             console.print(
                 f"\nAll of it is simulated: reductions one after the other,{weights} a link of its own for each rank,"
                 " nobody late. Efficiency is the share of a step that is not spent waiting. Encoding gradients as"
-                f" another dtype counts as {plan.codec_origin}. With `local_steps` each rank trains alone between exchanges.",
+                f" another dtype counts as {plan.codec_origin}. With `local_steps` each rank trains alone between"
+                " exchanges.",
                 markup=False,
             )
 
