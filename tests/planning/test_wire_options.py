@@ -38,7 +38,10 @@ def test_a_block_of_8_bits_has_260_bytes_and_two_latencies() -> None:
     wire = Wire.of("int8", SPECS, {"int8": codec})
     assert wire == Wire(share=260 / 1024, num_collectives=2, codec=codec)
     # Two rows of 125 blocks, as they travel.
-    assert Blocks(2, 125 * 256, device=torch.device("cpu")).bytes.nbytes == wire.share * SIZE / 4
+    assert (
+        Blocks(250 * 256, num_rows=2, row_numel=125 * 256, device=torch.device("cpu")).bytes.nbytes
+        == wire.share * SIZE / 4
+    )
     assert wire.cost(SLOW).latency_s == 2 * SLOW.latency_s
     assert wire.cost(SLOW).s_per_byte == pytest.approx(SLOW.s_per_byte * 260 / 1024 + 3)
 
