@@ -19,7 +19,7 @@ class Result:
     Attributes:
         loss: on the data for the test.
         accuracy: on the same.
-        curve: training loss over the run, mean of all ranks, at `NUM_POINTS` equal distances.
+        curve: training loss over the run, mean of all ranks, at equal distances.
         seconds: of the fit.
         about: versions and hardware.
     """
@@ -39,8 +39,9 @@ class Result:
     @property
     def samples(self) -> list[int]:
         """Samples that all ranks have seen at each point of the curve."""
-        per_point = max(1, self.run.num_steps // NUM_POINTS) * TASKS[self.run.task].global_batch
-        return [per_point * (point + 1) for point in range(len(self.curve))]
+        per_point = max(1, self.run.num_steps // NUM_POINTS)
+        steps = [min(per_point * (point + 1), self.run.num_steps) for point in range(len(self.curve))]
+        return [TASKS[self.run.task].global_batch * step for step in steps]
 
     def to_json(self) -> str:
         """Return it as a line."""

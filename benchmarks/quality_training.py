@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_bucketddp
 from benchmarks.quality_formats import mean_in_format
 from benchmarks.quality_tasks import TASKS, Data, Score, evaluate, schedule
-from benchmarks.ranks import NUM_RANKS
 
 pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
 
@@ -28,7 +26,7 @@ PLAIN = "fp32"
 DDP = "ddp"
 WIRES = (PLAIN, "bf16", "int8")
 LOCAL_STEPS = (10, 30, 100)
-# How many of a curve's points a training has.
+# About how many points the curve of a training has.
 NUM_POINTS = 40
 
 
@@ -76,7 +74,7 @@ class Trained:
 
 
 class Trainings:
-    """Trains one run after the other."""
+    """Trains one run after the other, and says nothing."""
 
     def __init__(self, settings: None, device: torch.device) -> None:
         for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_bucketddp"):
@@ -84,32 +82,37 @@ class Trainings:
 
     def train(self, run: Run) -> Trained:
         """Train, and evaluate rank 0's model."""
-        task, data = TASKS[run.task], TASKS[run.task].data()
-        pl.seed_everything(run.seed, verbose=False)
-        module = _Module(task.model(), lr=task.lr, num_steps=run.num_steps)
-        strategy = pl.strategies.DDPStrategy if run.variant == DDP else lightning_bucketddp.BucketDDPStrategy
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            num_nodes=int(os.environ[NUM_RANKS]),
-            strategy=strategy(**VARIANTS[run.variant]),
-            max_steps=run.num_steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        samples = _Samples(data, num_used=len(data.inputs) // task.global_batch * task.global_batch)
-        # By the Trainer's sampler, a step has the same samples on any number of ranks.
-        loader = DataLoader(
-            samples, batch_size=task.global_batch // run.num_ranks, shuffle=True, collate_fn=_already_a_batch
-        )
-        began = time.perf_counter()
-        trainer.fit(module, loader)
-        seconds = time.perf_counter() - began
-        curve = torch.stack(module.losses).view(-1, max(1, run.num_steps // NUM_POINTS)).mean(dim=1)
-        score = evaluate(module.model, data) if dist.get_rank() == 0 else None
-        return Trained([round(loss, 4) for loss in curve.tolist()], _checksum(module.model), seconds, score)
+        return train(run)
+
+
+def train(run: Run) -> Trained:
+    """Train on this rank, and evaluate rank 0's model."""
+    task, data = TASKS[run.task], TASKS[run.task].data()
+    pl.seed_everything(run.seed, verbose=False)
+    module = _Module(task.model(), lr=task.lr, num_steps=run.num_steps)
+    strategy = pl.strategies.DDPStrategy if run.variant == DDP else lightning_bucketddp.BucketDDPStrategy
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=run.num_ranks,
+        strategy=strategy(**VARIANTS[run.variant]),
+        max_steps=run.num_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    samples = _Samples(data, num_used=len(data.inputs) // task.global_batch * task.global_batch)
+    # By the Trainer's sampler, a step has the same samples on any number of ranks.
+    batch_size = task.global_batch // run.num_ranks
+    loader = DataLoader(samples, batch_size=batch_size, shuffle=True, collate_fn=_already_a_batch)
+    began = time.perf_counter()
+    trainer.fit(module, loader)
+    seconds = time.perf_counter() - began
+    windows = torch.stack(module.losses).split(max(1, run.num_steps // NUM_POINTS))
+    curve = [round(float(losses.mean()), 4) for losses in windows]
+    score = evaluate(module.model, data) if dist.get_rank() == 0 else None
+    return Trained(curve, _checksum(module.model), seconds, score)
 
 
 class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
