@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.quality_tasks import TASKS, schedule
 from benchmarks.report import Table
+from lightning_bucketddp.config import BLOCK_NUMEL
 
-BLOCK = 256
 _LARGEST_INT8, _LARGEST_FP8 = 127.0, 448.0
 
 
@@ -32,7 +32,7 @@ def _by_block(round_: Callable[[Tensor], Tensor], largest: float) -> Callable[[T
     """Return a function that scales the largest value of each block to `largest`, rounds, and scales back."""
 
     def there_and_back(values: Tensor) -> Tensor:
-        blocks = F.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        blocks = F.pad(values.flatten(), (0, -values.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
         scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / largest
         return (round_(blocks / scales) * scales).flatten()[: values.numel()].view_as(values)
 

@@ -18,7 +18,7 @@ from benchmarks import gpu_suite, growth, host_overhead, memory, monitor_overhea
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
-from benchmarks.quality_formats import BLOCK, FORMATS, error_table
+from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS, evaluate
 from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, local
@@ -26,6 +26,7 @@ from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants, trainings
 from tests.support.ranks import run_on_ranks
 
@@ -380,12 +381,12 @@ def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") ->
 
 
 def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_of_ddp() -> None:
-    runs = [Run("digits", variant, 2, 3, 6) for variant in (DDP, PLAIN, "bf16", "int8 emulated")]
+    runs = [Run("digits", variant, 2, 3, 6) for variant in (DDP, PLAIN, "bf16", "int8", "fp8 emulated")]
     ranks = run_on_ranks(trainings, world_size=2, runs=runs)
     ddp, plain, *fewer_bits = zip(*ranks, strict=True)
     assert ddp[0].weights == plain[0].weights
     assert ddp[0].score == plain[0].score
-    assert len({trained[0].weights for trained in [plain, *fewer_bits]}) == 3
+    assert len({trained[0].weights for trained in [plain, *fewer_bits]}) == 4
     on_two = quality.result_of(runs[1], plain)
     assert on_two.samples == [64 * step for step in range(1, 7)]
     run = replace(runs[1], num_ranks=4)
@@ -443,11 +444,13 @@ def test_a_task_can_be_scored(task: str) -> None:
 
 
 def test_formats_of_8_bits_round_each_block_by_its_largest_value() -> None:
-    values = torch.cat([torch.linspace(-1, 1, BLOCK), 1e-6 * torch.linspace(-1, 1, BLOCK), torch.tensor([3.0])])
+    values = torch.cat(
+        [torch.linspace(-1, 1, BLOCK_NUMEL), 1e-6 * torch.linspace(-1, 1, BLOCK_NUMEL), torch.tensor([3.0])]
+    )
     for name, error in {"int8": 0.5 / 127, "fp8": 1 / 16}.items():
         arrived = FORMATS[name](values)
         assert arrived.shape == values.shape
-        for block, sent in zip(arrived.split(BLOCK), values.split(BLOCK), strict=True):
+        for block, sent in zip(arrived.split(BLOCK_NUMEL), values.split(BLOCK_NUMEL), strict=True):
             assert (block - sent).abs().max() <= 1.001 * error * sent.abs().max()
             assert block.abs().max() == pytest.approx(float(sent.abs().max()))
     table = error_table("digits", at=(0, 2))
