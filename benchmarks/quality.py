@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = args.json or Path(folder, "quality.jsonl")
         done = {result.run for result in load(file)}
         work = Work(file, [run for run in runs_of(args) if run not in done], time.monotonic() + args.seconds)
-        for num_ranks in sorted(args.ranks, reverse=True):
+        for num_ranks in args.ranks:
             work.train_on(num_ranks, jobs=args.jobs)
         print(markdown(load(file)))
     return 1 if work.failed or work.num_ended < len(work.runs) else 0

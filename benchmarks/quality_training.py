@@ -102,7 +102,7 @@ def train(run: Run) -> Trained:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples = _Samples(data, num_used=len(data.inputs) // task.global_batch * task.global_batch)
+    samples = _Samples(data, number=run.num_steps * task.global_batch)
     # By the Trainer's sampler, a step has the same samples on any number of ranks.
     batch_size = task.global_batch // run.num_ranks
     loader = DataLoader(samples, batch_size=batch_size, shuffle=True, collate_fn=_already_a_batch)
@@ -136,17 +136,21 @@ class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
 
 
 class _Samples(Dataset[Any]):
-    """Batches cut out of tensors at once: one by one they would take as long as a step."""
+    """All samples of a training as one epoch, because the end of an epoch is an exchange, too.
 
-    def __init__(self, data: Data, *, num_used: int) -> None:
+    Batches are cut out of tensors at once: one by one samples would take as long as a step.
+    """
+
+    def __init__(self, data: Data, *, number: int) -> None:
         self._data = data
-        self._num_used = num_used
+        self._number = number
 
     def __len__(self) -> int:
-        return self._num_used
+        return self._number
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self._data.inputs[indices], self._data.labels[indices]
+        chosen = torch.tensor(indices) % len(self._data.inputs)
+        return self._data.inputs[chosen], self._data.labels[chosen]
 
 
 def _already_a_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
