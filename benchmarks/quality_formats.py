@@ -50,13 +50,22 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
 # Without annotations: torch DDP takes types only, not their names.
 def mean_in_format(name, bucket):  # type: ignore[no-untyped-def]
     """Average what arrives of each rank's gradients, and send the mean in the same format."""
-    sent = FORMATS[name](bucket.buffer())
-    future = dist.all_reduce(sent, async_op=True).get_future()
-    return future.then(lambda done: bucket.buffer().copy_(FORMATS[name](sent / dist.get_world_size())))
+
+    def round_gradients():  # type: ignore[no-untyped-def]
+        for gradient in bucket.gradients():
+            gradient.copy_(FORMATS[name](gradient))
+
+    def round_mean(done):  # type: ignore[no-untyped-def]
+        bucket.buffer().div_(dist.get_world_size())
+        round_gradients()
+        return bucket.buffer()
+
+    round_gradients()
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(round_mean)
 
 
-def gradients(task: str, *, at: tuple[int, ...], seed: int = 0) -> Iterator[Tensor]:
-    """Train in this process, and yield half a batch's gradients of all parameters, flat, before these steps."""
+def gradients(task: str, *, at: tuple[int, ...], seed: int = 0) -> Iterator[list[Tensor]]:
+    """Train in this process, and yield the gradients of half a batch before these steps, by parameter."""
     torch.manual_seed(seed)
     what = TASKS[task]
     data, model = what.data(), what.model()
@@ -70,7 +79,7 @@ def gradients(task: str, *, at: tuple[int, ...], seed: int = 0) -> Iterator[Tens
             model.zero_grad()
             half = chosen[: len(chosen) // 2]
             F.cross_entropy(model(data.inputs[half]), data.labels[half]).backward()
-            yield torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+            yield [param.grad for param in model.parameters() if param.grad is not None]
         model.zero_grad()
         F.cross_entropy(model(data.inputs[chosen]), data.labels[chosen]).backward()
         optimizer.step()
@@ -79,9 +88,10 @@ def gradients(task: str, *, at: tuple[int, ...], seed: int = 0) -> Iterator[Tens
 def error_table(task: str, *, at: tuple[int, ...]) -> Table:
     """Return how far what arrives is from what was sent, by format: means over the steps `at`."""
     found: dict[str, list[list[float]]] = {name: [] for name in FORMATS}
-    for sent in gradients(task, at=at):
+    for by_parameter in gradients(task, at=at):
+        sent = _flat(by_parameter)
         for name, there_and_back in FORMATS.items():
-            arrived = there_and_back(sent)
+            arrived = _flat([there_and_back(gradient) for gradient in by_parameter])
             error = float((arrived - sent).norm() / sent.norm())
             cosine = float(F.cosine_similarity(arrived, sent, dim=0, eps=0.0))
             lost = float(((arrived == 0) & (sent != 0)).sum() / (sent != 0).sum())
@@ -89,3 +99,7 @@ def error_table(task: str, *, at: tuple[int, ...]) -> Table:
     rows = {name: [statistics.mean(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
     title = f"{task}: what arrives of gradients, mean over steps {', '.join(map(str, at))}"
     return Table(title, ["relative error, %", "(1 - cosine) x 1e6", "become zero, %"], rows)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
