@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.quality_results import Result, by_seed
 from benchmarks.quality_tasks import TASKS
@@ -33,7 +33,7 @@ _RANK_STYLES: dict[int, dict[str, Any]] = {
 _TITLES = {"digits": "digits, small CNN", "chars": "characters, small GPT", "images": "images, small ResNet"}
 # Shown 700 pixels wide, and sharp on screens that have twice as many.
 _WIDTH_INCHES, _DPI = 7.0, 200
-_LABELS = {PLAIN: "in every step", **{local(number): f"every {number} steps" for number in LOCAL_STEPS}}
+_LABELS = {PLAIN: "exchange in every step", **{local(number): f"every {number} steps" for number in LOCAL_STEPS}}
 
 
 def draw(results: Sequence[Result], folder: Path) -> None:
@@ -85,8 +85,8 @@ def _local_curves(results: Sequence[Result]) -> Figure:
             _draw_curves(plots[row][column], results, task, variants, num_ranks=num_ranks)
             if row < len(counts) - 1:
                 plots[row][column].set_xlabel("")
-        plots[row][0].set_ylabel(f"{num_ranks} ranks\ntraining loss", fontsize=8)
-    _legend(figure, plots[0][0], lambda name: f"exchange {_LABELS[name]}")
+            plots[row][column].set_ylabel(f"{num_ranks} ranks\ntraining loss" if column == 0 else "", fontsize=8)
+    _legend(figure, plots[0][0], _LABELS.__getitem__)
     return figure
 
 
@@ -129,9 +129,9 @@ def _draw_curves(plot: Axes, results: Sequence[Result], task: str, variants: Seq
         )
         plot.plot(samples, [statistics.mean(p) for p in points], **style, label=variant, linewidth=1.4)
     plot.set_yscale("log")
-    plot.yaxis.set_major_locator(MaxNLocator(5))
+    plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    plot.yaxis.set_minor_formatter(NullFormatter())
+    plot.yaxis.set_minor_locator(NullLocator())
     plot.xaxis.set_major_locator(MaxNLocator(4))
     plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}"))
     plot.set_xlabel("thousand samples", fontsize=8)
