@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.quality_tasks import TASKS
-from benchmarks.quality_training import DDP, NUM_POINTS, PLAIN, VARIANTS, Run
+from benchmarks.quality_training import DDP, LOCAL_STEPS, NUM_POINTS, PLAIN, VARIANTS, WIRES, Run, local
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,36 @@ def markdown(results: Sequence[Result]) -> str:
             columns = ["ranks", "variant", "seeds", f"test {score}", "standard deviation", "min to max"]
             columns += ["minus fp32, by seed", "in the range of fp32", f"test {other}"]
             parts += [f"## {task}", "", _row(columns), "|---" * len(columns) + "|", *rows, ""]
-    return "\n".join([*parts, *_sentences(results)])
+    return "\n".join(["## In short", "", *overviews(results), *parts, *_sentences(results)])
+
+
+def overviews(results: Sequence[Result]) -> list[str]:
+    """Return two tables for a document, of wires and of local steps: mean and deviation by task, where the mean lies."""
+    every = sorted({result.run.num_ranks for result in results})
+    exchanges = [PLAIN, *map(local, LOCAL_STEPS)]
+    return [_overview(results, WIRES, num_ranks=[2]), _overview(results, exchanges, num_ranks=every)]
+
+
+def _overview(results: Sequence[Result], variants: Sequence[str], *, num_ranks: Sequence[int]) -> str:
+    names = [f"{task}, {'accuracy in %' if TASKS[task].tells_accuracy else 'test loss'}" for task in TASKS]
+    rows = [_row(["ranks", "variant", *names]), "|---" * (2 + len(names)) + "|"]
+    for number in num_ranks:
+        for variant in variants:
+            by_task = [(by_seed(results, task, variant, number), task) for task in TASKS]
+            if any(found for found, _ in by_task):
+                cells = [_cell(found, by_seed(results, task, PLAIN, number)) for found, task in by_task]
+                rows.append(_row([str(number), variant, *cells]))
+    return "\n".join([*rows, ""])
+
+
+def _cell(found: Sequence[Result], plain: Sequence[Result]) -> str:
+    if not found:
+        return ""
+    spread = _of_seeds(found)
+    digits = 1 if spread.higher_is_better else 3
+    text = f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
+    is_compared = found[0].run.variant != PLAIN and len(plain) > 1
+    return f"{text}, {_of_seeds(plain).place_of(spread)}" if is_compared else text
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -416,6 +416,8 @@ def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
     wires = {(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.81, 0.81], ("int8", 2): [0.7, 0.8]}
     apart = {(PLAIN, 8): [0.8, 0.9], (local(10), 8): [0.9, 0.95]}
     text = markdown(results({**wires, **apart}))
+    assert "| 2 | int8 | 75.0 ± 7.1, worse |  |  |" in text
+    assert "| 8 | local 10 | 92.5 ± 3.5, better |  |  |" in text
     assert "| 2 | fp32 | 2 | 85.00 | 7.07 | 80.00 to 90.00 |  |  | 1.5000 |" in text
     assert "| 2 | bf16 | 2 | 81.00 | 0.00 | 81.00 to 81.00 | -4.00 ± 7.07 | within | 1.5000 |" in text
     assert "* `bf16`: its mean against the range of fp32's seeds: within for digits on 2 ranks." in text
