@@ -109,7 +109,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def overviews(results: Sequence[Result]) -> list[str]:
-    """Return two tables for a document, of wires and of local steps: mean and deviation by task, where the mean lies."""
+    """Return two tables for a document, of wires and of local steps: mean, standard deviation, where the mean lies."""
     every = sorted({result.run.num_ranks for result in results})
     exchanges = [PLAIN, *map(local, LOCAL_STEPS)]
     return [_overview(results, WIRES, num_ranks=[2]), _overview(results, exchanges, num_ranks=every)]
