@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -49,7 +48,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="(default: 2 4 8)")
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
     parser.add_argument("--steps", type=int, default=1200, help="of a run (default: 1200)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: what the cores can take)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--cores", type=int, default=cores, help=f"rank processes at a time (default: {cores})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {_QUICK_STEPS} steps, two ranks")
     parser.add_argument("--precision", action="store_true", help="errors of gradients, and runs that emulate formats")
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = {result.run for result in load(file)}
         work = Work(file, [run for run in runs_of(args) if run not in done], time.monotonic() + args.seconds)
         for num_ranks in args.ranks:
-            work.train_on(num_ranks, jobs=args.jobs)
+            work.train_on(num_ranks, num_cores=args.cores)
         print(markdown(load(file)))
     return 1 if work.failed or work.num_ended < len(work.runs) else 0
 
@@ -114,13 +114,13 @@ class Work:
     num_ended: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def train_on(self, num_ranks: int, *, jobs: int | None) -> None:
-        """Make all runs of so many ranks, some at a time: no more processes than cores."""
+    def train_on(self, num_ranks: int, *, num_cores: int) -> None:
+        """Make all runs of so many ranks, as many at a time as there are cores for; one, if there are too few."""
         waiting: SimpleQueue[Run] = SimpleQueue()
         for run in self.runs:
             if run.num_ranks == num_ranks:
                 waiting.put(run)
-        at_once = max(1, min(jobs or sys.maxsize, len(os.sched_getaffinity(0)) // num_ranks, waiting.qsize()))
+        at_once = max(1, min(num_cores // num_ranks, waiting.qsize()))
         threads = [threading.Thread(target=self._take, args=(waiting, num_ranks)) for _ in range(at_once)]
         for thread in threads:
             thread.start()
