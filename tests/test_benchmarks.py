@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import gpu_suite, growth, host_overhead, memory, monitor_overhead, overlap, quality, startup, step_time
+from benchmarks import (
+    gpu_suite,
+    growth,
+    host_overhead,
+    memory,
+    monitor_overhead,
+    overlap,
+    quality,
+    startup,
+    step_time,
+    wires,
+)
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
@@ -87,6 +98,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
         [*SMALL, *BRIEF, "--steps=1", "--through=trainer", "--accumulate=2"],
         [[ALONE.name, OURS, *THEIRS[:-1]]],
     ),
+    "wires": (wires.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, "fp32", "bf16", "int8"]]),
     "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
     "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, *THEIRS]]),
     "monitor_overhead": (
