@@ -79,12 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error_table(task, at=(10, 40) if args.quick else _GRADIENTS_AT), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = args.json or Path(folder, "quality.jsonl")
-        done = {result.run for result in load(file)}
+        found = load(file)
+        check_data(found)
+        done = {result.run for result in found}
         work = Work(file, [run for run in runs_of(args) if run not in done], time.monotonic() + args.seconds)
         for num_ranks in args.ranks:
             work.train_on(num_ranks, num_cores=args.cores)
         print(markdown(load(file)))
     return 1 if work.failed or work.num_ended < len(work.runs) else 0
+
+
+def check_data(results: Sequence[Result]) -> None:
+    """Refuse to go on with results of other data: they cannot be compared."""
+    for task, data in {(result.run.task, result.data) for result in results if result.data}:
+        if data != TASKS[task].data().digest:
+            raise SystemExit(
+                f"The file has results of `{task}`, whose data have changed since: they are text of this checkout."
+                " Begin a new file, or go on in the checkout that it was begun in."
+            )
 
 
 def runs_of(args: argparse.Namespace) -> Iterator[Run]:
@@ -165,7 +177,7 @@ def result_of(run: Run, ranks: Sequence[Trained]) -> Result:
     curve = [round(sum(losses) / len(ranks), 4) for losses in zip(*(rank.curve for rank in ranks), strict=True)]
     seconds = round(max(rank.seconds for rank in ranks), 1)
     where = about("gloo, one thread per rank")
-    return Result(run, round(score.loss, 5), round(score.accuracy, 5), curve, seconds, where)
+    return Result(run, round(score.loss, 5), round(score.accuracy, 5), curve, seconds, where, ranks[0].data)
 
 
 if __name__ == "__main__":
