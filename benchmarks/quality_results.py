@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.quality_tasks import TASKS
-from benchmarks.quality_training import DDP, LOCAL_STEPS, NUM_POINTS, PLAIN, VARIANTS, WIRES, Run, local
+from benchmarks.quality_training import DDP, LOCAL_STEPS, NUM_POINTS, PLAIN, VARIANTS, WIRES, Run, averaged, local
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Result:
         curve: training loss over the run, mean of all ranks, at equal distances.
         seconds: of the fit.
         about: versions and hardware.
+        data: a digest of data that change with this repository; 0 for others.
     """
 
     run: Run
@@ -30,6 +31,7 @@ class Result:
     curve: Sequence[float]
     seconds: float
     about: str
+    data: int = 0
 
     @property
     def score(self) -> float:
@@ -111,7 +113,7 @@ def markdown(results: Sequence[Result]) -> str:
 def overviews(results: Sequence[Result]) -> list[str]:
     """Return two tables for a document, of wires and of local steps: mean, standard deviation, where the mean lies."""
     every = sorted({result.run.num_ranks for result in results})
-    exchanges = [PLAIN, *map(local, LOCAL_STEPS)]
+    exchanges = [PLAIN, *map(local, LOCAL_STEPS), *map(averaged, LOCAL_STEPS)]
     return [_overview(results, WIRES, num_ranks=[2]), _overview(results, exchanges, num_ranks=every)]
 
 
