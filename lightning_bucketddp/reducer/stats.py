@@ -18,6 +18,9 @@ class ReducerStats:
         num_unused: gradients that were missing on this rank and filled in with zeros.
         num_skipped: training steps that returned nothing, on all ranks together.
         num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
+        num_outer_steps: with `local_steps`, how often islands have exchanged weights.
+        outer_bytes: what this rank gave to the network for that.
+        outer_s: how many seconds that took, with the time that the islands waited for each other.
     """
 
     num_backwards: int = 0
@@ -27,3 +30,6 @@ class ReducerStats:
     num_unused: int = 0
     num_skipped: int = 0
     num_nonfinite: int = 0
+    num_outer_steps: int = 0
+    outer_bytes: int = 0
+    outer_s: float = 0.0
