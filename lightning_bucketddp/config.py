@@ -13,7 +13,9 @@ MIB = 2**20
 
 NONFINITE_RESPONSES = ("warn", "raise", "skip")
 
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+# How many numbers share a scale where they travel as `int8`.
+BLOCK_NUMEL = 256
 
 # The value of `bucket_cap_mb` for sizes that are computed from measurements.
 AUTO: Literal["auto"] = "auto"
@@ -32,7 +34,8 @@ class ReducerConfig:
             gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
             further ones. `auto`: 25 at first; then sizes computed from what the first backwards have shown.
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
-        reduce_dtype: The dtype in which gradients travel: `fp32`, `bf16` or `fp16`. None: their own dtype.
+        reduce_dtype: The dtype in which gradients travel: `fp32`, `bf16`, `fp16` or `int8`, which has a scale for every
+            256 of them. None: their own dtype.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
@@ -68,6 +71,11 @@ class ReducerConfig:
             )
         if not isinstance(self.check_gradients, bool):
             raise ValueError(f"`check_gradients` must be True or False, got {self.check_gradients!r}.")
+
+    @property
+    def alignment(self) -> int:
+        """Return the multiple, in elements, at which each gradient begins in its bucket: no two in one block."""
+        return BLOCK_NUMEL if self.reduce_dtype == "int8" else 1
 
     @property
     def caps(self) -> BucketCaps:

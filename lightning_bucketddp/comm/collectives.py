@@ -135,6 +135,10 @@ class Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
         return self._further_group("side", self.device, backend=None)
 
+    def follow_up_group(self) -> Collectives:
+        """Return the same ranks over connections of their own, for a thread that goes on with what others began."""
+        return self._further_group("follow-up", self.device, backend=None)
+
     def host_group(self) -> Collectives:
         """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
         return self._further_group("host", torch.device("cpu"), backend="gloo")
@@ -214,8 +218,22 @@ class Collectives:
         if owner is not None:
             work = dist.broadcast(tensor, src=self._global_rank(owner), group=self.group, async_op=True)
         else:
-            own = tensor.view(self.world_size, -1)[self.rank]
-            work = _all_gather_single(tensor, own, group=self.group, async_op=True)
+            all_of_it, own = self._lend(tensor, tensor.view(self.world_size, -1)[self.rank])
+            work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
+        return work
+
+    def start_exchange_of_parts(self, received: Tensor, sent: Tensor, *, owner: int | None) -> Pending:
+        """Start giving each rank its part of `sent`, by rank; `received` are those that come to this one, by rank.
+
+        Args:
+            owner: the rank that gets all that is sent; None: each rank gets one of equal parts.
+        """
+        work: dist.Work
+        if owner is None:
+            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        else:
+            parts = list(received.view(self.world_size, -1).unbind()) if owner == self.rank else None
+            work = dist.gather(sent, parts, dst=self._global_rank(owner), group=self.group, async_op=True)
         return work
 
     def sum(self, tensor: Tensor) -> None:

@@ -15,18 +15,17 @@ Note: a thread for the rounds
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, PendingGather
+from lightning_bucketddp.comm.worker import Worker
 
 _RING_UP_TO = 4
 # What else goes from rank to rank through the group has tag 0.
@@ -136,25 +135,14 @@ class DoublingReduce:
 
     def __init__(self, hosts: Collectives, *, needs_all: Callable[[Reduced], bool]) -> None:
         self.group = hosts.group
-        self._started: SimpleQueue[tuple[list[float], Future[Reduced]] | None] = SimpleQueue()
         self._rounds = _Rounds(hosts, needs_all)
-        # Not a method, which would keep this object: an end that nobody asks for comes with garbage collection.
-        work = (self._started, self._rounds)
-        self._thread = threading.Thread(target=_reduce_all, args=work, name="bucketddp-reduce", daemon=True)
-        self._thread.start()
-        self._last: _InThread | None = None
-        self._end = weakref.finalize(self, self._started.put, None)
+        self._worker = Worker("bucketddp-reduce")
 
     def start(self, numbers: Sequence[float]) -> PendingReduced:
-        future: Future[Reduced] = Future()
-        self._last = _InThread(future)
-        self._started.put((list(numbers), future))
-        return self._last
+        return _InThread(self._worker.submit(partial(self._rounds.reduce, list(numbers))))
 
     def close(self) -> None:
-        self._end()
-        if self._last is None or self._last.has_arrived:  # otherwise the thread ends when the other ranks have come
-            self._thread.join()
+        self._worker.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +191,3 @@ class _Rounds:
             elif this.receives:
                 own = torch.cat([own[:1] + received[:1], torch.maximum(own[1:], received[1:])])
         return own
-
-
-def _reduce_all(started: SimpleQueue[tuple[list[float], Future[Reduced]] | None], rounds: _Rounds) -> None:
-    failure: BaseException | None = None
-    while (next_one := started.get()) is not None:
-        numbers, future = next_one
-        try:
-            if failure is not None:
-                raise failure  # the other ranks are not where this one is
-            future.set_result(rounds.reduce(numbers))
-        except Exception as error:
-            failure = error
-            future.set_exception(error)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.small_reduce import DoublingReduce
+from lightning_bucketddp.comm.worker import WorkerThread
 
 # Methods of `ProcessGroup`: whatever calls a collective in Python comes to one of them. Not all are in each version.
 _COLLECTIVES = (
@@ -125,7 +127,9 @@ def _before_each_collective(act: Callable[[Any], None]) -> Iterator[None]:
     def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            act(owner.group if isinstance(owner, DoublingReduce) else owner)
+            # A worker goes on with what all ranks have begun, wherever they are by now.
+            if not isinstance(threading.current_thread(), WorkerThread):
+                act(owner.group if isinstance(owner, DoublingReduce) else owner)
             return original(owner, *args, **kwargs)
 
         return collective

@@ -169,6 +169,9 @@ class Reduction(Protocol):
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
         """Start to reduce the sparse gradient of one parameter."""
 
+    def close(self) -> None:
+        """Start nothing more."""
+
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
@@ -178,9 +181,12 @@ class BufferLayout:
     numel: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], shares: Shares | None = None) -> BufferLayout:
-        """Put `params`, all of one dtype, one behind the other; with room so that the buffer can be divided."""
-        align = max(_ALIGN_BYTES // params[0].dtype.itemsize, 1) if params else 1
+    def of(cls, params: Sequence[Tensor], shares: Shares | None = None, *, alignment: int = 1) -> BufferLayout:
+        """Put `params`, all of one dtype, one behind the other; with room so that the buffer can be divided.
+
+        Each begins at a multiple of `alignment` elements.
+        """
+        align = max(_ALIGN_BYTES // params[0].dtype.itemsize, alignment) if params else alignment
         offsets: list[int] = []
         numel = 0
         for param in params:
@@ -233,7 +239,7 @@ class BufferedBucket:
         self._shares_storage = may_be_resized or self._gives_back
         self._storage = self.wire.untyped_storage()
         self._num_bytes = self.wire.nbytes
-        self._has_padding = any(param.numel() * dtype.itemsize % _ALIGN_BYTES for param in params)
+        self._has_padding = sum(param.numel() for param in params) < layout.numel
         self._uses_of_ours = 0
         self.views = self.views_of(self.buffer)
         # Measured, not known: it depends on the interpreter how many references a call itself holds.

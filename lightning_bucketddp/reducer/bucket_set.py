@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket
+from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, BufferLayout
 from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket, SparseBucket
 from lightning_bucketddp.reducer.shards import Shards
 
@@ -63,6 +63,7 @@ class BucketSet:
         trainable: by parameter; buckets of which each rank keeps a share may hold others, too.
         shards: makes such buckets; None: there are none.
         may_be_resized: a communication hook may resize the buffers.
+        alignment: the multiple, in elements, at which a gradient begins.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BucketSet:
         trainable: Sequence[bool],
         shards: Shards | None = None,
         may_be_resized: bool = False,
+        alignment: int = 1,
     ) -> None:
         self.plan = plan
         self.num_firings = num_firings
@@ -107,6 +109,7 @@ class BucketSet:
                     num_flags=num_flags,
                     device=device,
                     may_be_resized=may_be_resized,
+                    layout=BufferLayout.of(members, alignment=alignment),
                     gives_back=device.type in _GIVE_BACK_ON and not may_be_resized,
                 )
             self.buckets.append(bucket)

@@ -42,6 +42,9 @@ class CommHookReduction:
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
         return PendingSparseMean(self.collectives, bucket)
 
+    def close(self) -> None:
+        pass
+
 
 class GradBucket:
     """A bucket as `torch.distributed.GradBucket` shows it to a communication hook."""

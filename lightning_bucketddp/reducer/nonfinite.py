@@ -90,7 +90,10 @@ class Finiteness:
         self._device = self._collectives.device
         self._response = config.on_nonfinite
         self._checks_gradients = config.check_gradients and not has_scaler
-        self._travels_as = REDUCE_DTYPES.get(config.reduce_dtype or "")
+        # With `int8` it is the scale that a large number must fit into.
+        self._travels_as = (
+            torch.float32 if config.reduce_dtype == "int8" else REDUCE_DTYPES.get(config.reduce_dtype or "")
+        )
         # What a hook with a memory (PowerSGD) has once seen would come back in all further steps.
         self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
         self._where = where

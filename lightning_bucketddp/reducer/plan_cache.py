@@ -137,7 +137,14 @@ class PlanCache:
         if self._shards is None:
             plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
         else:
-            plan = self._shards.plan(self.specs, self._params, arrived=arrived, missing=missing, caps=self._config.caps)
+            plan = self._shards.plan(
+                self.specs,
+                self._params,
+                arrived=arrived,
+                missing=missing,
+                caps=self._config.caps,
+                alignment=self._config.alignment,
+            )
         self._forget()
         # Another plan would move optimizer state between ranks.
         if self._shards is None and can_tune(self._config, self._collectives, plan):
@@ -181,6 +188,7 @@ class PlanCache:
             trainable=trainable,
             shards=self._shards,
             may_be_resized=self._config.comm_hook is not None,
+            alignment=self._config.alignment,
         )
         bucket_set.streams = streams
         bucket_set.last_used = self._stats.num_backwards

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
@@ -36,6 +37,7 @@ from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, all_of
 from lightning_bucketddp.reducer.plan_cache import PlanCache
+from lightning_bucketddp.reducer.quantized_reduction import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
@@ -81,11 +83,7 @@ class Reducer:
         self._shards = shards
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        reduction: Reduction = (
-            MeanReduction(self._collectives, dtype=REDUCE_DTYPES.get(config.reduce_dtype or ""))
-            if config.comm_hook is None
-            else CommHookReduction(self._collectives, config.comm_hook, config.comm_state)
-        )
+        self._reduction = reduction = _reduction_of(config, self._collectives)
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
         )
@@ -130,6 +128,7 @@ class Reducer:
         if self._shards is not None:
             self._shards.finish_gathering()
         self._plan_cache.close()
+        self._reduction.close()
         self.bucket_set = None
 
     def describe(self) -> str:
@@ -312,3 +311,12 @@ class Reducer:
                 self._end.finish(backward, died=died)
             finally:
                 self.bucket_set = backward.bucket_set or self.bucket_set
+
+
+def _reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
+    if config.comm_hook is not None:
+        return CommHookReduction(collectives, config.comm_hook, config.comm_state)
+    dtype = REDUCE_DTYPES.get(config.reduce_dtype or "")
+    if dtype != torch.int8:
+        return MeanReduction(collectives, dtype=dtype)
+    return QuantizedMeanReduction(collectives) if collectives.world_size > 1 else MeanReduction(collectives)

@@ -51,6 +51,9 @@ class MeanReduction:
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
         return PendingSparseMean(self._collectives, bucket)
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass(slots=True)  # not frozen, which takes longer to make
 class _PendingMean:

@@ -231,8 +231,12 @@ class Shards:
         arrived: Sequence[int],
         missing: Sequence[int],
         caps: BucketCaps,
+        alignment: int,
     ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay)."""
+        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay).
+
+        In the others a gradient begins at a multiple of `alignment` elements.
+        """
         self._find_owners()
         known = self._known_buckets(params, trained={params[i] for i in (*arrived, *missing)})
         dividers = [self._divider(spec, param) for spec, param in zip(specs, params, strict=True)]
@@ -258,7 +262,7 @@ class Shards:
             if bucket.sharded is not None:
                 divider = dividers[bucket.members[0]]
                 assert divider is not None
-                self._settle(bucket, [(specs[i].name, params[i]) for i in bucket.members], divider)
+                self._settle(bucket, [(specs[i].name, params[i]) for i in bucket.members], divider, alignment=alignment)
         return merge_plans(known, new, specs, arrived=arrived)
 
     def _find_owners(self) -> None:
@@ -330,12 +334,19 @@ class Shards:
         return divided
 
     def _settle(
-        self, bucket: BucketSpec, members: Sequence[tuple[str, nn.Parameter]], divider: ShardedOptimizer
+        self,
+        bucket: BucketSpec,
+        members: Sequence[tuple[str, nn.Parameter]],
+        divider: ShardedOptimizer,
+        *,
+        alignment: int,
     ) -> None:
         """Decide for good which rank has which piece of the members of a bucket."""
         assert bucket.sharded is not None
         params = [param for _, param in members]
-        buffer = BufferLayout([0], params[0].numel()) if bucket.alone else BufferLayout.of(params, bucket.sharded)
+        buffer = BufferLayout([0], params[0].numel())
+        if not bucket.alone:
+            buffer = BufferLayout.of(params, bucket.sharded, alignment=alignment)
         shards = [
             Shard(
                 name,

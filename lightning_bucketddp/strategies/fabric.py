@@ -55,6 +55,7 @@ class FabricStrategy(FabricCheckpointHooks):
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
+            `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
         broadcast_buffers: Keep all ranks on rank 0's buffers.
@@ -104,7 +105,7 @@ class FabricStrategy(FabricCheckpointHooks):
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
         bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
-        reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,

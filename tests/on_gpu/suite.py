@@ -20,10 +20,26 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
-from tests.support.jobs import cuda, nonfinite, reducing, replicas, sharding, sync_batchnorm, watching, weighting
+from tests.support.jobs import (
+    cuda,
+    nonfinite,
+    quantized,
+    reducing,
+    replicas,
+    sharding,
+    sync_batchnorm,
+    watching,
+    weighting,
+)
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import WAYS, Bad
-from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
+from tests.support.jobs.parity import (
+    Training,
+    parity_with_mean,
+    parity_with_quantized_mean,
+    parity_with_torch_ddp,
+    torch_ddp_can,
+)
 from tests.support.jobs.recording import CONFIGS
 from tests.support.jobs.sync_batchnorm import Batches
 from tests.support.ranks import close_pools, run_on_ranks
@@ -111,6 +127,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
     yield from sharded_tests()
+    yield from quantized_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
 
 
@@ -136,6 +153,35 @@ def sharded_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
             partial(run_on_ranks, cuda.a_captured_step_trains_like_others, shard=shard),
         )
     yield "several streams, sharded", partial(run_on_ranks, cuda.sharded_weights_reach_several_streams)
+
+
+def quantized_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and tests, of gradients that travel as int8."""
+    for case in CASES:
+        # Where two runs differ by rounding, they round to other integers, too.
+        if case not in ROUNDED and case != "buffer_in_forward":
+            for training in (
+                Training(reduce_dtype="int8"),
+                Training(reduce_dtype="int8", bucket_cap_mb=0.001, micro_batches=2),
+                Training(reduce_dtype="int8", all_alone=True),
+            ):
+                setting = {"case": case, "training": training}
+                yield f"int8 {case} {training}", partial(run_on_ranks, parity_with_quantized_mean, **setting)
+    for shard in (True, "parameters"):
+        yield f"int8 sharded {shard}", partial(run_on_ranks, quantized.train_sharded, case="mlp", shard=shard)
+    yield "int8 of all sizes", partial(run_on_ranks, quantized.buckets_of_all_sizes)
+    yield "int8 nan", nan_stays
+    for shard in (False, True, "parameters"):
+        setting = {"shard": shard, "reduce_dtype": "int8"}
+        yield f"int8 without waiting {shard}", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait, **setting)
+        yield f"int8 captured {shard}", partial(run_on_ranks, cuda.a_captured_step_trains_like_others, **setting)
+
+
+def nan_stays() -> list[Any]:
+    """A NaN of one rank becomes no number on any."""
+    for finite in run_on_ranks(quantized.nan_of_rank_one):
+        assert [name for name, is_finite in finite.items() if not is_finite] == ["0.bias"]
+    return []
 
 
 def sharded(**setting: Any) -> list[Any]:

@@ -283,7 +283,7 @@ MUST_BE = {
     "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
     "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
-    "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16"),
+    "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16, int8"),
     "on_nonfinite": ("stop", "one of warn, raise, skip"),
     "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
 }

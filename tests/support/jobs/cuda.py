@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,12 @@ from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import batch
-from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.support.jobs.parity import (
+    assert_equal_on_all_ranks,
+    average_by_hand,
+    average_quantized_by_hand,
+    build_reducer,
+)
 from tests.support.jobs.recording import CONFIGS, assert_in_order, assert_weights_are_recorded
 from tests.support.jobs.replicas import Training
 from tests.support.ranks import device
@@ -80,7 +86,7 @@ def _sharded(
     return shards
 
 
-def a_step_never_makes_the_host_wait(shard: ShardOption = False) -> None:
+def a_step_never_makes_the_host_wait(shard: ShardOption = False, reduce_dtype: str | None = None) -> None:
     """torch raises where an operation would synchronise the host with the device."""
     model = _wide_model()
     collectives = Collectives(device())
@@ -88,7 +94,7 @@ def a_step_never_makes_the_host_wait(shard: ShardOption = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     reducer = Reducer(
         Replicas(model, collectives),
-        ReducerConfig(bucket_cap_mb=4.5),
+        ReducerConfig(bucket_cap_mb=4.5, reduce_dtype=reduce_dtype),
         weighting=weighting,
         shards=_sharded(model, optimizer, collectives, shard) if shard else None,
     )
@@ -234,7 +240,7 @@ def peak_gradient_memory() -> tuple[float, float]:
     return extra[0], extra[1]
 
 
-def a_captured_step_trains_like_others(shard: ShardOption = False) -> None:
+def a_captured_step_trains_like_others(shard: ShardOption = False, reduce_dtype: str | None = None) -> None:
     """`torch.cuda.graph` captures forward, backward, reductions and the optimizer's step."""
     model = _wide_model()
     reference = copy.deepcopy(model)
@@ -242,9 +248,12 @@ def a_captured_step_trains_like_others(shard: ShardOption = False) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reducer = Reducer(
         Replicas(model, collectives),
-        ReducerConfig(bucket_cap_mb=4.5),
+        ReducerConfig(bucket_cap_mb=4.5, reduce_dtype=reduce_dtype),
         shards=_sharded(model, optimizer, collectives, shard) if shard else None,
     )
+    average = average_by_hand
+    if reduce_dtype == "int8":
+        average = partial(average_quantized_by_hand, is_rounded_again=not shard)
     their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     x = batch(dist.get_rank(), 0, 64, WIDE)
 
@@ -259,7 +268,7 @@ def a_captured_step_trains_like_others(shard: ShardOption = False) -> None:
     def their_step() -> None:
         their_optimizer.zero_grad()
         reference(x).square().mean().backward()
-        average_by_hand(reference)
+        average(reference)
         their_optimizer.step()
 
     stream = torch.cuda.Stream()

@@ -29,6 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "without_overlap": {"overlap": False},
     "bf16_wire": {"reduce_dtype": "bf16"},
     "fp16_wire": {"reduce_dtype": "fp16"},
+    "int8_wire": {"reduce_dtype": "int8"},
     "all_alone": {"all_alone": True},
     "hook": {"comm_hook": default_hooks.allreduce_hook},
     "compressing_hook": {"comm_hook": default_hooks.fp16_compress_hook},

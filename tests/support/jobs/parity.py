@@ -37,6 +37,7 @@ class Training:
     clip: str | None = None
     bucket_cap_mb: Any = 25.0
     all_alone: bool = False
+    reduce_dtype: str | None = None
     marked: bool = True  # ours runs backward inside `reducer.backward()`, as the strategies do
     tolerance: float = 0.0
 
@@ -93,6 +94,11 @@ def parity_with_mean(case: str, training: Training) -> Outcome:
     return _train_both(CASES[case], training, _Reference(lambda model: model, synchronise=average_by_hand))
 
 
+def parity_with_quantized_mean(case: str, training: Training) -> Outcome:
+    """The same for gradients that travel as int8, against what that is defined to be, computed by hand."""
+    return _train_both(CASES[case], training, _Reference(lambda model: model, synchronise=average_quantized_by_hand))
+
+
 @dataclass(frozen=True)
 class _Reference:
     wrap: Callable[[nn.Module], nn.Module]
@@ -115,6 +121,47 @@ def average_by_hand(model: nn.Module) -> None:
                 param.grad = mean.to_sparse(1) if sparse else mean
 
 
+def average_quantized_by_hand(model: nn.Module, *, is_rounded_again: bool = True) -> None:
+    """The mean over the ranks of gradients rounded to 8 bits by blocks, rounded once more; sparse ones as they are."""
+    for param in model.parameters():
+        if not param.requires_grad:
+            continue
+        is_sparse = param.grad is not None and param.grad.is_sparse
+        gradient = torch.zeros_like(param) if param.grad is None else param.grad
+        used = torch.tensor([float(param.grad is not None), float(is_sparse)], device=device())
+        dist.all_reduce(used)
+        if used[0] == 0:
+            continue
+        if used[1] > 0:
+            dense = gradient.to_dense()
+            dist.all_reduce(dense)
+            param.grad = (dense / dist.get_world_size()).to_sparse(1)
+            continue
+        result = torch.empty_like(gradient)
+        in_memory_order = gradient.as_strided((gradient.numel(),), (1,))
+        real = torch.view_as_real(in_memory_order).view(-1) if gradient.is_complex() else in_memory_order
+        integers, scales = _quantized(real)
+        all_integers = [torch.empty_like(integers) for _ in range(dist.get_world_size())]
+        all_scales = [torch.empty_like(scales) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_integers, integers)
+        dist.all_gather(all_scales, scales)
+        shares = [n * (s / dist.get_world_size()) for n, s in zip(all_integers, all_scales, strict=True)]
+        mean = torch.stack(shares).sum(0)
+        if is_rounded_again:
+            integers, scales = _quantized(mean.view(-1))
+            mean = integers * scales
+        flat = mean.view(-1)[: real.numel()].to(real.dtype)
+        flat_result = result.as_strided((result.numel(),), (1,))
+        flat_result.copy_(torch.view_as_complex(flat.view(-1, 2)) if gradient.is_complex() else flat)
+        param.grad = result
+
+
+def _quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = nn.functional.pad(numbers, (0, -numbers.numel() % 256)).view(-1, 256)
+    scales = blocks.abs().amax(1, keepdim=True).float().clamp(min=1e-30) * ((1 - 2**-22) / 127)
+    return (blocks * (1 / scales)).round().to(torch.int8), scales
+
+
 def _train_both(case: Case, training: Training, reference: _Reference) -> Outcome:
     torch.manual_seed(7 + dist.get_rank())  # the ranks start from different weights: rank 0's must win
     ours = case.build().to(device())
@@ -125,6 +172,7 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
         ours,
         bucket_cap_mb=training.bucket_cap_mb,
         all_alone=training.all_alone,
+        reduce_dtype=training.reduce_dtype,
         all_are_marked=training.marked,
     )
     our_optimizer = _optimizer(training.optimizer, ours)

@@ -29,6 +29,7 @@ _CAP_MB = 40 / 2**20
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"reduce_dtype": "bf16"},
+    "int8": {"reduce_dtype": "int8"},
     "hook": {"comm_hook": default_hooks.allreduce_hook},
     "compressing hook": {"comm_hook": default_hooks.bf16_compress_hook},
     "no overlap": {"overlap": False},

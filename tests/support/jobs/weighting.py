@@ -23,6 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without_overlap": {"overlap": False},
     "bf16_wire": {"reduce_dtype": "bf16"},
+    "int8_wire": {"reduce_dtype": "int8"},
     "hook": {"comm_hook": default_hooks.allreduce_hook},
 }
 
@@ -66,7 +67,7 @@ def weighted_mean(config: str, num_micro_batches: int) -> None:
                 (model.loss(rank, 10 * step + m) * weights[rank, m]).backward()
         losses = [w * reference.loss(r, 10 * step + m) / sum(weights.values()) for (r, m), w in weights.items()]
         torch.stack(losses).sum().backward()
-        tolerance = 2e-2 if config == "bf16_wire" else 1e-5
+        tolerance = 2e-2 if config in ("bf16_wire", "int8_wire") else 1e-5
         for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert param.grad is not None, name
             assert other.grad is not None, name

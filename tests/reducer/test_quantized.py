@@ -1,0 +1,99 @@
+"""Gradients that travel as int8: what arrives, what it costs, and what it must never hide.
+
+With 2 ranks the mean has one rounding whatever the order, so what arrives is exactly what the definition says.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_bucketddp.reducer.quantization import Blocks
+from tests.reducer.test_nonfinite import RAISED, Bad, raised_on_all
+from tests.support.jobs import quantized
+from tests.support.jobs.models import CASES
+from tests.support.jobs.parity import Training, parity_with_quantized_mean
+from tests.support.jobs.weighting import weighted_mean
+from tests.support.ranks import run_on_ranks
+
+# In one of them buffers depend on who gives them to whom, which is tested elsewhere.
+MODELS = [case for case in CASES if case != "buffer_in_forward"]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_arrives_is_the_rounded_mean_of_what_was_rounded(case: str) -> None:
+    run_on_ranks(parity_with_quantized_mean, case=case, training=Training(reduce_dtype="int8"))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(micro_batches=3, reduce_dtype="int8"),
+        Training(all_alone=True, reduce_dtype="int8"),
+        Training(bucket_cap_mb=0.0005, marked=False, reduce_dtype="int8"),
+    ],
+    ids=["accumulation", "where_they_are", "many_buckets"],
+)
+@pytest.mark.parametrize("case", ["mlp", "channels_last", "many_dtypes", "unused_in_turns", "unused_on_one_rank"])
+def test_so_it_is_however_gradients_are_collected(case: str, training: Training) -> None:
+    run_on_ranks(parity_with_quantized_mean, case=case, training=training)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_size_arrives(world_size: int) -> None:
+    run_on_ranks(quantized.buckets_of_all_sizes, world_size=world_size)
+
+
+@pytest.mark.parametrize("shard", [True, "parameters"])
+@pytest.mark.parametrize("case", ["mlp", "channels_last", "unused_in_turns"])
+def test_with_divided_state_the_mean_is_rounded_once(case: str, shard: bool | str) -> None:
+    assert min(run_on_ranks(quantized.train_sharded, case=case, shard=shard)) > 1
+
+
+def test_bytes_are_a_quarter() -> None:
+    [fp32, _], [int8, _], [scattered, _] = (
+        run_on_ranks(quantized.bytes_written, reduce_dtype=dtype, shard=shard)
+        for dtype, shard in ((None, False), ("int8", False), ("int8", True))
+    )
+    assert 0.25 < int8 / fp32 <= 0.27
+    assert 0.125 < scattered / fp32 <= 0.14  # the scatter half alone
+
+
+def test_weights_of_ranks_count() -> None:
+    run_on_ranks(weighted_mean, config="int8_wire", num_micro_batches=2)
+
+
+def test_a_nan_stays_one_and_stays_where_it_is() -> None:
+    for finite in run_on_ranks(quantized.nan_of_rank_one):
+        assert finite == {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": True}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_is_named(value: float) -> None:
+    error = raised_on_all(bad=Bad("2.weight", value), reduce_dtype="int8")
+    assert error == RAISED.format("the gradient of `2.weight` on rank 1")
+
+
+def test_in_a_trial_the_ranks_fail_together() -> None:
+    assert run_on_ranks(quantized.try_together) == [["RuntimeError"], ["KeyError"]]
+
+
+def test_no_thread_is_left() -> None:
+    assert run_on_ranks(quantized.threads_left) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_blocks_keep_zeros_and_the_largest_number_and_are_spoiled_alone(dtype: torch.dtype) -> None:
+    blocks = Blocks(2, 512, device=torch.device("cpu"))
+    numbers = torch.zeros(1000, dtype=dtype)
+    numbers[10] = torch.finfo(dtype).max if dtype != torch.float64 else torch.finfo(torch.float32).max
+    numbers[300] = -1e-7  # less than fp16 can invert
+    numbers[600] = float("nan")
+    numbers[999] = -float("inf")
+    decoded = torch.full_like(numbers, 7)
+    blocks.encode(numbers)
+    blocks.decode(decoded)
+    torch.testing.assert_close(decoded[:512], numbers[:512], rtol=1e-2, atol=0)
+    assert not decoded[512:768].isfinite().any()
+    assert not decoded[768:].isfinite().any()
+    assert blocks.bytes.nbytes == 2 * 2 * (256 + 4)
