@@ -112,11 +112,7 @@ class _Chunk:
     start: int
     weights: Tensor
     momentum: Tensor | None
-    wires: tuple[_Wire, _Wire]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.wires[0].wire.dtype
+    wires: tuple[_Wire, ...]
 
 
 class OuterStep:
@@ -257,6 +253,13 @@ class OuterStep:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
+    def free_device(self) -> None:
+        """Keep the momentum in host memory, and nothing else: there will be no further step."""
+        for chunk in self._chunks:
+            chunk.momentum = None if chunk.momentum is None else chunk.momentum.cpu()
+            chunk.weights = chunk.weights[:0]
+            chunk.wires = ()
+
     def gather_momentum(self) -> dict[str, Tensor]:
         """Return the momentum of each parameter, in host memory. All ranks of an island must call this."""
         gathered: dict[str, Tensor] = {}
@@ -264,7 +267,7 @@ class OuterStep:
             of_row = _Row({name: _momentum_like(param) for name, param in row.tensors.items()})
             for chunk in self._chunks:
                 if chunk.row is row and chunk.momentum is not None:
-                    of_row.write(chunk.start, self._gather(chunk.momentum).cpu())
+                    of_row.write(chunk.start, self._gather(chunk.momentum.to(self._islands.world.device)).cpu())
                     gathered.update(of_row.tensors)
         return gathered
 

@@ -141,7 +141,6 @@ class _OnHost:
             return first, finish
         return _SecondOnHost(self._worker.submit(partial(_go_on, exchange, first, self._follow_ups))), finish
 
-
     def close(self) -> None:
         self._worker.close()
 

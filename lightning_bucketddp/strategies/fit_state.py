@@ -184,7 +184,6 @@ class FitState:
     def end_exchange(self) -> bool:
         """Exchange no more; return whether there was an exchange and its connections may be closed."""
         exchange, self.exchange = self.exchange, None
-        local_steps, self.local_steps = self.local_steps, NoLocalSteps()
         self.weighting = EqualBatches()
-        are_quiet = [local_steps.close(), exchange is None or exchange.close()]
+        are_quiet = [self.local_steps.close(), exchange is None or exchange.close()]
         return (exchange is not None or self.islands is not None) and all(are_quiet)

@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.config import MIB, REDUCE_DTYPES
+from lightning_bucketddp.config import MIB
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
-from lightning_bucketddp.reducer.reduction import MeanReduction
+from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
@@ -127,7 +127,7 @@ class LocalSteps(NoLocalSteps):
         self._of_island = of_island
         self._progress = progress
         self._signals = signals
-        self._reduction = MeanReduction(islands.peers, dtype=REDUCE_DTYPES.get(options.reducer.reduce_dtype or ""))
+        self._reduction = reduction_of(options.reducer, islands.peers)
         self._checks = ReplicaChecks(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
         self._replicas: Replicas | None = None
         self._stats = ReducerStats()
@@ -136,6 +136,10 @@ class LocalSteps(NoLocalSteps):
         # Since the last outer step.
         self._num_steps = self._num_trained = 0
         self._has_stepped = False
+        # All ranks have the weights of the last outer step.
+        self._are_equal = True
+        # What callbacks keep as averages is that of all ranks.
+        self._have_averaged = True
         self._callback: Any = None
         # Since averaged models were averaged over the islands: islands whose weights were not finite.
         self._left_out: set[int] = set()
@@ -190,6 +194,7 @@ class LocalSteps(NoLocalSteps):
         self._num_steps += 1
         self._num_trained += has_trained
         self._has_stepped = True
+        self._are_equal = self._have_averaged = False
 
     def after_batch(self) -> None:
         """End the round if it is over, or if the run is to stop (Note: stopping early)."""
@@ -225,19 +230,20 @@ class LocalSteps(NoLocalSteps):
         assert self._outer is not None
         began_at = time.monotonic()
         with self._progress.during(OUTER_STEP):
-            nonfinite = self._outer.nonfinite() if self._num_trained else []
+            # Whatever is raised below, nobody shall try again.
+            has_trained, self._num_steps, self._num_trained = self._num_trained > 0, 0, 0
+            nonfinite = self._outer.nonfinite() if has_trained else []
             self._exchange.send(
                 kind,
-                weight=self._num_trained > 0,
+                weight=has_trained,
                 full_weight=bool(nonfinite),
                 trainable=zlib.crc32(repr(self._outer.names).encode()),
             )
             told = self._exchange.receive()
             if told.least.trainable != told.greatest.trainable:
                 self._refuse_trainable()
-            self._num_steps = 0
-            has_trained, self._num_trained = self._num_trained > 0, 0
             if told.weight == 0:
+                self._are_equal = True
                 return
             left_out = self._handle_nonfinite(nonfinite) if told.full_weight else set()
             num_counted = round(told.weight / self._islands.own.world_size) - len(left_out)
@@ -248,6 +254,7 @@ class LocalSteps(NoLocalSteps):
                 self._average_buffers(share)
             else:
                 self._outer.go_back()
+            self._are_equal = True
             self._stats.num_outer_steps += 1
             self._stats.outer_s += time.monotonic() - began_at
 
@@ -274,8 +281,10 @@ class LocalSteps(NoLocalSteps):
         found = f"{found} {list_names(all_names)} on {list_ranks(of_islands)}"
         response = self._options.reducer.on_nonfinite
         if response == "raise":
+            assert self._outer is not None
+            self._outer.go_back()
             raise NonFiniteError(
-                f"N{found[1:]}. They have not gone into the weights of the other ranks. Clip gradients or lower the"
+                f"N{found[1:]}. All ranks have the weights of the last outer step again. Clip gradients or lower the"
                 " learning rate; or pass `on_nonfinite='skip'` to the strategy to leave such ranks out."
             )
         outcome = (
@@ -304,18 +313,22 @@ class LocalSteps(NoLocalSteps):
 
     def _average_models(self) -> None:
         """Average what callbacks keep as averages of this island's weights (Note: averaged models)."""
+        if self._have_averaged:
+            return
+        self._have_averaged = True
         left_out, self._left_out = self._left_out, set()
         models = [getattr(callback, "_average_model", None) for callback in self._trainer.callbacks]  # type: ignore[attr-defined]
         averaged = [model.module for model in models if isinstance(model, torch.optim.swa_utils.AveragedModel)]
         num_counted = self._islands.number - len(left_out)
-        counts = num_counted and self._islands.index not in left_out
-        for module in averaged:
-            tensors = [*module.parameters(), *module.buffers()]
-            average(tensors, self._islands, share=self._islands.number / num_counted if counts else 0.0)
+        share = 0.0 if self._islands.index in left_out else self._islands.number / num_counted
+        for module in averaged if num_counted else []:
+            average([*module.parameters(), *module.buffers()], self._islands, share=share)
 
     def compare(self, *, when: str) -> None:
         assert self._replicas is not None
         parameters = self._replicas.parameters
+        if not self._are_equal:
+            return  # an error has ended the round
         if self._checks.compare(lambda: training_state(parameters, []), when=when) and self._outer is not None:
             self._outer.take_weights()
 
@@ -334,6 +347,9 @@ class LocalSteps(NoLocalSteps):
 
     def close(self) -> bool:
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+        self._reduction.close()
+        if self._outer is not None:
+            self._outer.free_device()
         return self._exchange.close()
 
     def gather_state(self, precision: Any) -> dict[str, Any] | None:

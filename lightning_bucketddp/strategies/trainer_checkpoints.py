@@ -291,10 +291,14 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         collectives = self._collectives
         if collectives is not None and not collectives.is_open:
             has_own_state = self.config.comm_state is not None or self._rank_seeds is not None
+            has_own_state |= self._state.islands is not None
             if collectives.world_size > 1 and has_own_state and self.is_global_zero:
+                what = "the state of the communication hook and the random numbers"
+                if self._state.islands is not None:
+                    what = "the state of the optimizers of other islands, the outer momentum and the random numbers"
                 warnings.warn(
-                    "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of"
-                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`.",
+                    f"bucketddp: the other ranks cannot be reached any more. What they have of their own, {what}, is"
+                    f" missing in checkpoint `{filepath}`.",
                     stacklevel=2,
                 )
             collectives = None

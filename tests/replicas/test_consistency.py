@@ -133,7 +133,7 @@ def test_most_ranks_are_right(values: list[dict[str, Any]], source: int, text: s
 
 
 def test_equal_values_do_not_diverge() -> None:
-    assert find_divergence(dict.fromkeys(range(3), {"w": 1, "lr": 0.1}), numbers={"lr"}) is None
+    assert find_divergence({rank: {"w": 1, "lr": 0.1} for rank in range(3)}, numbers={"lr"}) is None
 
 
 # --- Periodic checks
