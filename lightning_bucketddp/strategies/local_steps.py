@@ -38,7 +38,7 @@ from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import reduction_of
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
 from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.strategies.batch_weighting import EqualBatches, SkippedStep, accept_skipped_steps
@@ -153,6 +153,7 @@ class LocalSteps(NoLocalSteps):
         return is_alerted
 
     def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
+        stats.outer_steps = self._stats.outer_steps
         self._replicas, self._stats = replicas, stats
         if self._outer is not None:
             self._make_outer_step()
@@ -249,14 +250,15 @@ class LocalSteps(NoLocalSteps):
             num_counted = round(told.weight / self._islands.own.world_size) - len(left_out)
             counts = has_trained and self._islands.index not in left_out
             share = self._islands.number / num_counted if counts else 0.0
+            num_bytes = 0
             if num_counted:
-                self._stats.outer_bytes += self._outer.step(share=share)
+                num_bytes = self._outer.step(share=share)
                 self._average_buffers(share)
             else:
                 self._outer.go_back()
             self._are_equal = True
-            self._stats.num_outer_steps += 1
-            self._stats.outer_s += time.monotonic() - began_at
+            seconds = time.monotonic() - began_at
+            self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
 
     def _refuse_trainable(self) -> NoReturn:
         assert self._replicas is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
+from lightning_bucketddp.recording.reader import read_run
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.faults import Fault, fit
@@ -65,8 +66,8 @@ def test_changes_travel_as_gradients_would(reduce_dtype: str, fraction: float) -
     assert ranks[0]["outer_bytes"] <= fraction * ranks[0]["num_bytes"] * 2
 
 
-def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_exchanges() -> None:
-    ranks = run_on_ranks(train, world_size=4, local_steps=2, islands=2)
+def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_exchanges(tmp_path: Path) -> None:
+    ranks = run_on_ranks(train, world_size=4, local_steps=2, islands=2, directory=tmp_path)
     weights = [rank["after_batches"] for rank in ranks]
     assert weights[0] == weights[1] != weights[2] == weights[3]
     assert [batch for batch in range(5) if weights[0][batch] == weights[2][batch]] == [1, 3]
@@ -74,6 +75,17 @@ def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_
     for rank in ranks:
         assert rank["num_outer_steps"] == 3
         assert 0.5 * rank["num_bytes"] <= rank["outer_bytes"] / 3 < 0.52 * rank["num_bytes"]
+    for rank, record in read_run(tmp_path / "bucketddp").ranks.items():
+        assert [outer.step for outer in record.outer_steps] == [2, 4, 5]
+        assert sum(outer.num_bytes for outer in record.outer_steps) == ranks[rank]["outer_bytes"]
+        assert record.run.options["num_islands"] == 2
+
+
+def test_layers_that_are_frozen_at_first_are_exchanged_once_they_are_trained() -> None:
+    first, second = (rank["after_batches"] for rank in run_on_ranks(train, thaws=True, local_steps=4, **APART))
+    assert [batch for batch in range(20) if first[batch] == second[batch]] == [3, 7, 13, 17]
+    assert first[9]["layers.0.weight"] == first[0]["layers.0.weight"]
+    assert first[19]["layers.0.weight"] != first[13]["layers.0.weight"] != first[0]["layers.0.weight"]
 
 
 def test_a_validation_sees_the_same_weights_on_all_ranks() -> None:

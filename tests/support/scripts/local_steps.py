@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.comm.trial import _COLLECTIVES
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.scripts.models import Regression, loader
@@ -116,6 +117,13 @@ class Witness(Callback):
                 setattr(group_class, name, original)
 
 
+class Thaws(Callback):
+    """Trains the first layer from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.layers[0].requires_grad_(trainer.current_epoch > 0)
+
+
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """What our loggers say."""
@@ -131,15 +139,25 @@ def warned() -> Iterator[list[str]]:
 
 
 @like_torchrun()
-def train(*, model: str = "adaptive", strategy: str | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    *,
+    model: str = "adaptive",
+    strategy: str | None = None,
+    thaws: bool = False,
+    directory: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Train ten batches on two ranks, five on four; what each rank had at each place."""
     module = {"adaptive": Adaptive, "dyadic": Dyadic, "wide": Wide}[model]()
     witness = Witness()
     of_trainer = {name: options.pop(name) for name in ("val_check_interval",) if name in options}
+    also: list[Callback] = [Thaws()] if thaws else []
+    if directory is not None:
+        also.append(BucketDDPMonitor(every_n_steps=1, dirpath=directory))
     trainer = make_trainer(
         strategy or BucketDDPStrategy(**options),
-        max_epochs=1,
-        callbacks=[witness],
+        max_epochs=1 + thaws,
+        callbacks=[witness, *also],
         num_sanity_val_steps=0,
         **of_trainer,
     )
@@ -272,7 +290,7 @@ class _Averages(Callback):
 
 @like_torchrun()
 def average_exponentially() -> dict[str, Any]:
-    """What `EMAWeightAveraging` ends with on this rank, and the mean over the ranks of averages that each keeps alone."""
+    """What `EMAWeightAveraging` ends with, and the mean over the ranks of averages that each keeps alone."""
     module, own = Adaptive(), _Averages()
     ema = callbacks.EMAWeightAveraging(decay=DECAY)
     trainer = make_trainer(
