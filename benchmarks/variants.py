@@ -22,8 +22,8 @@ from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
-Wire = Literal["fp32", "bf16"]
-WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Wire = Literal["fp32", "bf16", "int8"]
+WIRES: dict[Wire, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,31 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks import gpu_suite, growth, host_overhead, memory, monitor_overhead, overlap, startup, step_time
+from benchmarks import (
+    gpu_suite,
+    growth,
+    host_overhead,
+    memory,
+    monitor_overhead,
+    overlap,
+    quality,
+    startup,
+    step_time,
+    wires,
+)
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
+from benchmarks.quality_formats import FORMATS, error_table
+from benchmarks.quality_results import Result, load, markdown
+from benchmarks.quality_tasks import TASKS, evaluate
+from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, local
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, ddp_variants, our_variants, settling_in, with_hook, with_unused
-from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants
+from lightning_bucketddp.config import BLOCK_NUMEL
+from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants, trainings
 from tests.support.ranks import run_on_ranks
 
 OURS = "bucketddp"
@@ -82,6 +98,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
         [*SMALL, *BRIEF, "--steps=1", "--through=trainer", "--accumulate=2"],
         [[ALONE.name, OURS, *THEIRS[:-1]]],
     ),
+    "wires": (wires.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, "fp32", "bf16", "int8"]]),
     "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
     "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, *THEIRS]]),
     "monitor_overhead": (
@@ -135,7 +152,16 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "main",
-    [host_overhead.main, step_time.main, overlap.main, memory.main, monitor_overhead.main, gpu_suite.main, growth.main],
+    [
+        host_overhead.main,
+        step_time.main,
+        overlap.main,
+        memory.main,
+        monitor_overhead.main,
+        gpu_suite.main,
+        growth.main,
+        quality.main,
+    ],
 )
 def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -355,3 +381,92 @@ def test_unused_layers_are_for_those_who_can_train_them() -> None:
     assert with_unused(ours, "changing").options == ours.options  # type: ignore[union-attr]
     assert with_unused(theirs[0], "changing").options == {"find_unused_parameters": True}  # type: ignore[union-attr]
     assert with_unused(theirs[-1], "changing") is None
+
+
+def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") -> list[Result]:
+    """Results of trainings by variant and number of ranks, a score for each seed."""
+    return [
+        Result(Run(task, variant, num_ranks, seed, 1200), 1.5, score, [2.0 - 0.01 * i for i in range(40)], 1.0, "here")
+        for (variant, num_ranks), by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    ]
+
+
+def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_of_ddp() -> None:
+    runs = [Run("digits", variant, 2, 3, 6) for variant in (DDP, PLAIN, "bf16", "int8", "fp8 emulated")]
+    ranks = run_on_ranks(trainings, world_size=2, runs=runs)
+    ddp, plain, *fewer_bits = zip(*ranks, strict=True)
+    assert ddp[0].weights == plain[0].weights
+    assert ddp[0].score == plain[0].score
+    assert len({trained[0].weights for trained in [plain, *fewer_bits]}) == 4
+    on_two = quality.result_of(runs[1], plain)
+    assert on_two.samples == [64 * step for step in range(1, 7)]
+    run = replace(runs[1], num_ranks=4)
+    on_four = quality.result_of(run, [rank[0] for rank in run_on_ranks(trainings, world_size=4, runs=[run])])
+    assert on_four.curve == pytest.approx(on_two.curve, abs=2e-4)
+
+
+def test_ranks_that_end_with_other_weights_are_a_failure() -> None:
+    run = Run("digits", PLAIN, 2, 0, 1)
+    one, other = (quality.Trained([1.0], weights, 1.0, None) for weights in (1, 2))
+    with pytest.raises(RankFailed, match="The ranks have different weights"):
+        quality.result_of(run, [one, other])
+
+
+def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.jsonl"
+    found = results({(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.8, 0.8]})
+    file.write_text("".join(f"{result.to_json()}\n" for result in found))
+    assert load(file) == found
+    command = ["--tasks=digits", "--ranks", "2", "--variants", PLAIN, "bf16", "--json", str(file)]
+    assert quality.main([*command, "--seeds=2"]) == 0  # nothing is left
+    assert quality.main([*command, "--seeds=3", "--seconds=0"]) == 1  # something is, and no time
+    assert len(load(file)) == len(found)
+
+
+def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
+    wires = {(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.81, 0.81], ("int8", 2): [0.7, 0.8]}
+    apart = {(PLAIN, 8): [0.8, 0.9], (local(10), 8): [0.9, 0.95]}
+    text = markdown(results({**wires, **apart}))
+    assert "| 2 | int8 | 75.0 ± 7.1, worse |  |  |" in text
+    assert "| 8 | local 10 | 92.5 ± 3.5, better |  |  |" in text
+    assert "| 2 | fp32 | 2 | 85.00 | 7.07 | 80.00 to 90.00 |  |  | 1.5000 |" in text
+    assert "| 2 | bf16 | 2 | 81.00 | 0.00 | 81.00 to 81.00 | -4.00 ± 7.07 | within | 1.5000 |" in text
+    assert "* `bf16`: its mean against the range of fp32's seeds: within for digits on 2 ranks." in text
+    assert "* `int8`: its mean against the range of fp32's seeds: worse for digits on 2 ranks." in text
+    assert "* `local 10`: its mean against the range of fp32's seeds: better for digits on 8 ranks." in text
+
+
+def test_pictures_are_made_of_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "found.jsonl"
+    variants = [(wire, 2) for wire in WIRES] + [(local(number), ranks) for number in LOCAL_STEPS for ranks in (2, 8)]
+    lines = [result.to_json() for task in TASKS for result in results({key: [0.8, 0.9] for key in variants}, task)]
+    file.write_text("\n".join(lines))
+    assert quality.main(["--plot", "--json", str(file), "--images", str(tmp_path)]) == 0
+    names = ["quality-local-steps-curves.png", "quality-local-steps.png", "quality-wires.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n") for name in names)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_can_be_scored(task: str) -> None:
+    torch.manual_seed(0)
+    score = evaluate(TASKS[task].model(), TASKS[task].data())
+    assert 0 < score.accuracy < 0.3
+    assert 2 < score.loss < 8
+
+
+def test_formats_of_8_bits_round_each_block_by_its_largest_value() -> None:
+    values = torch.cat(
+        [torch.linspace(-1, 1, BLOCK_NUMEL), 1e-6 * torch.linspace(-1, 1, BLOCK_NUMEL), torch.tensor([3.0])]
+    )
+    for name, error in {"int8": 0.5 / 127, "fp8": 1 / 16}.items():
+        arrived = FORMATS[name](values)
+        assert arrived.shape == values.shape
+        for block, sent in zip(arrived.split(BLOCK_NUMEL), values.split(BLOCK_NUMEL), strict=True):
+            assert (block - sent).abs().max() <= 1.001 * error * sent.abs().max()
+            assert block.abs().max() == pytest.approx(float(sent.abs().max()))
+    table = error_table("digits", at=(0, 2))
+    assert list(table.rows) == ["bf16", "int8", "fp8"]
+    assert table.rows["int8"][0] < table.rows["fp8"][0]

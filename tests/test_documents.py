@@ -31,6 +31,7 @@ NOT_RUN = {
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
+    "python -m benchmarks.quality --json quality.jsonl": "takes a quarter of an hour on 16 cores",
 }
 # Pages whose commands take half a minute of a core.
 LONG = {"observability.md"}

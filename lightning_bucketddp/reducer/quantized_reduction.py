@@ -8,9 +8,11 @@ Note: two exchanges
     mixed.
 
 Note: the second exchange
-    It can only begin when the first has ended on this rank. A GPU waits for that in a stream of ours, in which all of
-    it is queued when the bucket leaves. On a host a thread waits, for one bucket after the other, and has connections
-    of its own for the second exchanges. So their order is that of the buckets, on all ranks (Note: one launch order).
+    It can only begin when the first has ended on this rank, and a backward does not wait for that. A GPU waits for it
+    in a stream of ours, in which the rest is queued when the bucket leaves. On a host a thread waits, for one bucket
+    after the other, and has connections of its own. So the order is that of the buckets in both cases, on all ranks
+    (Note: one launch order). No thread queues it on a GPU, where NCCL's kernels wait for each other in the order in
+    which they were launched: two threads would launch them in another order on each rank.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ class QuantizedMeanReduction:
         self._exchanges: WeakKeyDictionary[DenseBucket, _Exchange] = WeakKeyDictionary()
 
     def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
-        wire = bucket.wire
-        numbers, flags = wire.tensor_split([bucket.numbers.numel()])
+        numbers = bucket.numbers
+        flags = bucket.wire[numbers.numel() :]
         pending_flags = self._collectives.start_mean(flags) if flags.numel() else None
         if not numbers.numel():
             return _PendingQuantized(flags.nbytes, None, pending_flags)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
             exchange = self._exchanges[bucket] = _Exchange(self._collectives, numbers.numel(), bucket.shares)
-        transfer, finish = self._on.start(exchange, numbers)
+        first = exchange.start_first(numbers)
+        transfer, finish = self._on.follow(first, exchange, numbers)
         return _PendingQuantized(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
 
     def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
@@ -95,8 +98,9 @@ class _Exchange:
             row_numel = numel // num_ranks if owner is None else numel
             self._own = shares.bounds(numel)[collectives.rank]
         self._owner = owner
-        self._sent = Blocks(num_ranks if owner is None else 1, row_numel, device=device)
-        self._received = Blocks(num_ranks if owner in (None, collectives.rank) else 0, row_numel, device=device)
+        sent, received = num_ranks if owner is None else 1, num_ranks if owner in (None, collectives.rank) else 0
+        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=device)
+        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=device)
 
     @property
     def is_for_all(self) -> bool:
@@ -128,30 +132,30 @@ class _Exchange:
 
 
 class _OnHost:
-    """Starts exchanges of what is in host memory (Note: the second exchange)."""
+    """Goes on with what is in host memory (Note: the second exchange)."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._follow_ups = collectives.follow_up_group()
         self._worker = Worker("bucketddp-quantized")
 
-    def start(self, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
-        first = exchange.start_first(numbers)
+    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
+        """Start what follows the first exchange; return its end, and what is left to do then."""
         finish = partial(exchange.finish, numbers)
         if not exchange.is_for_all:
             return first, finish
-        return _SecondOnHost(self._worker.submit(partial(_go_on, exchange, first, self._follow_ups))), finish
+        return _Following(self._worker.submit(partial(_start_second, exchange, first, self._follow_ups))), finish
 
     def close(self) -> None:
         self._worker.close()
 
 
-def _go_on(exchange: _Exchange, first: Pending, follow_ups: Collectives) -> Pending:
+def _start_second(exchange: _Exchange, first: Pending, follow_ups: Collectives) -> Pending:
     first.wait()
     return exchange.start_second(follow_ups)
 
 
 @dataclass(frozen=True, slots=True)
-class _SecondOnHost:
+class _Following:
     started: Future[Pending]
 
     def wait(self) -> None:
@@ -159,28 +163,20 @@ class _SecondOnHost:
 
 
 class _OnDevice:
-    """Queues exchanges of what is in the memory of a GPU, in a stream of its own (Note: the second exchange)."""
+    """Goes on with what is in the memory of a GPU, in a stream of its own (Note: the second exchange)."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
 
-    def start(self, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._collectives.device))
+    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
+        """Queue what follows the first exchange; return its end, and what is left to do then."""
         with torch.cuda.stream(self._stream):
-            exchange.start_first(numbers).wait()
+            first.wait()
             if exchange.is_for_all:
                 exchange.start_second(self._collectives).wait()
             exchange.finish(numbers)
-            return _EndOnDevice(self._stream.record_event()), None
+            return self._stream.record_event(), None
 
     def close(self) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class _EndOnDevice:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.wait()  # the current stream does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import loopback
 from benchmarks.hosts import HostsRefused, held
 from benchmarks.slow_network import main
 from tests.support.programs import REPOSITORY, RUN_VARIABLE, Program, no_process_left, processes_of, run_together
@@ -110,3 +112,19 @@ def test_only_one_rank_on_each_host_is_measured(other: tuple[str, str], capsys: 
     with pytest.raises(SystemExit):
         main([*OPTIONS, *other])
     assert "There is one rank on each of two hosts, and gloo between them" in capsys.readouterr().err
+
+
+def test_a_loopback_carries_twice_the_rate_asked_for_both_directions() -> None:
+    show = ["tc", "-json", "qdisc", "show", "dev", "lo"]
+    command = [sys.executable, "-m", "benchmarks.loopback", "--rate", "100mbit", *show]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    if "unshare failed" in finished.stderr:
+        return  # this machine gives its users no namespaces
+    [limit] = json.loads(finished.stdout)
+    assert (limit["kind"], limit["options"]["rate"]) == ("tbf", 200e6 / 8)
+
+
+def test_a_rate_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loopback.main(["--rate", "fast", "true"])
+    assert "not a rate such as 100mbit or 1gbit: fast" in capsys.readouterr().err

@@ -173,6 +173,16 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
     assert [ended.results[f"seen{r}"]["is_global_zero"] for r in {0, 1, 2} - {rank}] == [True, False]
 
 
+@pytest.mark.long
+def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path: Path) -> None:
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGKILL", "backward"), reduce_dtype="int8") as ranks:
+        ended = ranks.wait()
+    assert ended.at - ended.results["fault"]["at"] < SOON_S
+    assert ended.results["seen0"]["type"] == "RankFailedError"
+    assert f"Rank 1 (process {ended.results['fault']['pid']}" in ended.results["seen0"]["message"]
+    assert ended.exit_codes[0] == 1
+
+
 @pytest.mark.parametrize(
     ("what", "rank"),
     [
@@ -208,8 +218,10 @@ def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> N
     assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
 
 
-def test_rank_behind_in_backward_is_named_with_its_bucket(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep", "backward"), timeout_s=8, stall_warning_s=1)
+@pytest.mark.parametrize("reduce_dtype", [None, pytest.param("int8", marks=pytest.mark.long)])
+def test_rank_behind_in_backward_is_named_with_its_bucket(reduce_dtype: str | None, tmp_path: Path) -> None:
+    fault = Fault("sleep", "backward")
+    ended = end_of(tmp_path, fault=fault, timeout_s=8, stall_warning_s=1, reduce_dtype=reduce_dtype)
     where = (
         r"backward of batch 3 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )

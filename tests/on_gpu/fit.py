@@ -92,6 +92,8 @@ SCENARIOS = {
     "bf16-true, fp32 wire": Scenario(
         {"precision": "bf16-true"}, ours={"reduce_dtype": "fp32"}, tolerance=HALF_ROUNDING
     ),
+    "int8 wire": Scenario({"precision": "16-mixed"}, ours={"reduce_dtype": "int8"}, theirs=None),
+    "int8 wire, sync_batchnorm": Scenario({"sync_batchnorm": True}, ours={"reduce_dtype": "int8"}, theirs=None),
     # Some hooks treat a bucket as a whole: the same buckets for both.
     **{
         f"hook {name}": Scenario(

@@ -84,7 +84,7 @@ def test_no_thread_is_left() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_blocks_keep_zeros_and_the_largest_number_and_are_spoiled_alone(dtype: torch.dtype) -> None:
-    blocks = Blocks(2, 512, device=torch.device("cpu"))
+    blocks = Blocks(1000, num_rows=2, row_numel=512, device=torch.device("cpu"))
     numbers = torch.zeros(1000, dtype=dtype)
     numbers[10] = torch.finfo(dtype).max if dtype != torch.float64 else torch.finfo(torch.float32).max
     numbers[300] = -1e-7  # less than fp16 can invert

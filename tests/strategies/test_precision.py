@@ -20,6 +20,15 @@ GRADIENTS_OF = {
 }
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "scaler"])
+def test_every_precision_trains_with_8_bits_on_the_wire(precision: str) -> None:
+    ranks = run_on_ranks(train, precision=precision, like_ddp=False, reduce_dtype="int8")
+    exact = run_on_ranks(train, precision=precision, like_ddp=False)
+    for rank in ranks:
+        assert rank["gradients"] == [GRADIENTS_OF[precision]]
+        assert rank["weights"] == ranks[0]["weights"] != exact[0]["weights"]
+
+
 @pytest.mark.parametrize("precision", GRADIENTS_OF)
 def test_training_equals_ddp(precision: str) -> None:
     ours = run_on_ranks(train, precision=precision, like_ddp=False)

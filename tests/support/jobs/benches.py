@@ -1,9 +1,10 @@
-"""Of benchmarks: one of which a rank fails, the communication hooks that are measured, and memory."""
+"""Of benchmarks: one of which a rank fails, the communication hooks that are measured, memory, and trainings."""
 
 from __future__ import annotations
 
 import os
 import time
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.loop import LoopSettings
 from benchmarks.peaks import Memory, Peaks
+from benchmarks.quality_training import Run, Trained, train
 from benchmarks.variants import Variant, attach
 
 
@@ -59,3 +61,9 @@ def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
     peaks = Peaks(settings, torch.device("cpu"))
     # Once is enough: nothing is freed by another thread here.
     return [peaks._memory_on_cpu(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
+
+
+def trainings(runs: list[Run]) -> list[Trained]:
+    """What this rank has at the end of each of `runs`, each rank a node as in `benchmarks.ranks`."""
+    with patch.dict(os.environ, NODE_RANK=str(dist.get_rank()), LOCAL_RANK="0"):
+        return [train(run) for run in runs]
