@@ -272,7 +272,12 @@ def train_unevenly(*, num_batches: list[int], kind: str, uneven_data: bool, **op
         trainer.fit(module, make_loader(kind, batches))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"final": weights_of(module), "steps": trainer.global_step, "at_epoch_end": witness.at_epoch_end}
+    return {
+        "final": weights_of(module),
+        "steps": trainer.global_step,
+        "at_epoch_end": witness.at_epoch_end,
+        "after_batches": witness.after_batches,
+    }
 
 
 class _Averages(Callback):
