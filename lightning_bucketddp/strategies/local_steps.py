@@ -259,6 +259,10 @@ class LocalSteps(NoLocalSteps):
             self._are_equal = True
             seconds = time.monotonic() - began_at
             self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
+        every = self._options.replica_checks.every_n_steps
+        # By outer steps, of which all ranks have seen as many.
+        if every and self._stats.num_outer_steps % -(-every // self._length) == 0:
+            self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
 
     def _refuse_trainable(self) -> NoReturn:
         assert self._replicas is not None

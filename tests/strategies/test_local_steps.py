@@ -17,6 +17,7 @@ from tests.support.scripts.faults import Fault, fit
 from tests.support.scripts.local_steps import (
     PLAIN,
     average_exponentially,
+    corrupt,
     refusals,
     save_and_resume,
     spoil,
@@ -81,6 +82,16 @@ def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_
         assert record.run.options["num_islands"] == 2
 
 
+def test_batchnorm_is_synchronized_inside_of_an_island_only() -> None:
+    synced, apart = (
+        run_on_ranks(train, world_size=4, local_steps=2, islands=2, sync_batchnorm=is_on) for is_on in (True, False)
+    )
+    assert len({str(rank["final"]) for rank in synced}) == 1
+    # In the first step the statistics make a difference, and nothing has been exchanged between islands.
+    assert synced[0]["after_batches"][0] != apart[0]["after_batches"][0]
+    assert synced[0]["after_batches"][0] == synced[1]["after_batches"][0] != synced[2]["after_batches"][0]
+
+
 def test_layers_that_are_frozen_at_first_are_exchanged_once_they_are_trained() -> None:
     first, second = (rank["after_batches"] for rank in run_on_ranks(train, thaws=True, local_steps=4, **APART))
     assert [batch for batch in range(20) if first[batch] == second[batch]] == [3, 7, 13, 17]
@@ -132,6 +143,14 @@ def test_weights_that_are_not_finite_are_named_and_left_out() -> None:
     assert told[0].endswith("on rank 1. They are left out, and those ranks go on with the weights of the others.")
 
 
+def test_global_weights_that_differ_between_islands_are_noticed_after_an_outer_step() -> None:
+    for text in run_on_ranks(corrupt):
+        assert text.startswith(
+            "ReplicaDivergedError: The replicas are not equal after 2 outer steps: `layers.0.weight`"
+        )
+        assert "differs between rank 0 and rank 1" in text
+
+
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kind: str) -> None:
     options: dict[str, Any] = {"kind": kind, "local_steps": 2, **APART}
@@ -148,6 +167,13 @@ def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kin
         assert rank["error"].startswith(
             "OutOfStepError: Rank 0 has no more data in epoch 0, while rank 1 goes on after"
         )
+
+
+def test_ranks_of_an_island_that_run_out_of_data_go_on_with_it() -> None:
+    options: dict[str, Any] = {"kind": "stream", "local_steps": 2, "islands": 2}
+    ranks = run_on_ranks(train_unevenly, world_size=4, num_batches=[2, 5, 8, 3], uneven_data=True, **options)
+    assert len({str(rank["final"]) for rank in ranks}) == 1
+    assert {rank["steps"] for rank in ranks} == {16}
 
 
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="of Lightning 2.6")
@@ -196,7 +222,7 @@ def test_what_cannot_be_had_is_refused_before_the_first_step() -> None:
             "`islands=3` cannot divide 2 ranks into islands of equal size. Pass a number that divides 2: 2; or 'host'",
             "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its",
             "`layers.1` (SyncBatchNorm) talks to ranks of other islands in each step, which `local_steps` is to avoid.",
-            "trained",
+            "bucketddp: `local_steps=2` has no effect, because all ranks are in one island (`islands='host'`):",
         ],
         strict=True,
     ):

@@ -31,7 +31,7 @@ def _change(parameters: dict[str, nn.Parameter], *, island: int, step: int) -> d
 
 @torch.no_grad()
 def step_beside_sgd(*, num_islands: int, counted: list[int], chunk_numbers: int) -> list[float]:
-    """The largest difference from torch's SGD after each of three outer steps; the last goes on from saved state."""
+    """The largest differences from torch's SGD after three outer steps, which must be small; the last resumes."""
     islands = make_islands(Collectives(device()), num_islands, host="")
     assert islands is not None
     ours, reference = _parameters(), _parameters()
@@ -54,6 +54,7 @@ def step_beside_sgd(*, num_islands: int, counted: list[int], chunk_numbers: int)
                 param.grad = sum(change[name] for change in changes) / len(counted)  # type: ignore[assignment]
             sgd.step()
             differences.append(max(float((ours[name] - reference[name]).abs().max()) for name in ours))
+    assert max(differences) < 2e-6
     return differences
 
 
