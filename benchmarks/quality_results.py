@@ -134,7 +134,9 @@ def _cell(found: Sequence[Result], plain: Sequence[Result]) -> str:
         return ""
     spread = _of_seeds(found)
     digits = 1 if spread.higher_is_better else 3
-    text = f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
+    text = f"{spread.mean:.{digits}f}"
+    if len(found) > 1:
+        text += f" ± {spread.deviation:.{digits}f}"
     is_compared = found[0].run.variant != PLAIN and len(plain) > 1
     return f"{text}, {_of_seeds(plain).place_of(spread)}" if is_compared else text
 
@@ -156,7 +158,8 @@ def _rows(results: Sequence[Result], task: str) -> Iterator[str]:
             if not found:
                 continue
             spread = Spread.of([result.score for result in found], task)
-            cells = [str(num_ranks), variant, str(len(found)), shown(spread.mean), shown(spread.deviation)]
+            cells = [str(num_ranks), variant, str(len(found)), shown(spread.mean)]
+            cells.append(shown(spread.deviation) if len(found) > 1 else "")
             cells.append(f"{shown(min(spread.scores))} to {shown(max(spread.scores))}")
             differences = [result.score - plain[result.run.seed].score for result in found if result.run.seed in plain]
             if variant != PLAIN and len(differences) > 1:
