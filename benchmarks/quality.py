@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+import torch
+
 from benchmarks.quality_formats import error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS
@@ -75,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(markdown(load(args.json)))
         return 0
     if args.precision:
+        torch.set_num_threads(1)  # as the ranks have it: several wait for each other where others compute, too
         for task in args.tasks:
             print(error_table(task, at=(10, 40) if args.quick else _GRADIENTS_AT), flush=True)
     with tempfile.TemporaryDirectory() as folder:
