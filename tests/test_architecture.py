@@ -18,6 +18,7 @@ FOLDERS = [
     "replicas",
     "data",
     "reducer",
+    "local_steps",
     "faults",
     "startup",
     "checkpoint",

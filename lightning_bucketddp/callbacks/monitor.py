@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.schema import FOLDER, OuterStepTimes, RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Thinning, metrics_of, plan_of, step_of
@@ -53,6 +53,7 @@ class RecordedFit:
         self._is_written = False
         self._plans: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
+        self.outer_steps: list[OuterStepTimes] = []
         self._has_file = folder is not None
         self._file = RecordFile(folder, rank=self.run.rank)
         self._file.write(self.run)
@@ -111,6 +112,13 @@ class RecordedFit:
             if self._is_written:
                 self._thinning.add(self._num_batches)
             self.read()
+
+    def read_outer_steps(self) -> None:
+        """Write down the exchanges of weights between islands since the last call."""
+        assert self._strategy.reducer is not None
+        for one in self._strategy.reducer.stats.outer_steps[len(self.outer_steps) :]:
+            self.outer_steps.append(OuterStepTimes(one.step, one.seconds, one.num_bytes))
+            self._file.write(self.outer_steps[-1])
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Read the steps whose end the device has reached, or wait for all of them."""
@@ -244,6 +252,7 @@ class StepMonitoring(_Callback):
         if self._fit is None or trainer.global_step == self._global_step:
             return  # still accumulating
         self._global_step = trainer.global_step
+        self._fit.read_outer_steps()
         self._fit.end_round()
         if self._shows_overlap and self._fit.new_overlap is not None:
             # The bar shows it until there is a new one.
@@ -256,6 +265,7 @@ class StepMonitoring(_Callback):
             return
         assert isinstance(trainer.strategy, TrainerStepHooks)
         self._fit.read(all_of_them=True)
+        self._fit.read_outer_steps()
         self._log(trainer, self._fit)
         if self._has_summary:
             # A collective: all ranks take part, whether they recorded anything or not.
@@ -300,4 +310,4 @@ def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
     typical = TypicalStep(ranks, num_ranks=fit.run.world_size)
     run = fit.run
     advice = suggestions(typical, fit.plan, fit.profile, options=run.options, codecs=run.codecs)
-    return Summary.of(typical, fit.plan, suggestions=advice, state=fit.divided_state)
+    return Summary.of(typical, fit.plan, suggestions=advice, state=fit.divided_state, outer_steps=fit.outer_steps)

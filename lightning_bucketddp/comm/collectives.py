@@ -82,12 +82,19 @@ class Collectives:
         self.group = group if group is not None else self._world
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        # By rank in this group: the rank in the run, which users know.
+        self.global_ranks = dist.get_process_group_ranks(self.group)
         # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
         share = torch.tensor(1 / self.world_size, dtype=torch.float64)
         self._one_share = {dtype: share.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}
+
+    @property
+    def global_rank(self) -> int:
+        """Return which rank of the run this one is."""
+        return self.global_ranks[self.rank]
 
     @property
     def is_open(self) -> bool:
@@ -140,11 +147,30 @@ class Collectives:
         """Return the same ranks for tensors in host memory, over connections that nothing else goes through."""
         return self._further_group("agreement", torch.device("cpu"), backend="gloo")
 
+    def split(self, parts: Sequence[Sequence[int]], *, with_side_groups: bool = False) -> Collectives:
+        """Return the part that this rank is in, of ranks that are divided into `parts`. All ranks must call this.
+
+        Args:
+            with_side_groups: make the `side_group` of each part, too. On a device that needs all ranks.
+        """
+        own = next(index for index, part in enumerate(parts) if self.rank in part)
+        part = Collectives(self.device, group=self._new_groups(parts)[own], timeout=self._timeout)
+        if with_side_groups:
+            group = self._new_groups(parts)[own]
+            part._further["side"] = Collectives(self.device, group=group, timeout=self._timeout)
+        return part
+
+    def _new_groups(self, parts: Sequence[Sequence[int]]) -> list[Any]:
+        with gloo_between_hosts():
+            return [dist.new_group([self.global_ranks[r] for r in part], timeout=self._timeout) for part in parts]
+
     def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
         if name not in self._further:
-            ranks = dist.get_process_group_ranks(self.group)
+            is_part = self.group is not self._world
             with gloo_between_hosts():
-                group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+                group = dist.new_group(
+                    self.global_ranks, timeout=self._timeout, backend=backend, use_local_synchronization=is_part
+                )
             self._further[name] = Collectives(device, group=group, timeout=self._timeout)
         return self._further[name]
 
@@ -275,7 +301,7 @@ class Collectives:
     def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
         """Overwrite `tensors` with those of `source`, many at a time."""
         with torch.no_grad():
-            for chunk in _chunks_of_one_dtype(tensors):
+            for chunk in chunks_of_one_dtype(tensors):
                 flat = torch.cat([t.reshape(-1) for t in chunk])
                 self._broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
                 if self.rank != source:
@@ -366,7 +392,8 @@ def _is_only_ours(tensor: Tensor) -> bool:
     return int(tensor._use_count()) == 1  # type: ignore[attr-defined]
 
 
-def _chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield `tensors` some at a time, all of one dtype and together not too large."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

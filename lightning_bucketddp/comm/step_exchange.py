@@ -15,7 +15,7 @@ Note: combined messages
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,6 +37,7 @@ class MessageKind(IntEnum):
     FETCH = 2
     REFERENCE_WEIGHT = 3
     COMPARISON = 4
+    OUTER_STEP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,8 @@ class StepExchange:
         self.digests_differ = False
         self.batch_digest = 0
         self.batch_digests: list[int] = []
+        # By rank in the messages: the rank in the run.
+        self.global_ranks = collectives.global_ranks
         self._reduce: SmallReduce | None = small_reduce(collectives.host_group(), needs_all=_needs_all)
         self._in_flight: deque[_InFlight] = deque()
         self._newest = CombinedMessages()
@@ -237,7 +240,7 @@ class StepExchange:
         combined = CombinedMessages.from_reduced(exchange.pending.wait())
         least, greatest = combined.least, combined.greatest
         if not combined.are_in_step:
-            raise OutOfStepError(_explain(combined.by_rank))
+            raise OutOfStepError(_explain(dict(zip(self.global_ranks, combined.by_rank, strict=True))))
         self.all_stop_by = self.all_stop_by or greatest.stop_signal
         self.all_requeue = self.all_requeue or greatest.wants_requeue
         self.is_alerted |= greatest.is_alert
@@ -250,17 +253,17 @@ class StepExchange:
             exchange.comparison.set(least.weight == greatest.weight)
 
 
-def _explain(messages: Sequence[StepMessage]) -> str:
-    last = min(message.epoch for message in messages)
+def _explain(messages: Mapping[int, StepMessage]) -> str:
+    last = min(message.epoch for message in messages.values())
     # A rank in a later epoch has finished this one, too.
-    stopped = [rank for rank, m in enumerate(messages) if m.kind == MessageKind.OUT_OF_DATA or m.epoch > last]
-    training = [rank for rank in range(len(messages)) if rank not in stopped]
+    stopped = [rank for rank, m in messages.items() if m.kind == MessageKind.OUT_OF_DATA or m.epoch > last]
+    training = [rank for rank in messages if rank not in stopped]
     remedy = (
         "Give every rank the same number of batches, or pass `uneven_data=True` to the strategy: a rank that has run"
         " out then takes part with weight zero until all have."
     )
     if not stopped or not training:
-        where = ", ".join(f"rank {r}: {m.kind.name} in epoch {m.epoch}" for r, m in enumerate(messages))
+        where = ", ".join(f"rank {r}: {m.kind.name} in epoch {m.epoch}" for r, m in messages.items())
         return f"The ranks have lost step with each other ({where}). {remedy}"
     goes_on = f"{list_ranks(training)} {'goes' if len(training) == 1 else 'go'} on"
     return (

@@ -77,7 +77,8 @@ class FirstBatches(NoFirstBatches):
         same = self._ranks_with_the_same()
         self._is_decided = not same or len(self._steps) == _NUM_STEPS
         if same and self._is_decided and len({step[same[0]] for step in self._steps}) > 1:
-            whose = "All ranks" if len(same) == len(self._steps[0]) else list_some_ranks(same).capitalize()
+            ranks = [self._exchange.global_ranks[rank] for rank in same]
+            whose = "All ranks" if len(same) == len(self._steps[0]) else list_some_ranks(ranks).capitalize()
             loaders, remedies = " and ".join(self._loaders), " ".join(dict.fromkeys(self._loaders.values()))
             self._warn(
                 f"bucketddp: {whose} train on the same data: {loaders} began with equal batches there. A step of"

@@ -27,11 +27,14 @@ class UnevenData:
 
     Args:
         extends: go on until the data of all ranks has ended.
+        asks_every: with `extends`, the number of batches between two questions whether anyone has more. If it is not
+            one, they are not asked at all if the lengths of all loaders are known.
     """
 
-    def __init__(self, exchange: StepExchange, *, extends: bool) -> None:
+    def __init__(self, exchange: StepExchange, *, extends: bool, asks_every: int = 1) -> None:
         self._exchange = exchange
         self._extends = extends
+        self._asks_every = asks_every
         self._num_own_batches: int | None = None
         self._num_batches_begun = 0
 
@@ -61,7 +64,7 @@ class UnevenData:
                 return self._one_of_several(batches)
             if not self._extends:
                 return self._watched(batches, length, num_read=num_read)
-            return self._extended(batches, num_read=num_read, begin_again=lambda: original.__iter__(this))
+            return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
         members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__, "_even_original": original}
         if self._extends and length is not None:
@@ -93,7 +96,7 @@ class UnevenData:
             self._exchange.send(MessageKind.OUT_OF_DATA)
 
     def _extended(
-        self, batches: Iterator[Any], *, num_read: int, begin_again: Callable[[], Iterator[Any]]
+        self, batches: Iterator[Any], length: int | None, *, num_read: int, begin_again: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
         self._num_own_batches = None
         self._num_batches_begun = num_read
@@ -105,19 +108,27 @@ class UnevenData:
                 batch = following
             elif self._num_own_batches is None:
                 self._num_own_batches = num_given
-            has_none_at_all = num_given == 0 and following is nothing
-            self._exchange.send(MessageKind.FETCH, weight=following is not nothing, wants_all=has_none_at_all)
-            told = self._exchange.receive()
-            if not told.greatest.weight:
+            is_first = num_given == num_read
+            if self._asks_every == 1 or is_first or (length is None and num_given % self._asks_every == 0):
+                if not self._anyone_has(following is not nothing, is_begin=num_given == 0):
+                    return
+            elif num_given == length:
                 return
-            if told.greatest.wants_all:
-                without = [message.wants_all for message in told.by_rank].index(True)
-                raise ValueError(
-                    f"Rank {without} has no training data at all. `uneven_data` needs at least one batch on every rank."
-                )
             if batch is nothing:  # its data had ended before the run was resumed: any batch will do, with weight zero
                 batch = next(begin_again())
             yield batch
+
+    def _anyone_has(self, has_batch: bool, *, is_begin: bool) -> bool:
+        """Return whether any rank has another batch. All ranks must ask this."""
+        self._exchange.send(MessageKind.FETCH, weight=has_batch, wants_all=is_begin and not has_batch)
+        told = self._exchange.receive()
+        if told.greatest.weight and told.greatest.wants_all:
+            without = [message.wants_all for message in told.by_rank].index(True)
+            raise ValueError(
+                f"Rank {self._exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
+                " one batch on every rank."
+            )
+        return bool(told.greatest.weight)
 
     def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._extends:

@@ -12,6 +12,7 @@ from lightning_bucketddp.recording.schema import (
     FOLDER,
     BucketTimes,
     GatherTimes,
+    OuterStepTimes,
     RecordedPlan,
     Run,
     Span,
@@ -34,6 +35,7 @@ class RankRecord:
     steps: dict[int, Step] = field(default_factory=dict)
     profile: Profile | None = None
     tuning: str = ""
+    outer_steps: list[OuterStepTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ def _read_rank(path: Path) -> RankRecord:
             record.profile = line
         elif isinstance(line, Tuning):
             record.tuning = line.story
+        elif isinstance(line, OuterStepTimes):
+            record.outer_steps.append(line)
         elif line.spans:
             record.steps[line.step] = line
     if record is None or not record.steps:

@@ -79,6 +79,15 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True)
+class OuterStepTimes:
+    """An exchange of weights between islands (`local_steps`), after so many steps of the optimizers."""
+
+    step: int
+    seconds: float  # with the time that the islands waited for each other
+    num_bytes: int  # that this rank gave to the network
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """A phase of a step.
 
@@ -208,9 +217,16 @@ def bandwidth_of(bytes_on_wire: float, communication_s: float, *, num_ranks: int
     return share_of_a_link(num_ranks) * bytes_on_wire / communication_s if communication_s > 0 else 0.0
 
 
-Line = Run | RecordedPlan | Step | Profile | Tuning
+Line = Run | RecordedPlan | Step | Profile | Tuning | OuterStepTimes
 
-_KINDS: dict[str, type] = {"run": Run, "plan": RecordedPlan, "step": Step, "profile": Profile, "tuning": Tuning}
+_KINDS: dict[str, type] = {
+    "run": Run,
+    "plan": RecordedPlan,
+    "step": Step,
+    "profile": Profile,
+    "tuning": Tuning,
+    "outer_step": OuterStepTimes,
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

@@ -35,7 +35,7 @@ from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs, Wire
 from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
-from lightning_bucketddp.recording.schema import WAITS, RecordedPlan
+from lightning_bucketddp.recording.schema import WAITS, OuterStepTimes, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
 from lightning_bucketddp.wording import list_names, pluralize
 
@@ -78,11 +78,14 @@ class Summary:
         *,
         suggestions: Sequence[str],
         state: DividedState | None = None,
+        outer_steps: Sequence[OuterStepTimes] = (),
     ) -> Summary:
         """Return the summary of a fit with this typical step; `plan` is that of its last steps."""
         lines = [] if plan is None else _describe_communication(typical, plan)
         if typical.exchange_s > 0:
             lines.append(_describe_exchange(typical))
+        if outer_steps:
+            lines.append(_describe_outer_steps(outer_steps))
         if len(typical.ranks) > 1:
             lines.append(_describe_straggler(typical))
         largest = max(typical.ranks, key=lambda rank: rank.memory_bytes)
@@ -134,6 +137,15 @@ def _describe_exchange(typical: TypicalStep) -> str:
     return (
         f"Weights: their exchange after a step takes {_ms(typical.exchange_s)} of that, and the next step waits"
         f" {_ms(typical.phases.get('weights', 0.0))} for it."
+    )
+
+
+def _describe_outer_steps(outer_steps: Sequence[OuterStepTimes]) -> str:
+    number = len(outer_steps)
+    mib, seconds = sum(one.num_bytes for one in outer_steps) / MIB, sum(one.seconds for one in outer_steps)
+    return (
+        f"Outer steps between islands: {number} in {outer_steps[-1].step} steps; each takes {_ms(seconds / number)} and"
+        f" {mib / number:.2f} MiB of each rank."
     )
 
 

@@ -200,8 +200,9 @@ class Finiteness:
         num_buckets = 0 if bucket_set is None else len(bucket_set.buckets)
         of_buckets, of_ranks = elements[:num_buckets], elements[num_buckets:]
         of_losses, of_gradients = of_ranks[: len(of_ranks) // 2], of_ranks[len(of_ranks) // 2 :]
-        losses = {rank: loss for rank, loss in enumerate(of_losses) if not math.isfinite(loss)}
-        ranks = [rank for rank, digest in enumerate(of_gradients) if not math.isfinite(digest) and rank not in losses]
+        by_rank = list(zip(self._collectives.global_ranks, of_losses, of_gradients, strict=True))
+        losses = {rank: loss for rank, loss, _ in by_rank if not math.isfinite(loss)}
+        ranks = [rank for rank, _, digest in by_rank if not math.isfinite(digest) and rank not in losses]
         if not losses and not ranks:
             return  # a sum of finite numbers that is none
         stats.num_nonfinite += 1

@@ -85,7 +85,7 @@ class PlanCache:
         names = list_names([self.specs[index].name for index in param_indices])
         return LateGradientError(
             f"Gradient of {names if len(param_indices) == 1 else f'one of {names}'} arrived after its bucket"
-            f" {bucket_index} had left (rank {self._collectives.rank}). The parameter is used more often in this"
+            f" {bucket_index} had left (rank {self._collectives.global_rank}). The parameter is used more often in this"
             " backward than in the first one. Pass `overlap=False` to the strategy if that is intended."
         )
 

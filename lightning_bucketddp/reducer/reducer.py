@@ -83,7 +83,7 @@ class Reducer:
         self._shards = shards
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        self._reduction = reduction = _reduction_of(config, self._collectives)
+        self._reduction = reduction = reduction_of(config, self._collectives)
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
         )
@@ -313,7 +313,8 @@ class Reducer:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
 
-def _reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
+def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
+    """Return what takes means over the ranks of `collectives`, or has a communication hook do it."""
     if config.comm_hook is not None:
         return CommHookReduction(collectives, config.comm_hook, config.comm_state)
     dtype = REDUCE_DTYPES.get(config.reduce_dtype or "")

@@ -214,7 +214,8 @@ class ReplicaChecks(NoReplicaChecks):
         digest = torch.tensor([compared.start_digest(self._checksums).wait()])
         if len(set(torch.cat(hosts.gather(digest)).tolist())) == 1:
             return False
-        by_rank = hosts.gather_json(compared.values(self._checksums))
+        gathered = hosts.gather_json(compared.values(self._checksums))
+        by_rank = dict(zip(hosts.global_ranks, gathered, strict=True))
         divergence = find_divergence(by_rank, numbers=set(compared.numbers))
         assert divergence is not None  # equal values have equal digests
         found = f"The replicas are not equal {when}: {divergence}"
@@ -251,5 +252,6 @@ class ReplicaChecks(NoReplicaChecks):
         on_device = [tensor for tensor in tensors if tensor.device == device]
         # Such as step counters, and everything once the training has ended.
         on_host = [tensor for tensor in tensors if tensor.device != device]
-        self._collectives.broadcast_tensors(on_device, source=divergence.source)
-        self._collectives.host_group().broadcast_tensors(on_host, source=divergence.source)
+        source = self._collectives.global_ranks.index(divergence.source)
+        self._collectives.broadcast_tensors(on_device, source=source)
+        self._collectives.host_group().broadcast_tensors(on_host, source=source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,15 @@ class Divergence:
         return f"{shown}{f'; and {more} more' if more > 0 else ''}. {_CAUSES}"
 
 
-def find_divergence(by_rank: Sequence[dict[str, Any]], *, numbers: set[str]) -> Divergence | None:
+def find_divergence(by_rank: Mapping[int, Mapping[str, Any]], *, numbers: set[str]) -> Divergence | None:
     """Return what differs between the ranks' values; None if nothing does.
 
     Most ranks are right; where no camp is larger than another, the one with the lowest rank is.
     """
     differences = []
-    for name in dict.fromkeys(name for values in by_rank for name in values):
+    for name in dict.fromkeys(name for values in by_rank.values() for name in values):
         camps: dict[str, list[int]] = {}
-        for rank, values in enumerate(by_rank):
+        for rank, values in by_rank.items():
             camps.setdefault(json.dumps(values.get(name)), []).append(rank)
         if len(camps) > 1:
             largest_first = sorted(camps.items(), key=lambda camp: (-len(camp[1]), camp[1]))
@@ -90,4 +90,4 @@ def find_divergence(by_rank: Sequence[dict[str, Any]], *, numbers: set[str]) -> 
     if not differences:
         return None
     num_outvoted = Counter(rank for difference in differences for rank in difference.outvoted)
-    return Divergence(differences, source=min(range(len(by_rank)), key=lambda rank: (num_outvoted[rank], rank)))
+    return Divergence(differences, source=min(by_rank, key=lambda rank: (num_outvoted[rank], rank)))

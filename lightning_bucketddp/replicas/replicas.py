@@ -108,13 +108,17 @@ class Replicas:
             where = "" if len(ranks) == self.collectives.world_size else f" on {list_ranks(ranks)}"
             raise ValueError(explain_parallel(*refusals[ranks[0]], where=where))
         if len(set(digests)) > 1:
-            raise ReplicaMismatchError(explain_difference(self.collectives.gather_json(mine)))
+            raise ReplicaMismatchError(explain_difference(self._by_rank(self.collectives, mine)))
 
     def refuse_trainable(self, trainable: Sequence[bool]) -> NoReturn:
         """Raise on every rank, naming a parameter that only some of them train. All ranks must call this."""
         mine = {name: {"requires_grad": is_on} for name, is_on in zip(self.parameters, trainable, strict=True)}
         # Between the hosts: buckets may be under way elsewhere that nobody will wait for any more.
-        raise ReplicaMismatchError(explain_difference(self.collectives.host_group().gather_json(mine)))
+        raise ReplicaMismatchError(explain_difference(self._by_rank(self.collectives.host_group(), mine)))
+
+    @staticmethod
+    def _by_rank(collectives: Collectives, mine: Description) -> dict[int, Description]:
+        return dict(zip(collectives.global_ranks, collectives.gather_json(mine), strict=True))
 
     def broadcast(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""
@@ -135,7 +139,11 @@ class Replicas:
 
     def broadcast_all_buffers(self) -> None:
         """Give every rank rank 0's buffers, deferred ones too."""
-        self.collectives.broadcast_tensors(list(_tensors([*self._other_buffers, *self._norm_statistics]).values()))
+        self.collectives.broadcast_tensors(list(self.all_buffers().values()))
+
+    def all_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that ranks share, deferred ones too, by name."""
+        return _tensors([*self._other_buffers, *self._norm_statistics])
 
     def _describe(self) -> Description:
         buffers = _tensors([*self._norm_statistics, *self._other_buffers])
@@ -190,27 +198,29 @@ def explain_parallel(name: str, kind: str, *, where: str) -> str:
     )
 
 
-def explain_difference(by_rank: list[Description]) -> str:
-    """Return the first difference between rank 0's description and another rank's, in words."""
+def explain_difference(by_rank: Mapping[int, Description]) -> str:
+    """Return the first difference between the first rank's description and another rank's, in words."""
     remedy = (
         " Data-parallel training needs the same module on every rank: build it from the same configuration and freeze"
         " the same parameters everywhere."
     )
-    reference = by_rank[0]
-    for name in dict.fromkeys(name for description in by_rank for name in description):
-        if (without := [rank for rank, d in enumerate(by_rank) if name not in d]) and len(without) < len(by_rank):
-            having = [rank for rank, d in enumerate(by_rank) if name in d]
+    first, reference = next(iter(by_rank.items()))
+    for name in dict.fromkeys(name for description in by_rank.values() for name in description):
+        if (without := [rank for rank, d in by_rank.items() if name not in d]) and len(without) < len(by_rank):
+            having = [rank for rank, d in by_rank.items() if name in d]
             return f"`{name}` exists on {list_ranks(having)} but not on {list_ranks(without)}.{remedy}"
         for aspect, expected in reference[name].items():
-            if differing := [rank for rank, d in enumerate(by_rank) if d[name][aspect] != expected]:
+            if differing := [rank for rank, d in by_rank.items() if d[name][aspect] != expected]:
                 actual = by_rank[differing[0]][name][aspect]
-                return f"`{name}` has {aspect} {expected} on rank 0 but {actual} on {list_ranks(differing)}.{remedy}"
-    orders = [list(description) for description in by_rank]
+                return (
+                    f"`{name}` has {aspect} {expected} on rank {first} but {actual} on {list_ranks(differing)}.{remedy}"
+                )
+    orders = [list(description) for description in by_rank.values()]
     place, names = next((i, names) for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
-    differing = [rank for rank, name in enumerate(names) if name != names[0]]
+    others = {rank: name for rank, name in zip(by_rank, names, strict=True) if name != names[0]}
     return (
-        f"The ranks register their parameters or buffers in different order: number {place} is `{names[0]}` on rank 0"
-        f" but `{names[differing[0]]}` on {list_ranks(differing)}.{remedy}"
+        f"The ranks register their parameters or buffers in different order: number {place} is `{names[0]}` on rank"
+        f" {first} but `{next(iter(others.values()))}` on {list_ranks(list(others))}.{remedy}"
     )
 
 

@@ -133,8 +133,8 @@ class _BatchNormOverRanks(TorchFunctionMode):
             if count == 1:
                 raise ValueError(
                     f"Expected more than 1 value per channel when training, got input size {x.shape} on rank"
-                    f" {collectives.rank} and 1 value per channel on all {collectives.world_size} ranks together in"
-                    f" {self._layer}. Use larger batches, or leave out the last incomplete one (`drop_last=True`)."
+                    f" {collectives.global_rank} and 1 value per channel on all {collectives.world_size} ranks together"
+                    f" in {self._layer}. Use larger batches, or leave out the last incomplete one (`drop_last=True`)."
                 )
             if count == 0:
                 return F.batch_norm(x, running_mean, running_var, momentum=momentum, **options)

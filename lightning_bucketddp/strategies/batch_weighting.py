@@ -60,6 +60,11 @@ class EqualBatches:
         """Whether this rank has run out of data and only keeps the others company."""
         return False
 
+    @property
+    def nobody_trained(self) -> bool:
+        """Whether no rank that this one takes steps with had data for this one: it is not to be taken."""
+        return False
+
     def take_alert(self) -> bool:
         """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
         return self._has_alert is not None and self._has_alert()
@@ -96,6 +101,7 @@ class BatchWeighting(EqualBatches):
     Args:
         weight_of: the weight of a batch; None: every batch counts the same.
         extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
+        uneven_data: who knows about the data of ranks that do not take steps together; None: there are no such ranks.
     """
 
     def __init__(
@@ -106,12 +112,14 @@ class BatchWeighting(EqualBatches):
         *,
         weight_of: Callable[[Any], Any] | None,
         extends_uneven_data: bool,
+        uneven_data: UnevenData | None = None,
     ) -> None:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
         self._exchange = exchange
-        self._uneven_data = UnevenData(exchange, extends=extends_uneven_data)
+        self._withholds_empty_steps = uneven_data is not None
+        self._uneven_data = uneven_data or UnevenData(exchange, extends=extends_uneven_data)
         self.weighting: Weighting = Weighting(
             exchange, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
         )
@@ -123,6 +131,10 @@ class BatchWeighting(EqualBatches):
     @property
     def is_idle(self) -> bool:
         return self._uneven_data.is_repeating
+
+    @property
+    def nobody_trained(self) -> bool:
+        return self._withholds_empty_steps and self.weighting.nobody_contributed
 
     def take_alert(self) -> bool:
         is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
@@ -137,8 +149,8 @@ class BatchWeighting(EqualBatches):
         self._weight = float(self._weight_of(batch))
         if not (math.isfinite(self._weight) and self._weight >= 0):
             raise ValueError(
-                f"`gradient_weight` gave {self._weight} for a batch on rank {self._collectives.rank}. A weight must be"
-                " a finite number that is not negative, such as a number of samples or tokens."
+                f"`gradient_weight` gave {self._weight} for a batch on rank {self._collectives.global_rank}. A weight"
+                " must be a finite number that is not negative, such as a number of samples or tokens."
             )
 
     def begin_batch(self, batch_idx: int) -> None:
@@ -151,7 +163,7 @@ class BatchWeighting(EqualBatches):
         self._skipped_loss = None
 
     def skip(self) -> SkippedStep | None:
-        if self._collectives.world_size == 1:
+        if self._trainer.world_size == 1:
             return None  # left to Lightning
         self._skipped_loss = torch.zeros((), device=self._collectives.device, requires_grad=True)
         return SkippedStep(self._skipped_loss)

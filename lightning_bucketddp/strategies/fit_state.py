@@ -12,6 +12,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.first_batches import NoFirstBatches
 from lightning_bucketddp.data.sharded_iterable import NoSharding
+from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
@@ -20,6 +21,7 @@ from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.strategies.batch_weighting import EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import PaddedEvaluation
+from lightning_bucketddp.strategies.local_steps import NoLocalSteps
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -149,6 +151,8 @@ class FitState:
         evaluation: which samples this rank evaluates.
         first_batches: compares the ranks' training data.
         sharding: gives each rank its part of a stream.
+        islands: the ranks that take each step together; None: all of them do.
+        local_steps: ends rounds of steps that islands take without the others.
     """
 
     is_fit: bool = False
@@ -163,6 +167,8 @@ class FitState:
     evaluation: PaddedEvaluation = field(default_factory=PaddedEvaluation)
     first_batches: NoFirstBatches = field(default_factory=NoFirstBatches)
     sharding: NoSharding = field(default_factory=NoSharding)
+    islands: Islands | None = None
+    local_steps: NoLocalSteps = field(default_factory=NoLocalSteps)
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""
@@ -179,4 +185,5 @@ class FitState:
         """Exchange no more; return whether there was an exchange and its connections may be closed."""
         exchange, self.exchange = self.exchange, None
         self.weighting = EqualBatches()
-        return exchange is not None and exchange.close()
+        are_quiet = [self.local_steps.close(), exchange is None or exchange.close()]
+        return (exchange is not None or self.islands is not None) and all(are_quiet)

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.local_steps.islands import IslandsOption
 from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 
@@ -42,6 +43,13 @@ _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
     *("async_checkpoints", "auto_resume", "check_gradients", "monitor"),
+}
+_DEFAULTS_OF_LOCAL_STEPS = {"islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9}
+_NOT_WITH_LOCAL_STEPS = {
+    "shard_optimizer": "optimizers whose state is divided need all ranks in each step.",
+    "ddp_comm_hook": "a hook says what all ranks exchange in each step.",
+    "model_averaging_period": "both average weights between steps.",
+    "gradient_weight": "batches are weighed against those of all ranks in each step.",
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
 
@@ -80,6 +88,10 @@ class StrategyOptions:
     global_batch_size: int | None = None
     auto_resume: bool = False
     monitor: bool = False
+    local_steps: int | None = None
+    islands: IslandsOption = "host"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StrategyOptions:
@@ -114,6 +126,7 @@ class StrategyOptions:
             model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
             global_batch_size=_check_count("global_batch_size", given, of="samples"),
             gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
+            local_steps=_check_local_steps(given),
         )
         return cls(**own)
 
@@ -208,6 +221,38 @@ def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOptio
             " with post-localSGD the weights differ between ranks. Pass one of them."
         )
     return option
+
+
+def _check_local_steps(given: Mapping[str, Any]) -> int | None:
+    """Refuse what cannot be had with `local_steps`, and what has no effect without it."""
+    number = _check_count("local_steps", given, of="steps")
+    if "local_steps" not in given:
+        return None
+    _check_outer(given)
+    if number is None:
+        for name in ("islands", "outer_lr", "outer_momentum"):
+            if given[name] != _DEFAULTS_OF_LOCAL_STEPS[name]:
+                raise ValueError(f"`{name}` has a meaning only with `local_steps`: pass that, too.")
+        return None
+    for name, why in _NOT_WITH_LOCAL_STEPS.items():
+        if given.get(name):
+            raise ValueError(f"`local_steps` and `{name}` do not go together: {why} Pass one of them.")
+    return number
+
+
+def _check_outer(given: Mapping[str, Any]) -> None:
+    islands, lr, momentum = given["islands"], given["outer_lr"], given["outer_momentum"]
+    is_number = isinstance(islands, int) and not isinstance(islands, bool) and islands >= 1
+    if islands not in ("host", "rank") and not is_number:
+        raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {islands!r}.")
+    if not _is_number(lr) or not 0 < lr < math.inf:
+        raise ValueError(f"`outer_lr` must be a positive number, got {lr!r}.")
+    if not _is_number(momentum) or not 0 <= momentum < 1:
+        raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {momentum!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_backend(backend: str | None) -> str | None:

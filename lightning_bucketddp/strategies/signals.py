@@ -94,7 +94,12 @@ class StopSignals:
         """Send what is received with the messages of `exchange` from now on."""
         self._exchange = exchange
 
-    def after_backward(self) -> None:
+    @property
+    def stop_signal(self) -> int:
+        """The signal that has come to some rank, as far as this one knows; 0: none."""
+        return self._watchdog.stop_signal
+
+    def stop_if_agreed(self) -> None:
         """Stop, if a signal has come to some rank: all ranks have read the same messages."""
         if self._exchange is not None and self._exchange.all_stop_by:
             self._watchdog.request_stop(self._exchange.all_stop_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,8 @@ from lightning_bucketddp.data.epoch_position import EpochPosition, NoEpochPositi
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
+from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.local_steps.islands import Islands, make_islands
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
@@ -32,6 +35,12 @@ from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
+from lightning_bucketddp.strategies.local_steps import (
+    LocalSteps,
+    LoneBatches,
+    refuse_layers_between_islands,
+    refuse_lone_sync_batchnorm,
+)
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
@@ -96,6 +105,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
         check_gradients: Look at the gradients, too, and not at the losses only.
         monitor: Add a `BucketDDPMonitor`, which logs and records what steps spend their time on.
+        local_steps: How many steps of the optimizers each island takes without the others, before all ranks average
+            what these have changed in the weights (DiLoCo), for slow networks. By default all ranks average their
+            gradients in each step.
+        islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
+            each of so many islands of equal size, whose ranks follow each other.
+        outer_lr: Learning rate of the step that all islands take together.
+        outer_momentum: Its Nesterov momentum.
         find_unused_parameters: No effect; unused parameters are always handled.
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
@@ -165,6 +181,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
         check_gradients: bool = True,
         monitor: bool = False,
+        local_steps: int | None = None,
+        islands: Literal["host", "rank"] | int = "host",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -198,6 +218,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         counts_samples = size is not None
         self._position = EpochPosition(counts_samples=counts_samples) if self.options.auto_resume else NoEpochPosition()
         self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
+        self._islands: Islands | None = None
         self._is_restoring = False
         self._saved = deque(maxlen=_NUM_SAVED_KNOWN)
         # Read by what `adopt_process_setup` takes over.
@@ -301,7 +322,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
-        if self._collectives.world_size > 1 or weight is not None:
+        if self.options.local_steps is not None and (islands := self._find_islands()) is not None:
+            self._prepare_local_steps(trainer, islands)
+        elif self._collectives.world_size > 1 or weight is not None:
             state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
             state.weighting = BatchWeighting(
                 trainer,
@@ -310,15 +333,75 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 weight_of=self._batch_size_of if weight == "batch_size" else weight,
                 extends_uneven_data=self.options.uneven_data,
             )
-            # To overfit on the same batches everywhere is a way to test a model.
-            if self._collectives.world_size > 1 and not trainer.overfit_batches:  # type: ignore[attr-defined]
-                state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
             if self._signals is not None:
                 self._signals.travel_with(state.exchange)
+        # To overfit on the same batches everywhere is a way to test a model.
+        if self._steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
+            state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
         if self._layer_sync is not None:
             is_ours = type(self._layer_sync) is self._torch_sync_batchnorm
-            state.layers = ConvertedLayers(self._collectives) if is_ours else LayersOfPlugin(self._layer_sync)
+            state.layers = ConvertedLayers(self._steps_with) if is_ours else LayersOfPlugin(self._layer_sync)
             self.model = state.layers.apply(self.model)
+        if state.islands is not None:
+            refuse_layers_between_islands(self.model, state.islands)
+
+    @property
+    def _steps_with(self) -> Collectives:
+        """The ranks that average gradients with this one in each step."""
+        assert self._collectives is not None
+        return self._collectives if self._state.islands is None else self._state.islands.own
+
+    def _find_islands(self) -> Islands | None:
+        """Divide the ranks into islands; None: there is one only."""
+        assert self._collectives is not None
+        if self._islands is None or self._islands.world is not self._collectives:
+            self._islands = make_islands(
+                self._collectives,
+                self.options.islands,
+                host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
+                with_side_groups=self._layer_sync is not None,
+            )
+        if self._islands is None:
+            rank_zero_warn(
+                f"bucketddp: `local_steps={self.options.local_steps}` has no effect, because all ranks are in one"
+                f" island (`islands={self.options.islands!r}`): gradients are averaged in each step."
+            )
+        elif self._layer_sync is not None:
+            refuse_lone_sync_batchnorm(self._islands)
+        return self._islands
+
+    def _prepare_local_steps(self, trainer: Trainer, islands: Islands) -> None:
+        assert self._collectives is not None
+        assert self.options.local_steps is not None
+        state, signals = self._state, self._signals
+        state.islands = islands
+        exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
+        state.weighting = LoneBatches(trainer, self.root_device)
+        if islands.own.world_size > 1 or self.options.uneven_data:
+            state.exchange = StepExchange(islands.own)
+            asks_every = self.options.local_steps * trainer.accumulate_grad_batches
+            state.weighting = BatchWeighting(
+                trainer,
+                state.exchange,
+                islands.own,
+                weight_of=None,
+                extends_uneven_data=self.options.uneven_data,
+                uneven_data=UnevenData(exchange, extends=True, asks_every=asks_every)
+                if self.options.uneven_data
+                else None,
+            )
+        state.local_steps = LocalSteps(
+            trainer,
+            islands,
+            self.options,
+            exchange=exchange,
+            of_island=state.exchange,
+            progress=self._progress,
+            signals=signals,
+        )
+        state.local_steps.install(self._callback)
+        if signals is not None:
+            signals.travel_with(exchange)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         assert self._collectives is not None
@@ -327,6 +410,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         state.replicas.agree()
         if self.options.init_sync:
             state.replicas.broadcast()
+        if state.islands is not None:
+            state.replicas = Replicas(model, state.islands.own)
         if state.is_fit:
             if state.reducer is not None:
                 state.reducer.close()
@@ -344,13 +429,14 @@ class TrainerStrategy(TrainerCheckpointHooks):
             if state.shards is not None:
                 state.shards.unwatch()
                 state.shards.watch(model)
+            state.local_steps.set_replicas(state.replicas, state.reducer.stats)
             self._progress.describe_backward = state.reducer.describe_backward
             state.checks = NoReplicaChecks()
             # In a search some ranks may make a step that others do not. It ends with what it began with.
             may_differ = self._differs_by_design or self._trials is not None
-            if state.exchange is not None and self._collectives.world_size > 1 and not may_differ:
+            if state.exchange is not None and self._steps_with.world_size > 1 and not may_differ:
                 state.checks = ReplicaChecks(
-                    self._collectives, self.options.replica_checks, exchange=state.exchange, has_messages=True
+                    self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
                 )
         if self.config.broadcast_buffers:
             state.buffers = BufferSync(state.replicas, None if state.reducer is None else state.reducer.stats)
@@ -384,6 +470,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
     def searching(self) -> Iterator[None]:
         """Search inside for a setting by trials; afterwards training begins as if there had been none."""
         assert self._collectives is not None
+        if self._state.islands is not None:
+            raise ValueError(
+                "`BucketDDPBatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search"
+                " without `local_steps`, and pass the batch size that was found."
+            )
         self._trials = Trials(self._collectives, is_out_of_memory=self._is_oom_error)
         try:
             yield
@@ -418,6 +509,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self._state.end_exchange() and not has_raised:
             assert self._collectives is not None
             self._collectives.close_host_groups()
+            if self._islands is not None:
+                self._islands.own.close_host_groups()
+                self._islands.peers.close_host_groups()
         super().teardown()
         if self._state.shards is not None:
             # The model was moved to the CPU, so that its memory on the device is free.
@@ -429,6 +523,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
             **super().__getstate__(),
             "_collectives": None,
             "_fault_handler": None,
+            "_islands": None,
             "_state": FitState(),
             "_trials": None,
         }

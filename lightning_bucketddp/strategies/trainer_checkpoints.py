@@ -156,6 +156,11 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             step=checkpoint.get("global_step"),
         )
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, which are those of all ranks: the first thing that goes into a checkpoint."""
+        self._state.local_steps.before_save()
+        return super().lightning_module_state_dict()
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of `optimizer` for a checkpoint: with `shard_optimizer` all of it, on rank zero."""
         state = self._sharded_state(optimizer)
@@ -178,7 +183,9 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         # Where a rank has failed the others save alone, if at all.
         if self._state.replicas is None or self._collectives is None or not self._collectives.is_open:
             return
-        has_differed = self._state.checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
+        when = f"before checkpoint `{path}` is written"
+        has_differed = self._state.checks.compare(self._trained_state, when=when)
+        self._state.local_steps.compare(when=when)
         if has_differed and "optimizer_states" in checkpoint:
             # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
             checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
@@ -211,6 +218,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
+        checkpoint = self._state.local_steps.take_state(checkpoint, self.precision_plugin)
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(_OURS, {})
         if "comm_hook_state" in state and (hook_state := self._hook_state(self._collectives)) is not None:
@@ -235,7 +243,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.
-        if self._state.weighting.take_alert():
+        if self._state.weighting.take_alert() or self._state.local_steps.take_alert():
             write_on_rank_zero(self._writer.raise_failure, self._collectives)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -283,10 +291,14 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         collectives = self._collectives
         if collectives is not None and not collectives.is_open:
             has_own_state = self.config.comm_state is not None or self._rank_seeds is not None
+            has_own_state |= self._state.islands is not None
             if collectives.world_size > 1 and has_own_state and self.is_global_zero:
+                what = "the state of the communication hook and the random numbers"
+                if self._state.islands is not None:
+                    what = "the state of the optimizers of other islands, the outer momentum and the random numbers"
                 warnings.warn(
-                    "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of"
-                    f" the communication hook and the random numbers, is missing in checkpoint `{filepath}`.",
+                    f"bucketddp: the other ranks cannot be reached any more. What they have of their own, {what}, is"
+                    f" missing in checkpoint `{filepath}`.",
                     stacklevel=2,
                 )
             collectives = None
@@ -297,6 +309,11 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             state["model_averager_step"] = self._model_averager.step
         if self._rank_seeds is not None:
             state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+        if (
+            collectives is not None
+            and (local := self._state.local_steps.gather_state(self.precision_plugin)) is not None
+        ):
+            state["local_steps"] = local
         if (batch_size := self._batch_size.state()) is not None:
             state["global_batch_size"] = batch_size
         if (position := self._position.state()) is not None:

@@ -63,6 +63,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return self._state.shards
 
     @property
+    def has_torn_weights(self) -> bool:
+        return super().has_torn_weights or self._state.local_steps.is_torn
+
+    @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # there is one as long as there is a run
         return self.lightning_module
@@ -131,6 +135,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and state.replicas is not None and state.replicas.are_outdated(self._module):
             self._setup_model(self._module)
+        state.local_steps.begin_batch(batch_idx)
         state.weighting.begin_batch(batch_idx)
         state.layers.set_idle(self._module, state.weighting.is_idle)
         if state.reducer is not None:
@@ -162,7 +167,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             with nullcontext() if reducer is None else reducer.backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
             if self._signals is not None:
-                self._signals.after_backward()
+                self._signals.stop_if_agreed()
             closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
             self.post_backward(closure_loss)
         return closure_loss
@@ -182,6 +187,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             output = None
         if self._trials is None:
             self._position.complete_step()
+        self._state.local_steps.complete_step(has_trained=not self._state.weighting.nobody_trained)
         self._progress.complete_step()
         self._log_counts()
         if self._model_averager is not None:
@@ -199,6 +205,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self._recording.optimizer_begins()
             if self._module.automatic_optimization:
                 loss = self._state.weighting.agree(loss)
+            if self._state.weighting.nobody_trained:
+                raise StepWithheld
             if self.reducer is not None:
                 withhold_nonfinite(optimizer, [self.reducer.finiteness])
             self._progress.enter(OPTIMIZER)
@@ -255,6 +263,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return self.options.gather_predictions and self.world_size > 1
 
     def on_train_start(self) -> None:
+        self._state.local_steps.begin()
         if self._state.checks.are_periodic:
             self._state.checks.compare(self._trained_state, when="before the first step")
 
@@ -264,6 +273,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self.reducer.finiteness.catch_up(self.reducer.stats)
         if self._state.checks.are_periodic:
             self._state.checks.compare(self._trained_state, when="at the end of training")
+        self._state.local_steps.end()
         if self.shards is not None:
             rank_zero_info(f"bucketddp: {self.shards.describe()}.")
 
@@ -340,6 +350,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
                 "accumulate_grad_batches": trainer.accumulate_grad_batches,
                 "shard_optimizer": self.options.shard_optimizer or None,
+                "local_steps": self.options.local_steps,
+                "num_islands": None if self._state.islands is None else self._state.islands.number,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },
             codecs=measure_codecs(self.root_device) if self.world_size > 1 else {},

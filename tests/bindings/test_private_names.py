@@ -129,8 +129,8 @@ FABRIC_ATTRIBUTES = {
     "_convert_stateful_objects_in_state": "strategies.strategy",
     "_checkpoint_io": "strategies.strategy",
 }
-# In Lightning since 2.6; there is nothing to replace before.
-NEWER = {"_broadcast_sigterm_tensor"}
+# In Lightning since 2.6; there is nothing to replace, or to average, before.
+NEWER = {"_broadcast_sigterm_tensor", "_average_model"}
 # Names that look private to the scanner but are ours or the standard library's.
 OURS = {
     "_sync_original",

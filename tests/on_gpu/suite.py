@@ -33,6 +33,7 @@ from tests.support.jobs import (
 )
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import WAYS, Bad
+from tests.support.jobs.outer_steps import step_beside_sgd
 from tests.support.jobs.parity import (
     Training,
     parity_with_mean,
@@ -126,6 +127,9 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config="plain", shard=True),
     )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
+    for counted in ([0, 1], [1]):
+        options = {"num_islands": 2, "counted": counted, "chunk_numbers": 8}
+        yield f"outer steps {counted}", partial(run_on_ranks, step_beside_sgd, **options)  # type: ignore[arg-type]
     yield from sharded_tests()
     yield from quantized_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)

@@ -17,6 +17,7 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codec, Codecs
 from lightning_bucketddp.recording.schema import (
     BucketTimes,
+    OuterStepTimes,
     RecordedBucket,
     RecordedPlan,
     Run,
@@ -180,6 +181,12 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
         "Weights: their exchange after a step takes 6.00 ms of that, and the next step waits 4.00 ms for it." in lines
     )
     assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
+
+
+def test_outer_steps_are_told() -> None:
+    outer_steps = [OuterStepTimes(30, 200 * MS, 4 * MIB), OuterStepTimes(60, 400 * MS, 4 * MIB)]
+    lines = Summary.of(typical(numbers(0)), TWO_BUCKETS, suggestions=[], outer_steps=outer_steps).lines
+    assert "Outer steps between islands: 2 in 60 steps; each takes 300.00 ms and 4.00 MiB of each rank." in lines
 
 
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:

@@ -126,14 +126,14 @@ def test_small_tensors_share_a_checksum() -> None:
     ],
 )
 def test_most_ranks_are_right(values: list[dict[str, Any]], source: int, text: str) -> None:
-    divergence = find_divergence(values, numbers={"lr"})
+    divergence = find_divergence(dict(enumerate(values)), numbers={"lr"})
     assert divergence is not None
     assert divergence.source == source
     assert str(divergence).startswith(f"{text} Hardware that flips bits, or code")
 
 
 def test_equal_values_do_not_diverge() -> None:
-    assert find_divergence([{"w": 1, "lr": 0.1}] * 3, numbers={"lr"}) is None
+    assert find_divergence({rank: {"w": 1, "lr": 0.1} for rank in range(3)}, numbers={"lr"}) is None
 
 
 # --- Periodic checks

@@ -116,6 +116,28 @@ def test_another_way_to_shard_optimizers_is_refused(root: str, option: Any) -> N
     assert str(raised.value) == f"`shard_optimizer` must be True, False or 'parameters', got {option!r}."
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"local_steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
+        ({"local_steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
+        ({"islands": 0}, "`islands` must be 'host', 'rank' or a positive number of islands, got 0."),
+        ({"islands": "node"}, "`islands` must be 'host', 'rank' or a positive number of islands, got 'node'."),
+        ({"outer_lr": 0.0}, "`outer_lr` must be a positive number, got 0.0."),
+        ({"outer_momentum": 1}, "`outer_momentum` must be a number from 0 to less than 1, got 1."),
+        ({"local_steps": None, "outer_lr": 0.5}, "`outer_lr` has a meaning only with `local_steps`: pass that, too."),
+        ({"local_steps": None, "islands": 2}, "`islands` has a meaning only with `local_steps`: pass that, too."),
+        ({"shard_optimizer": True}, "`local_steps` and `shard_optimizer` do not go together: optimizers whose state"),
+        ({"ddp_comm_hook": print}, "`local_steps` and `ddp_comm_hook` do not go together: a hook says what all ranks"),
+        ({"gradient_weight": len}, "`local_steps` and `gradient_weight` do not go together: batches are weighed"),
+        ({"model_averaging_period": 3}, "`local_steps` and `model_averaging_period` do not go together: both average"),
+    ],
+)
+def test_local_steps_that_cannot_be_had_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        BucketDDPStrategy(**{"local_steps": 5, **options})
+
+
 def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2)
     hooks: list[dict[str, Any]] = [

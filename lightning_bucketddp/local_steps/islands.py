@@ -1,0 +1,105 @@
+"""Islands: which ranks average gradients in each step, and which exchange weights between them.
+
+Note: positions
+    Islands are of equal size. The ranks that have the same position in their islands are peers: each has the same part
+    of the weights to exchange with the others, so that every number goes through the slow network once per island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.wording import list_ranks, pluralize
+
+IslandsOption = Literal["host", "rank"] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Islands:
+    """The ranks of a run, divided into islands.
+
+    Attributes:
+        world: all ranks.
+        members: the ranks of each island.
+        own: the island that this rank is in.
+        peers: the ranks with the same position in each island, by island.
+    """
+
+    world: Collectives
+    members: list[list[int]]
+    own: Collectives
+    peers: Collectives
+
+    @property
+    def index(self) -> int:
+        """Return which island this rank is in."""
+        return self.peers.rank
+
+    @property
+    def number(self) -> int:
+        return len(self.members)
+
+    def describe(self) -> str:
+        """Return how ranks are divided, in words."""
+        return f"{self.number} islands of {pluralize(len(self.members[0]), 'rank')}"
+
+
+def make_islands(
+    world: Collectives, option: IslandsOption, *, host: str, with_side_groups: bool = False
+) -> Islands | None:
+    """Divide all ranks as `option` says; None if all of them are in one island. All ranks must call this.
+
+    Args:
+        host: names the host of this rank.
+        with_side_groups: whether layers of an island talk to each other, too.
+
+    Raises:
+        ValueError: if they cannot be divided like that.
+    """
+    members = divide(option, hosts=world.gather_json(host))
+    if len(members) == 1:
+        return None
+    positions = [list(peers) for peers in zip(*members, strict=True)]
+    own = world.split(members, with_side_groups=with_side_groups)
+    return Islands(world, members, own, peers=world.split(positions))
+
+
+def divide(option: IslandsOption, *, hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each island; `hosts` names the host of each rank."""
+    num_ranks = len(hosts)
+    if option == "host":
+        return _by_host(hosts)
+    number = num_ranks if option == "rank" else option
+    if num_ranks % number:
+        raise ValueError(
+            f"`islands={number}` cannot divide {pluralize(num_ranks, 'rank')} into islands of equal size. Pass a number"
+            f" that divides {num_ranks}: {', '.join(str(n) for n in range(2, num_ranks + 1) if num_ranks % n == 0)}; or"
+            " 'host' or 'rank'."
+        )
+    size = num_ranks // number
+    return [list(range(first, first + size)) for first in range(0, num_ranks, size)]
+
+
+def _by_host(hosts: Sequence[str]) -> list[list[int]]:
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    members = list(by_host.values())
+    if len({len(ranks) for ranks in members}) > 1:
+        raise ValueError(
+            f"`islands='host'` needs as many ranks on each host, but there are {_list_hosts(members)}. Start as many on"
+            " each, or pass `islands='rank'`, or a number of islands."
+        )
+    if [rank for ranks in members for rank in ranks] != list(range(len(hosts))):
+        raise ValueError(
+            f"`islands='host'` needs the ranks of each host to follow each other, but there are {_list_hosts(members)}."
+            " Have your launcher fill one host after the other, or pass `islands='rank'`."
+        )
+    return members
+
+
+def _list_hosts(members: Sequence[Sequence[int]]) -> str:
+    return "; ".join(f"{list_ranks(ranks)} on host {index}" for index, ranks in enumerate(members))

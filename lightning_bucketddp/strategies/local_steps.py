@@ -1,0 +1,435 @@
+"""Rounds of local steps in a fit: when one ends, what all ranks are told then, and what a checkpoint holds of it.
+
+Note: when a round ends
+    After `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the weights:
+    before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a signal
+    stops the run. So weights are equal on all ranks whenever they are looked at. All ranks count the same steps, and
+    come to the same places.
+
+Note: stopping early
+    Between two outer steps the islands do not hear of each other, but each rank's watchdog learns of a signal that any
+    rank has received. The ranks of an island then agree on a step, as all ranks do without islands, and go to the outer
+    step, where they meet the others.
+
+Note: averaged models
+    A moving average of weights is linear in them: the mean over the islands of each island's average is the average of
+    the mean. So the models that Lightning's `WeightAveraging` keeps are averaged when somebody looks at the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
+from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+from lightning_bucketddp.reducer.reducer import reduction_of
+from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
+from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
+from lightning_bucketddp.strategies.batch_weighting import EqualBatches, SkippedStep, accept_skipped_steps
+from lightning_bucketddp.strategies.nonfinite_step import scaler_of
+from lightning_bucketddp.strategies.options import StrategyOptions
+from lightning_bucketddp.strategies.signals import StopSignals
+from lightning_bucketddp.wording import list_names, list_ranks, pluralize
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+OUTER_STEP = "the outer step"
+
+
+class NoLocalSteps:
+    """All ranks average their gradients in each step."""
+
+    is_torn = False
+
+    def take_alert(self) -> bool:
+        """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
+        return False
+
+    def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
+        """Train these from now on. All ranks must call this."""
+
+    def begin(self) -> None:
+        """Begin with the weights as they are: all is restored."""
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """Turn to another batch."""
+
+    def complete_step(self, *, has_trained: bool) -> None:
+        """Count a step of an optimizer; `has_trained`: there was data for it in this island."""
+
+    def before_save(self) -> None:
+        """End the round, so that all ranks have the weights that are saved. All of them must call this."""
+
+    def compare(self, *, when: str) -> None:
+        """Compare the weights of all ranks, which are between two rounds."""
+
+    def end(self) -> None:
+        """Tell what was done: the training is over."""
+
+    def close(self) -> bool:
+        """Exchange no more; return whether connections may be closed."""
+        return True
+
+    def gather_state(self, precision: Any) -> dict[str, Any] | None:
+        """Return what goes into a checkpoint, on rank zero; None: nothing. All ranks must call this."""
+        return None
+
+    def take_state(self, checkpoint: Mapping[str, Any], precision: Any) -> Mapping[str, Any]:
+        """Go on from `checkpoint`; return it with the state that the optimizers of this rank had there."""
+        return checkpoint
+
+
+class LocalSteps(NoLocalSteps):
+    """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
+
+    Args:
+        exchange: between all ranks; used when a round ends, and by nobody in a step.
+        of_island: between the ranks of this island; None: there is one only.
+        signals: those that stop the run, and travel with `exchange`; None: nobody handles them.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        islands: Islands,
+        options: StrategyOptions,
+        *,
+        exchange: StepExchange,
+        of_island: StepExchange | None,
+        progress: Progress,
+        signals: StopSignals | None,
+    ) -> None:
+        assert options.local_steps is not None
+        self._trainer = trainer
+        self._islands = islands
+        self._options = options
+        self._length = options.local_steps
+        self._exchange = exchange
+        self._of_island = of_island
+        self._progress = progress
+        self._signals = signals
+        self._reduction = reduction_of(options.reducer, islands.peers)
+        self._checks = ReplicaChecks(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
+        self._replicas: Replicas | None = None
+        self._stats = ReducerStats()
+        self._outer: OuterStep | None = None
+        self._restored_momentum: dict[str, Tensor] = {}
+        # Since the last outer step.
+        self._num_steps = self._num_trained = 0
+        self._has_stepped = False
+        # All ranks have the weights of the last outer step.
+        self._are_equal = True
+        # What callbacks keep as averages is that of all ranks.
+        self._have_averaged = True
+        self._callback: Any = None
+        # Since averaged models were averaged over the islands: islands whose weights were not finite.
+        self._left_out: set[int] = set()
+
+    @property
+    def is_torn(self) -> bool:  # type: ignore[override]
+        return self._outer is not None and self._outer.is_torn
+
+    def take_alert(self) -> bool:
+        is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
+        return is_alerted
+
+    def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
+        stats.outer_steps = self._stats.outer_steps
+        self._replicas, self._stats = replicas, stats
+        if self._outer is not None:
+            self._make_outer_step()
+
+    def begin(self) -> None:
+        self._outer = None
+        self._num_steps = self._num_trained = 0
+        self._make_outer_step()
+        assert self._outer is not None
+        self._outer.set_momentum(self._restored_momentum)
+
+    def _make_outer_step(self) -> None:
+        assert self._replicas is not None
+        momentum = {} if self._outer is None else self._outer.gather_momentum()
+        config = OuterConfig(lr=self._options.outer_lr, momentum=self._options.outer_momentum)
+        self._outer = OuterStep(self._trained(), self._islands, self._reduction, config)
+        self._outer.set_momentum(momentum)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        assert self._replicas is not None
+        return {name: param for name, param in self._replicas.parameters.items() if param.requires_grad}
+
+    def _stop_signal(self) -> int:
+        return 0 if self._signals is None else self._signals.stop_signal
+
+    def begin_batch(self, batch_idx: int) -> None:
+        self._exchange.epoch = self._trainer.current_epoch
+        self._exchange.num_batches = batch_idx + 1
+        self._has_stepped = False
+        if self._of_island is not None:
+            self._of_island.stop_signal = self._stop_signal()
+        assert self._outer is not None
+        if list(self._trained()) != self._outer.names:
+            # Frozen or unfrozen since the last batch: from now on others are exchanged.
+            self._end_round(MessageKind.OUTER_STEP)
+            self._make_outer_step()
+
+    def complete_step(self, *, has_trained: bool) -> None:
+        self._num_steps += 1
+        self._num_trained += has_trained
+        self._has_stepped = True
+        self._are_equal = self._have_averaged = False
+
+    def after_batch(self) -> None:
+        """End the round if it is over, or if the run is to stop (Note: stopping early)."""
+        if not self._has_stepped:
+            return
+        self._has_stepped = False
+        stops = self._stop_signal() if self._of_island is None else self._of_island.all_stop_by
+        if self._num_steps >= self._length or stops:
+            self._exchange.stop_signal = self._exchange.stop_signal or stops
+            self._end_round(MessageKind.OUTER_STEP)
+        if self._signals is not None:
+            self._signals.stop_if_agreed()
+
+    def before_validation(self) -> None:
+        """End the round, so that all ranks evaluate the same weights."""
+        if self._outer is not None:
+            self._end_round(MessageKind.OUTER_STEP)
+            self._average_models()
+
+    def end_epoch(self) -> None:
+        """End the round with the epoch, or raise on all ranks if the epoch goes on for some of them."""
+        if self._outer is not None:
+            self._end_round(MessageKind.OUT_OF_DATA)
+            self._average_models()
+
+    def before_save(self) -> None:
+        if self._outer is not None and self._islands.world.is_open:
+            if self._num_steps:
+                self._end_round(MessageKind.OUTER_STEP)
+            self._average_models()
+
+    def _end_round(self, kind: MessageKind) -> None:
+        assert self._outer is not None
+        began_at = time.monotonic()
+        with self._progress.during(OUTER_STEP):
+            # Whatever is raised below, nobody shall try again.
+            has_trained, self._num_steps, self._num_trained = self._num_trained > 0, 0, 0
+            nonfinite = self._outer.nonfinite() if has_trained else []
+            self._exchange.send(
+                kind,
+                weight=has_trained,
+                full_weight=bool(nonfinite),
+                trainable=zlib.crc32(repr(self._outer.names).encode()),
+            )
+            told = self._exchange.receive()
+            if told.least.trainable != told.greatest.trainable:
+                self._refuse_trainable()
+            if told.weight == 0:
+                self._are_equal = True
+                return
+            left_out = self._handle_nonfinite(nonfinite) if told.full_weight else set()
+            num_counted = round(told.weight / self._islands.own.world_size) - len(left_out)
+            counts = has_trained and self._islands.index not in left_out
+            share = self._islands.number / num_counted if counts else 0.0
+            num_bytes = 0
+            if num_counted:
+                num_bytes = self._outer.step(share=share)
+                self._average_buffers(share)
+            else:
+                self._outer.go_back()
+            self._are_equal = True
+            seconds = time.monotonic() - began_at
+            self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
+        every = self._options.replica_checks.every_n_steps
+        # By outer steps, of which all ranks have seen as many.
+        if every and self._stats.num_outer_steps % -(-every // self._length) == 0:
+            self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
+
+    def _refuse_trainable(self) -> NoReturn:
+        assert self._replicas is not None
+        assert self._outer is not None
+        mine = {name: {"requires_grad": name in self._outer.names} for name in self._replicas.parameters}
+        by_rank = self._islands.world.host_group().gather_json(mine)
+        raise ReplicaMismatchError(explain_difference(dict(enumerate(by_rank))))
+
+    def _average_buffers(self, share: float) -> None:
+        if self._options.reducer.broadcast_buffers:
+            assert self._replicas is not None
+            average(list(self._replicas.all_buffers().values()), self._islands, share=share)
+
+    def _handle_nonfinite(self, names: list[str]) -> set[int]:
+        """Act, as `on_nonfinite` says, on weights that are not finite somewhere; return the islands to leave out."""
+        by_rank = self._islands.world.host_group().gather_json(names)
+        ranks = [rank for rank, found in enumerate(by_rank) if found]
+        islands = {index for index, members in enumerate(self._islands.members) if set(members) & set(ranks)}
+        of_islands = [rank for index in sorted(islands) for rank in self._islands.members[index]]
+        all_names = list(dict.fromkeys(name for found in by_rank for name in found))
+        found = f"not finite after the local steps before step {self._trainer.global_step}: the weights"
+        found = f"{found} {list_names(all_names)} on {list_ranks(of_islands)}"
+        response = self._options.reducer.on_nonfinite
+        if response == "raise":
+            assert self._outer is not None
+            self._outer.go_back()
+            raise NonFiniteError(
+                f"N{found[1:]}. All ranks have the weights of the last outer step again. Clip gradients or lower the"
+                " learning rate; or pass `on_nonfinite='skip'` to the strategy to leave such ranks out."
+            )
+        outcome = (
+            "They go into the weights of all ranks; `on_nonfinite='raise'` or `on_nonfinite='skip'` prevents that."
+        )
+        if response == "skip":
+            outcome = "They are left out, and those ranks go on with the weights of the others."
+            self._left_out |= islands
+            if self._islands.index in islands:
+                self._forget_nonfinite_state()
+        if self._islands.world.rank == 0:
+            log.warning("bucketddp: %s. %s", found, outcome)
+        return islands if response == "skip" else set()
+
+    def _forget_nonfinite_state(self) -> None:
+        """Have optimizers begin anew with parameters for which they keep what is not finite."""
+        for optimizer in self._optimizers:
+            for param, state in list(optimizer.state.items()):
+                tensors = [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+                if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                    del optimizer.state[param]
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return list(self._trainer.strategy.optimizers)
+
+    def _average_models(self) -> None:
+        """Average what callbacks keep as averages of this island's weights (Note: averaged models)."""
+        if self._have_averaged:
+            return
+        self._have_averaged = True
+        left_out, self._left_out = self._left_out, set()
+        models = [getattr(callback, "_average_model", None) for callback in self._trainer.callbacks]  # type: ignore[attr-defined]
+        averaged = [model.module for model in models if isinstance(model, torch.optim.swa_utils.AveragedModel)]
+        num_counted = self._islands.number - len(left_out)
+        share = 0.0 if self._islands.index in left_out else self._islands.number / num_counted
+        for module in averaged if num_counted else []:
+            average([*module.parameters(), *module.buffers()], self._islands, share=share)
+
+    def compare(self, *, when: str) -> None:
+        assert self._replicas is not None
+        parameters = self._replicas.parameters
+        if not self._are_equal:
+            return  # an error has ended the round
+        if self._checks.compare(lambda: training_state(parameters, []), when=when) and self._outer is not None:
+            self._outer.take_weights()
+
+    def end(self) -> None:
+        stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
+        rank_zero_info(
+            f"bucketddp: {steps} between {self._islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and"
+            f" {stats.outer_s:.1f} s in all."
+        )
+
+    def install(self, base: type) -> None:
+        """Have the Trainer say when batches, epochs and validations begin and end; `base` is its class of callbacks."""
+        self._callback = _callback_between_batches(self, base)
+        # The first of all: the others look at weights.
+        self._trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
+
+    def close(self) -> bool:
+        self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+        self._reduction.close()
+        if self._outer is not None:
+            self._outer.free_device()
+        return self._exchange.close()
+
+    def gather_state(self, precision: Any) -> dict[str, Any] | None:
+        if self._outer is None:
+            return None
+        scaler = scaler_of(precision)
+        of_island = {
+            "optimizer_states": [optimizer.state_dict() for optimizer in self._optimizers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        momentum = self._outer.gather_momentum() if self._islands.index == 0 else {}
+        # The first rank of each island has all of it.
+        islands = gather_to_rank_zero(of_island, self._islands.peers) if self._islands.own.rank == 0 else None
+        # Lightning saves that of the first island.
+        return {"momentum": momentum, "other_islands": None if islands is None else islands[1:]}
+
+    def take_state(self, checkpoint: Mapping[str, Any], precision: Any) -> Mapping[str, Any]:
+        state = checkpoint.get("bucketddp", {}).get("local_steps", {})
+        self._restored_momentum = dict(state.get("momentum", {}))
+        others = state.get("other_islands", [])
+        # Where there were fewer islands, states are dealt out in turn.
+        position = self._islands.index % (len(others) + 1)
+        if position == 0:
+            return checkpoint
+        scaler = scaler_of(precision)
+        if scaler is not None and others[position - 1]["scaler"]:
+            scaler.load_state_dict(others[position - 1]["scaler"])
+        return {**checkpoint, "optimizer_states": others[position - 1]["optimizer_states"]}
+
+
+def _callback_between_batches(local_steps: LocalSteps, base: type) -> Any:
+    class EndsRounds(base):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            local_steps.after_batch()
+
+        def on_validation_start(self, *_: Any) -> None:
+            local_steps.before_validation()
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            local_steps.end_epoch()
+
+    return EndsRounds()
+
+
+class LoneBatches(EqualBatches):
+    """Batches of a rank that is alone in its island: it may leave out a step, because nobody waits for it."""
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        accept_skipped_steps(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+    def skip(self) -> SkippedStep:
+        return SkippedStep(torch.zeros((), device=self._device, requires_grad=True))
+
+
+def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
+    """Raise if a layer of `model` talks to ranks of other islands in each step."""
+    members = set(islands.own.global_ranks)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and getattr(layer, "_sync_original", None) is None:
+            group = layer.process_group or torch.distributed.group.WORLD
+            if not members.issuperset(torch.distributed.get_process_group_ranks(group)):
+                raise ValueError(
+                    f"`{name}` (SyncBatchNorm) talks to ranks of other islands in each step, which `local_steps` is to"
+                    " avoid. Use BatchNorm layers and `Trainer(sync_batchnorm=True)`, which stays inside of an island."
+                )
+
+
+def refuse_lone_sync_batchnorm(islands: Islands) -> None:
+    """Raise if there is nobody in an island to synchronize BatchNorm layers with."""
+    if islands.own.world_size == 1:
+        raise ValueError(
+            "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
+            " island. Pass `islands='host'` or a smaller number of islands to the strategy, or leave `sync_batchnorm`"
+            " out."
+        )
