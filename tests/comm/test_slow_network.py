@@ -64,7 +64,7 @@ def test_steps_wait_for_the_network(tmp_path: Path) -> None:
     assert 485_000 < fp32 < 600_000
     assert 0.45 < bf16 / fp32 < 0.6
     assert 0.25 < int8 / fp32 < 0.45
-    assert 0.25 < sent["local_steps=4"] * 2**20 / fp32 < 0.3
+    assert 0.2 < sent["local_steps=4"] * 2**20 / fp32 < 0.3
     assert all(predicted[name] > 0 for name in [*ours, "local_steps=4"])
 
 
