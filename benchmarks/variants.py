@@ -18,6 +18,8 @@ from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.local_steps.islands import make_islands
+from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.shards import Shards
@@ -177,9 +179,6 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
 
 
 def _attach_local(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
-    from lightning_bucketddp.local_steps.islands import make_islands
-    from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
-
     collectives = Collectives(device)
     Replicas(model, collectives).broadcast()
     islands = make_islands(collectives, "rank", host="")

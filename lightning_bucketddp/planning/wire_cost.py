@@ -75,7 +75,6 @@ class Wire:
 
 
 def _itemsize(spec: ParameterSpec) -> int:
+    dtype = getattr(torch, spec.kind.partition(" ")[0].removeprefix("torch."), None)
     # What was made of recorded buckets does not know kinds.
-    name = spec.kind.partition(" ")[0].removeprefix("torch.") or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize
+    return (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize

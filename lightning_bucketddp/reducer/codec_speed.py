@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import timeit
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.wire_cost import Codec, Codecs
-from lightning_bucketddp.reducer.clock import clock_of
 from lightning_bucketddp.reducer.quantization import Blocks
 
 # Of an H200, with 64 MiB: for a plan that is made where there is no GPU.
@@ -20,7 +19,7 @@ GPU_CODECS: Codecs = {
     "int8": Codec(2.7e-12, 0.0, 4.3e-12),
 }
 _NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
-_NUM_WARM_UP, _NUM_MEASURED = 2, 5
+_NUM_IN_A_ROW, _NUM_MEASURED = 3, 5
 # How many rows are added up makes no difference: together they have as many numbers as a bucket.
 _NUM_RANKS = 2
 
@@ -47,10 +46,12 @@ def measure_codecs(device: torch.device) -> Codecs:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    clock = clock_of(device)
-    marks = [clock.mark()]
-    for _ in range(_NUM_WARM_UP + _NUM_MEASURED):
-        action()
-        marks.append(clock.mark())
-    taken = [clock.seconds(start, end) for start, end in pairwise(marks)]
-    return statistics.median(taken[_NUM_WARM_UP:])
+    """Return the time of one `action`, of several in a row, so that waiting for the device hardly counts."""
+
+    def act() -> None:
+        for _ in range(_NUM_IN_A_ROW):
+            action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return statistics.median(timeit.repeat(act, number=1, repeat=1 + _NUM_MEASURED)[1:]) / _NUM_IN_A_ROW

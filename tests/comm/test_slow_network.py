@@ -17,7 +17,7 @@ from benchmarks.hosts import HostsRefused, held
 from benchmarks.slow_network import main
 from tests.support.programs import REPOSITORY, RUN_VARIABLE, Program, no_process_left, processes_of, run_together
 
-OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit"]
+OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit", "--local-steps", "4"]
 COMMAND = ["-m", "benchmarks.slow_network", *OPTIONS]
 REFUSAL = "No hosts to measure between: "
 REMEDY = (
@@ -64,7 +64,8 @@ def test_steps_wait_for_the_network(tmp_path: Path) -> None:
     assert 485_000 < fp32 < 600_000
     assert 0.45 < bf16 / fp32 < 0.6
     assert 0.25 < int8 / fp32 < 0.45
-    assert all(predicted[name] > 0 for name in ours)
+    assert 0.2 < sent["local_steps=4"] * 2**20 / fp32 < 0.3
+    assert all(predicted[name] > 0 for name in [*ours, "local_steps=4"])
 
 
 def test_a_machine_without_the_tools_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

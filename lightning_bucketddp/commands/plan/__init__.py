@@ -160,9 +160,10 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
 
 def _codecs(profile: Profile) -> tuple[Codecs, str]:
     """Return how fast gradients are encoded, measured here if they are on such a device, and where that is from."""
-    device = torch.device(profile.specs[0].kind.split()[-1])
-    if device.type == "cpu" or torch.cuda.is_available():
-        return measure_codecs(device), "what was measured here"
+    # Not more than this: a profile is a file that anyone may have written.
+    is_cpu = profile.specs[0].kind.endswith(" cpu")
+    if is_cpu or torch.cuda.is_available():
+        return measure_codecs(torch.device("cpu" if is_cpu else "cuda")), "what was measured here"
     return GPU_CODECS, "what it takes on an H200, because there is no GPU here"
 
 
