@@ -35,14 +35,6 @@ class Limits(Loop):
 
     def communicate(self, name: str) -> float:
         """Seconds in which the buckets of a step are reduced, back to back and with nothing else to do."""
-        training = self.training(name)
-        if name not in self._buffers:
-            self._buffers[name] = [
-                torch.zeros(
-                    num_bytes // 4, dtype=WIRES[training.variant.wire], device=self._device
-                )  # of fp32 gradients
-                for num_bytes in training.attached.bucket_bytes()
-            ]
         self._reduce(name)
         start = self._now_on_all_ranks()
         for _ in range(self._settings.steps):
@@ -51,6 +43,14 @@ class Limits(Loop):
         return (time.perf_counter() - start) / self._settings.steps
 
     def _reduce(self, name: str) -> None:
+        if name not in self._buffers:
+            training = self.training(name)
+            self._buffers[name] = [
+                torch.zeros(
+                    num_bytes // 4, dtype=WIRES[training.variant.wire], device=self._device
+                )  # of fp32 gradients
+                for num_bytes in training.attached.bucket_bytes()
+            ]
         for work in [dist.all_reduce(buffer, async_op=True) for buffer in self._buffers[name]]:
             work.wait()
 

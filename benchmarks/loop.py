@@ -78,6 +78,7 @@ class Training:
                     loss.backward()
                 mark("backward")
         self._optimizer.step()
+        self.attached.after_step()
         mark("optimizer")
 
 
@@ -117,13 +118,13 @@ class Loop:
         """Bytes that all ranks together send in a step of a variant, as the kernel counts them."""
         training = self.training(name)
         self._now_on_all_ranks()
-        before = _bytes_on(_INTERFACE)
+        before = bytes_sent_on(_INTERFACE)
         for _ in range(self._settings.steps):
             training.step()
         for param in training.workload.model.parameters():
             param.sum()  # its weights may still be on their way
         self._now_on_all_ranks()
-        return (_bytes_on(_INTERFACE) - before) / self._settings.steps
+        return (bytes_sent_on(_INTERFACE) - before) / self._settings.steps
 
     def plan(self, name: str) -> tuple[str, str | None]:
         """What bucketddp has planned, in words, and the profile that it has planned from, as JSON, if it has one."""
@@ -139,7 +140,8 @@ class Loop:
         return time.perf_counter()
 
 
-def _bytes_on(interface: str) -> int:
+def bytes_sent_on(interface: str) -> int:
+    """What has left through a network interface of this process's host, as the kernel counts it."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     [counters] = [line.split(":")[1].split() for line in lines if line.strip().startswith(f"{interface}:")]
-    return int(counters[0])
+    return int(counters[8])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -49,7 +48,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="(default: 2 4 8)")
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
     parser.add_argument("--steps", type=int, default=1200, help="of a run (default: 1200)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: what the cores can take)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--cores", type=int, default=cores, help=f"rank processes at a time (default: {cores})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {_QUICK_STEPS} steps, two ranks")
     parser.add_argument("--precision", action="store_true", help="errors of gradients, and runs that emulate formats")
@@ -79,12 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error_table(task, at=(10, 40) if args.quick else _GRADIENTS_AT), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = args.json or Path(folder, "quality.jsonl")
-        done = {result.run for result in load(file)}
+        found = load(file)
+        check_data(found)
+        done = {result.run for result in found}
         work = Work(file, [run for run in runs_of(args) if run not in done], time.monotonic() + args.seconds)
         for num_ranks in args.ranks:
-            work.train_on(num_ranks, jobs=args.jobs)
+            work.train_on(num_ranks, num_cores=args.cores)
         print(markdown(load(file)))
     return 1 if work.failed or work.num_ended < len(work.runs) else 0
+
+
+def check_data(results: Sequence[Result]) -> None:
+    """Refuse to go on with results of other data: they cannot be compared."""
+    for task, data in {(result.run.task, result.data) for result in results if result.data}:
+        if data != TASKS[task].data().digest:
+            raise SystemExit(
+                f"The file has results of `{task}`, whose data have changed since: they are text of this checkout."
+                " Begin a new file, or go on in the checkout that it was begun in."
+            )
 
 
 def runs_of(args: argparse.Namespace) -> Iterator[Run]:
@@ -114,13 +126,13 @@ class Work:
     num_ended: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def train_on(self, num_ranks: int, *, jobs: int | None) -> None:
-        """Make all runs of so many ranks, some at a time: no more processes than cores."""
+    def train_on(self, num_ranks: int, *, num_cores: int) -> None:
+        """Make all runs of so many ranks, as many at a time as there are cores for; one, if there are too few."""
         waiting: SimpleQueue[Run] = SimpleQueue()
         for run in self.runs:
             if run.num_ranks == num_ranks:
                 waiting.put(run)
-        at_once = max(1, min(jobs or sys.maxsize, len(os.sched_getaffinity(0)) // num_ranks, waiting.qsize()))
+        at_once = max(1, min(num_cores // num_ranks, waiting.qsize()))
         threads = [threading.Thread(target=self._take, args=(waiting, num_ranks)) for _ in range(at_once)]
         for thread in threads:
             thread.start()
@@ -165,7 +177,7 @@ def result_of(run: Run, ranks: Sequence[Trained]) -> Result:
     curve = [round(sum(losses) / len(ranks), 4) for losses in zip(*(rank.curve for rank in ranks), strict=True)]
     seconds = round(max(rank.seconds for rank in ranks), 1)
     where = about("gloo, one thread per rank")
-    return Result(run, round(score.loss, 5), round(score.accuracy, 5), curve, seconds, where)
+    return Result(run, round(score.loss, 5), round(score.accuracy, 5), curve, seconds, where, ranks[0].data)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _draw_curves(plot: Axes, results: Sequence[Result], task: str, variants: Seq
         )
         plot.plot(samples, [statistics.mean(p) for p in points], **style, label=variant, linewidth=1.4)
     plot.set_yscale("log")
-    plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    plot.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 4, 5, 7)))
     plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     plot.yaxis.set_minor_locator(NullLocator())
     plot.xaxis.set_major_locator(MaxNLocator(4))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.quality_tasks import TASKS
-from benchmarks.quality_training import DDP, LOCAL_STEPS, NUM_POINTS, PLAIN, VARIANTS, WIRES, Run, local
+from benchmarks.quality_training import DDP, LOCAL_STEPS, NUM_POINTS, PLAIN, VARIANTS, WIRES, Run, averaged, local
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Result:
         curve: training loss over the run, mean of all ranks, at equal distances.
         seconds: of the fit.
         about: versions and hardware.
+        data: a digest of data that change with this repository; 0 for others.
     """
 
     run: Run
@@ -30,6 +31,7 @@ class Result:
     curve: Sequence[float]
     seconds: float
     about: str
+    data: int = 0
 
     @property
     def score(self) -> float:
@@ -111,7 +113,7 @@ def markdown(results: Sequence[Result]) -> str:
 def overviews(results: Sequence[Result]) -> list[str]:
     """Return two tables for a document, of wires and of local steps: mean, standard deviation, where the mean lies."""
     every = sorted({result.run.num_ranks for result in results})
-    exchanges = [PLAIN, *map(local, LOCAL_STEPS)]
+    exchanges = [PLAIN, *map(local, LOCAL_STEPS), *map(averaged, LOCAL_STEPS)]
     return [_overview(results, WIRES, num_ranks=[2]), _overview(results, exchanges, num_ranks=every)]
 
 
@@ -132,7 +134,9 @@ def _cell(found: Sequence[Result], plain: Sequence[Result]) -> str:
         return ""
     spread = _of_seeds(found)
     digits = 1 if spread.higher_is_better else 3
-    text = f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
+    text = f"{spread.mean:.{digits}f}"
+    if len(found) > 1:
+        text += f" ± {spread.deviation:.{digits}f}"
     is_compared = found[0].run.variant != PLAIN and len(plain) > 1
     return f"{text}, {_of_seeds(plain).place_of(spread)}" if is_compared else text
 
@@ -154,7 +158,8 @@ def _rows(results: Sequence[Result], task: str) -> Iterator[str]:
             if not found:
                 continue
             spread = Spread.of([result.score for result in found], task)
-            cells = [str(num_ranks), variant, str(len(found)), shown(spread.mean), shown(spread.deviation)]
+            cells = [str(num_ranks), variant, str(len(found)), shown(spread.mean)]
+            cells.append(shown(spread.deviation) if len(found) > 1 else "")
             cells.append(f"{shown(min(spread.scores))} to {shown(max(spread.scores))}")
             differences = [result.score - plain[result.run.seed].score for result in found if result.run.seed in plain]
             if variant != PLAIN and len(differences) > 1:

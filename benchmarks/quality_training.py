@@ -35,12 +35,22 @@ def local(num_steps: int) -> str:
     return f"local {num_steps}"
 
 
+def averaged(num_steps: int) -> str:
+    """Return the name of the variant that averages weights after so many steps, without an outer optimizer."""
+    return f"average {num_steps}"
+
+
 # By name: keywords of the strategy. Emulated ones are reduced in fp32, of values that have been rounded to a format.
 VARIANTS: dict[str, dict[str, Any]] = {
     DDP: {},
     PLAIN: {},
     **{wire: {"reduce_dtype": wire} for wire in WIRES if wire != PLAIN},
     **{local(number): {"local_steps": number, "islands": "rank"} for number in LOCAL_STEPS},
+    # The plain mean of the weights.
+    **{
+        averaged(number): {"local_steps": number, "islands": "rank", "outer_lr": 1.0, "outer_momentum": 0.0}
+        for number in LOCAL_STEPS
+    },
     **{f"{name} emulated": {"ddp_comm_hook": mean_in_format, "ddp_comm_state": name} for name in ("int8", "fp8")},
 }
 
@@ -65,12 +75,14 @@ class Trained:
         weights: a checksum of its weights.
         seconds: what the fit took.
         score: on rank 0 alone.
+        data: the digest of the data.
     """
 
     curve: Sequence[float]
     weights: int
     seconds: float
     score: Score | None
+    data: int = 0
 
 
 class Trainings:
@@ -112,7 +124,7 @@ def train(run: Run) -> Trained:
     windows = torch.stack(module.losses).split(max(1, run.num_steps // NUM_POINTS))
     curve = [round(float(losses.mean()), 4) for losses in windows]
     score = evaluate(module.model, data) if dist.get_rank() == 0 else None
-    return Trained(curve, _checksum(module.model), seconds, score)
+    return Trained(curve, _checksum(module.model), seconds, score, data.digest)
 
 
 class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]

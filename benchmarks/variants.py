@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -39,17 +41,19 @@ class Variant:
         unused: whether every tenth layer is left out, the same ones in each step or others.
         reduces_alone: whether one rank alone does what it does among others, instead of nothing.
         steps_to_settle: after how many steps every further one is like the last.
+        local_steps: how many a rank makes alone between two exchanges of weights; None: gradients are exchanged.
         records_every: after how many steps a `BucketDDPMonitor` records one, through the Trainer; None: there is none.
     """
 
     name: str
-    kind: Literal["alone", "ours", "ddp"]
+    kind: Literal["alone", "ours", "local", "ddp"]
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
     hook: str = ""
     unused: Unused = "none"
     reduces_alone: bool = False
     steps_to_settle: int = 5
+    local_steps: int | None = None
     records_every: int | None = None
 
 
@@ -65,6 +69,8 @@ class Attached:
     bucket_bytes: Callable[[], list[int]] = list
     reducer: Reducer | None = None
     shards: Shards | None = None
+    # After each step of the optimizer.
+    after_step: Callable[[], None] = lambda: None
 
 
 ALONE = Variant("no communication", "alone")
@@ -84,7 +90,9 @@ def our_variants(
 
 
 def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
-    """torch DDP with its defaults and with its best flags, as far as this version has them."""
+    """torch DDP with its defaults and with its best flags, as far as this version has them; it has no int8."""
+    if wire == "int8":
+        return []
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     view = {"gradient_as_bucket_view": True}
     best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
@@ -93,6 +101,11 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     # By name: without `batched_grad_copy` two of them are the same.
     named = {" ".join(filter(None, ["ddp", hook, "+".join(some)])): some for some in flags}
     return [Variant(name, "ddp", some, wire, hook) for name, some in named.items()]
+
+
+def local_variant(local_steps: int) -> Variant:
+    """Ranks that train alone for so many steps, and then average what has become of their weights."""
+    return Variant(f"local_steps={local_steps}", "local", local_steps=local_steps)
 
 
 def with_hook(hook: str, variants: Sequence[Variant]) -> list[Variant]:
@@ -126,6 +139,8 @@ def attach(variant: Variant, model: nn.Module, device: torch.device) -> Attached
         return Attached(model)
     if variant.kind == "ours":
         return _attach_ours(variant, model, device)
+    if variant.kind == "local":
+        return _attach_local(variant, model, device)
     device_ids = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, **variant.options)
     if variant.hook:
@@ -159,6 +174,25 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
         return [] if reducer.bucket_set is None else [bucket.num_bytes for bucket in reducer.bucket_set.buckets]
 
     return Attached(model, reducer.no_sync, reducer.backward, bucket_bytes, reducer, shards)
+
+
+def _attach_local(variant: Variant, model: nn.Module, device: torch.device) -> Attached:
+    from lightning_bucketddp.local_steps.islands import make_islands
+    from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
+
+    collectives = Collectives(device)
+    Replicas(model, collectives).broadcast()
+    islands = make_islands(collectives, "rank", host="")
+    assert islands is not None
+    outer = OuterStep(dict(model.named_parameters()), islands, MeanReduction(islands.peers), OuterConfig())
+    steps = itertools.count(1)
+
+    def after_step() -> None:
+        assert variant.local_steps is not None
+        if next(steps) % variant.local_steps == 0:
+            outer.step(share=1.0)
+
+    return Attached(model, after_step=after_step)
 
 
 def _ddp_bucket_bytes(ddp: DistributedDataParallel) -> list[int]:

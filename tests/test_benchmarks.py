@@ -424,6 +424,17 @@ def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: pytest
     assert len(load(file)) == len(found)
 
 
+def test_results_of_other_data_are_not_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "found.jsonl"
+    [result] = results({(PLAIN, 2): [0.8]}, "chars")
+    command = ["--tasks=chars", "--ranks", "2", "--variants", PLAIN, "--seeds=1", "--json", str(file)]
+    file.write_text(replace(result, data=TASKS["chars"].data().digest).to_json() + "\n")
+    assert quality.main(command) == 0
+    file.write_text(replace(result, data=1).to_json() + "\n")
+    with pytest.raises(SystemExit, match="results of `chars`, whose data have changed since"):
+        quality.main(command)
+
+
 def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
     wires = {(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.81, 0.81], ("int8", 2): [0.7, 0.8]}
     apart = {(PLAIN, 8): [0.8, 0.9], (local(10), 8): [0.9, 0.95]}

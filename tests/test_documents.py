@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import __version__ as lightning_version
 
+from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP
 from tests.support.commands import run_commands
 from tests.support.fences import Block, blocks_of
@@ -31,7 +32,7 @@ NOT_RUN = {
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
-    "python -m benchmarks.quality --json quality.jsonl": "takes a quarter of an hour on 16 cores",
+    "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }
 # Pages whose commands take half a minute of a core.
 LONG = {"observability.md"}
@@ -118,6 +119,13 @@ def test_readme_shows_what_was_measured_through_the_trainer_with_every_setting()
     gpt2, resnet50, tiny = ["1.04x", "1.11x", "1.99x"], ["1.26x", "1.19x", "1.74x"], ["1.16x", "1.17x", "1.36x"]
     assert measured == [*gpt2, *resnet50, *tiny, "0.97x"]
     assert set(measured) <= set(re.findall(r"\d\.\d\dx", table))
+
+
+def test_the_page_on_slow_networks_shows_what_was_measured_of_quality() -> None:
+    page = (REPOSITORY / "docs" / "slow-networks.md").read_text()
+    [file] = (REPOSITORY / "benchmarks" / "results").glob("quality_*.jsonl")
+    assert f"{file.stem}.md" in page
+    assert [table for table in overviews(load(file)) if table not in page] == []
 
 
 def test_a_message_that_is_not_ours_is_noticed() -> None:

@@ -308,5 +308,6 @@ def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
         rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
         return None
     typical = TypicalStep(ranks, num_ranks=fit.run.world_size)
-    advice = suggestions(typical, fit.plan, fit.profile, options=fit.run.options)
+    run = fit.run
+    advice = suggestions(typical, fit.plan, fit.profile, options=run.options, codecs=run.codecs)
     return Summary.of(typical, fit.plan, suggestions=advice, state=fit.divided_state, outer_steps=fit.outer_steps)

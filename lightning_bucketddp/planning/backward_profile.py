@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_bucketddp.config import REDUCE_DTYPES
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.wording import load_printable_json
@@ -23,6 +24,11 @@ class Profile:
     num_ranks: int
     forward_s: float = 0.0  # how long the forward before it took; 0: not known
     optimizer_s: float = 0.0  # how long the optimizer's step after it took; 0: not known
+    reduce_dtype: str | None = None  # what gradients travelled as when `cost` was measured; None: as what they are
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES):
+            raise ValueError(f"gradients cannot travel as {self.reduce_dtype!r}")
 
     @property
     def arrived(self) -> range:

@@ -29,22 +29,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
-from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, BucketCaps, ReducerConfig
+from lightning_bucketddp.config import AUTO, MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, complete_plan, has_choice, plan_buckets
 from lightning_bucketddp.planning.sharding import sharded_plan
 from lightning_bucketddp.planning.simulation import Timeline, simulate
+from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs, Wire
 
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
 # their full speed with much less.
 CEILING_BYTES = 128 * MIB
-# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us.
+# Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us, or
+# 10 us where they have no peer-to-peer access: there all goes through the host's memory, at a third of PCIe 4.0 x16.
 NETWORKS = {
+    "eth-100m": Network("100 Mbit", 12.5e6, 30e-6),
     "eth-1g": Network("1 Gbit", 125e6, 30e-6),
     "eth-10g": Network("10 Gbit", 1.25e9, 30e-6),
+    "eth-25g": Network("25 Gbit", 3.125e9, 30e-6),
+    "pcie": Network("PCIe", 10e9, 10e-6),
     "eth-100g": Network("100 Gbit", 12.5e9, 5e-6),
     "ib-400g": Network("400 Gbit", 50e9, 5e-6),
     "nvlink": Network("NVLink", 400e9, 2e-6),
@@ -163,32 +166,26 @@ class Prediction:
     timeline: Timeline
 
 
-def predict_sharded(profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, num_ranks: int) -> Prediction:
+def predict_sharded(
+    profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, num_ranks: int, codecs: Codecs = NO_CODECS
+) -> Prediction:
     """Return what `predict` does, for optimizers whose state is divided among `num_ranks`."""
     plan = sharded_plan(profile, config, num_ranks=num_ranks)
-    reduced = _cost_in_reduce_dtype(profile, config, cost)
-    return Prediction(plan, simulate(profile, plan, reduced, cost_of_weights=cost))
+    wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
+    return Prediction(plan, simulate(profile, plan, wire.cost(cost), cost_of_weights=cost, codec=wire.codec))
 
 
-def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> Prediction:
-    """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`."""
-    cost = _cost_in_reduce_dtype(profile, config, cost)
+def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, codecs: Codecs = NO_CODECS) -> Prediction:
+    """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`.
+
+    `cost` is that of gradients which travel as what they are; `codecs` is needed for others.
+    """
+    wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
+    cost = wire.cost(cost)
     plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
     plans = [plan]
     if config.bucket_cap_mb == AUTO and has_choice(plan):
         # With several kinds of parameters it may be the worse one; the reducer keeps the better plan, too.
         plans.insert(0, optimal_plan(profile, cost=cost))
-    return min((Prediction(p, simulate(profile, p, cost)) for p in plans), key=lambda p: p.timeline.end_s)
-
-
-def _cost_in_reduce_dtype(profile: Profile, config: ReducerConfig, cost: AllReduceCost) -> AllReduceCost:
-    """Return the cost per byte of gradients, which `reduce_dtype` may have travel as another dtype."""
-    if config.reduce_dtype is None:
-        return cost
-    itemsize = REDUCE_DTYPES[config.reduce_dtype].itemsize
-    own_bytes = sum(spec.num_bytes for spec in profile.specs)
-    wire_bytes = 0
-    for spec in profile.specs:
-        dtype: torch.dtype = getattr(torch, spec.kind.split()[0].removeprefix("torch."))
-        wire_bytes += spec.num_bytes // dtype.itemsize * itemsize
-    return AllReduceCost(cost.latency_s, cost.s_per_byte * wire_bytes / own_bytes)
+    predictions = (Prediction(p, simulate(profile, p, cost, codec=wire.codec)) for p in plans)
+    return min(predictions, key=lambda p: p.timeline.end_s)

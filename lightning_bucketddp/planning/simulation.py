@@ -6,6 +6,11 @@ Note: timeline
     the latency only, because nobody knows its size in advance. The flags in the last bucket, and the few bytes between
     gradients, are not counted.
 
+Note: codecs in a step
+    A bucket that travels as something else is encoded when it is complete, by who computes backward, which is then late
+    by as much. When backward has ended, buckets are decoded in launch order, each as soon as it has come. Both count as
+    waiting.
+
 Note: weights in the next forward
     A bucket that is sharded is reduce-scattered, and all-gathered after the optimizer's step; each costs half of an
     all-reduce. The gathers run one after the other, the bucket that was reduced last first, and begin with the next
@@ -24,6 +29,7 @@ from dataclasses import dataclass
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec
+from lightning_bucketddp.planning.wire_cost import NO_CODEC, Codec
 
 _LARGEST_SCALE = 4.0
 
@@ -48,11 +54,13 @@ class Timeline:
     optimizer_s: float
     gathers: Sequence[SimulatedBucket] = ()
     weights_s: float = 0.0  # that forward waits for them
+    decoded_s: float = 0.0  # when the last bucket was decoded, counted from the start of backward
 
     @property
     def end_s(self) -> float:
-        """Return when the last reduction and backward have ended."""
-        return max(self.backward_s, self.buckets[-1].end_s) if self.buckets else self.backward_s
+        """Return when backward and the last reduction have ended, and all is decoded."""
+        last_s = self.buckets[-1].end_s if self.buckets else 0.0
+        return max(self.backward_s, last_s, self.decoded_s)
 
     @property
     def exposed_s(self) -> float:
@@ -85,23 +93,32 @@ class Timeline:
 
 
 def simulate(
-    profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost, *, cost_of_weights: AllReduceCost | None = None
+    profile: Profile,
+    plan: Sequence[BucketSpec],
+    cost: AllReduceCost,
+    *,
+    cost_of_weights: AllReduceCost | None = None,
+    codec: Codec = NO_CODEC,
 ) -> Timeline:
     """Return the step that `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`.
 
     `cost_of_weights` is that of weights which travel in another dtype than gradients.
     """
     buckets: list[SimulatedBucket] = []
-    ready = end = 0.0
+    ready = end = encoding = 0.0
     for bucket in plan:
         num_bytes = _num_bytes(profile, bucket)
+        encoding += num_bytes * codec.encode_s_per_byte
         # Buckets leave by index: one that is complete waits for those before it.
-        ready = max(ready, _ready(profile, bucket))
+        ready = max(ready, _ready(profile, bucket) + encoding)
         start = max(ready, end)
         end = start + (cost if bucket.sharded is None else cost.halved()).seconds(num_bytes)
         buckets.append(SimulatedBucket(num_bytes, ready, start, end))
+    decoded = profile.backward_s + encoding
+    for reduced in buckets:
+        decoded = max(decoded, reduced.end_s) + reduced.num_bytes * codec.decode_s_per_byte
     gathers, weights_s = _simulate_gathers(profile, plan, (cost_of_weights or cost).halved())
-    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, weights_s)
+    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, weights_s, decoded)
 
 
 def _simulate_gathers(

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
 from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.wire_cost import Codec, Codecs
 from lightning_bucketddp.wording import load_printable_json
 
 FOLDER = "bucketddp"
@@ -29,7 +30,8 @@ WAITS = ("exposed", "weights")
 class Run:
     """The first line: the rank that writes the file, and what stays the same during its run.
 
-    `device` and `backend` are names; `options` has those of the strategy that affect communication.
+    `device` and `backend` are names; `options` has those of the strategy that affect communication, `codecs` what
+    encoding takes there.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Run:
     num_parameters: int
     gradient_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
+    codecs: Codecs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,8 @@ def _parse(content: dict[str, Any]) -> Line:
     kind = content.pop("kind")
     if kind == "profile":
         return Profile.from_json(json.dumps(content))
+    if kind == "run":
+        content["codecs"] = {name: Codec(**codec) for name, codec in content.get("codecs", {}).items()}
     if kind == "plan":
         content["buckets"] = [RecordedBucket(**bucket) for bucket in content["buckets"]]
     if kind == "step":

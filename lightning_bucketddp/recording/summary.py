@@ -18,6 +18,7 @@ Note: advice and measurement
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,10 @@ from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import predict
+from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs, Wire
+from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
 from lightning_bucketddp.recording.schema import WAITS, OuterStepTimes, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
 from lightning_bucketddp.wording import list_names, pluralize
@@ -160,18 +164,28 @@ def _ms(seconds: float) -> str:
 
 
 def suggestions(
-    typical: TypicalStep, plan: RecordedPlan | None, measured: Profile | None, *, options: Mapping[str, Any]
+    typical: TypicalStep,
+    plan: RecordedPlan | None,
+    measured: Profile | None,
+    *,
+    options: Mapping[str, Any],
+    codecs: Codecs = NO_CODECS,
 ) -> list[str]:
     """Return the changes that gain most, best first, with their gains (Note: expected gains).
 
-    `measured` is the backward that `bucket_cap_mb="auto"` measured, if it did.
+    `measured` is the backward that `bucket_cap_mb="auto"` measured, if it did; `codecs` what encoding takes there.
     """
     found = list(_suggest_for_ranks(typical, options))
+    against: list[str] = []
     if plan is not None:
-        found += _suggest_for_network(typical, plan, measured, options)
+        run = _Simulated.of(typical, plan, measured)
+        waits = {} if run is None else run.waits_by_dtype(options, codecs)
+        found += _suggest_for_network(typical, run, waits, options)
+        against = [] if run is None else _advise_against_int8(typical, run, waits, options)
     worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > _WORTHWHILE * typical.step_s]
-    best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])[:_NUM_SUGGESTIONS]
-    return [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
+    best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])
+    texts = [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
+    return [*against, *texts][:_NUM_SUGGESTIONS]
 
 
 def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -195,38 +209,84 @@ def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iter
 
 
 def _suggest_for_network(
-    typical: TypicalStep, plan: RecordedPlan, measured: Profile | None, options: Mapping[str, Any]
+    typical: TypicalStep, run: _Simulated | None, waits: Mapping[str, float], options: Mapping[str, Any]
 ) -> Iterator[tuple[str, float]]:
     """Yield options that shorten the wait for the network, each with the seconds that it gains."""
     wait_s, straggler = typical.network_wait_s, typical.straggler
     wait = f"the {_ms(wait_s)} exposed"
     if straggler is not None:
         wait = f"the {_ms(wait_s)} that rank {straggler.rank.rank}, the slowest, waits"
-    profile = typical.profile(plan, measured)
-    if profile is not None:
-        for option, gain_s in _simulate_options(typical.fitted(profile, plan), plan, options, wait_s=wait_s):
+    if run is not None:
+        for option, gain_s in _simulate_options(run, waits, options, step_s=typical.step_s):
             yield f"{option} would hide {1e3 * gain_s:.2f} of {wait}", gain_s
     accumulated = f"`accumulate_grad_batches={2 * options.get('accumulate_grad_batches', 1)}`"
     yield f"{accumulated}, with twice the global batch, would halve {wait}", wait_s / 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """The backward of a run, with a cost that explains how long its steps wait (Note: expected gains)."""
+
+    profile: Profile
+    plan: Sequence[BucketSpec]  # by position in the profile
+    cost: AllReduceCost
+    wait_s: float
+
+    @classmethod
+    def of(cls, typical: TypicalStep, plan: RecordedPlan, measured: Profile | None) -> _Simulated | None:
+        """Return it; None if it is not known what a reduction costs."""
+        profile = typical.profile(plan, measured)
+        if profile is None:
+            return None
+        profile = typical.fitted(profile, plan)
+        positions, cost = plan_in(profile, plan), profile.cost
+        if positions is None or cost is None:
+            return None
+        # A wait that the simulation does not explain cannot be gained by changing the plan.
+        wait_s = min(simulate(profile, positions, cost).exposed_s, typical.network_wait_s)
+        return cls(profile, positions, cost, wait_s)
+
+    def waits_by_dtype(self, options: Mapping[str, Any], codecs: Codecs) -> dict[str, float]:
+        """Return how long a step would wait with bf16, and with int8 if it is known what encoding takes.
+
+        Empty if something else says what travels.
+        """
+        if options.get("ddp_comm_hook") is not None or options.get("gradient_dtype") != "torch.float32":
+            return {}
+        specs = self.profile.specs
+        own = Wire.of(options.get("reduce_dtype"), specs, codecs).own_cost(self.cost)
+        wires = {name: Wire.of(name, specs, codecs) for name in ("bf16", "int8") if name == "bf16" or name in codecs}
+        return {
+            name: simulate(self.profile, self.plan, wire.cost(own), codec=wire.codec).exposed_s
+            for name, wire in wires.items()
+        }
+
+
 def _simulate_options(
-    profile: Profile, plan: RecordedPlan, options: Mapping[str, Any], *, wait_s: float
+    run: _Simulated, waits: Mapping[str, float], options: Mapping[str, Any], *, step_s: float
 ) -> Iterator[tuple[str, float]]:
-    positions, cost = plan_in(profile, plan), profile.cost
-    if positions is None or cost is None:
-        return
-    # A wait that the simulation does not explain cannot be gained by changing the plan.
-    wait_s = min(simulate(profile, positions, cost).exposed_s, wait_s)
-    has_own_wire = options.get("reduce_dtype") is not None or options.get("ddp_comm_hook") is not None
-    if not has_own_wire and options.get("gradient_dtype") == "torch.float32":
-        halved = AllReduceCost(cost.latency_s, cost.s_per_byte / 2)
-        yield '`reduce_dtype="bf16"`', wait_s - simulate(profile, positions, halved).exposed_s
-    predicted = {option: predict(profile, config, cost) for option, config in _other_sizes(options).items()}
+    now = options.get("reduce_dtype")
+    if "bf16" in waits and now is None:
+        yield '`reduce_dtype="bf16"`', run.wait_s - waits["bf16"]
+    # Fewer bits must gain more than precise ones do.
+    if "int8" in waits and now != "int8" and min(run.wait_s, waits["bf16"]) - waits["int8"] > WORTH_8_BITS * step_s:
+        yield '`reduce_dtype="int8"`, with 8 bits for each gradient,', run.wait_s - waits["int8"]
+    predicted = {name: predict(run.profile, config, run.cost) for name, config in _other_sizes(options).items()}
     if predicted:
         option, best = min(predicted.items(), key=lambda item: item[1].timeline.exposed_s)
-        text = f"`{option}` ({len(best.plan)} instead of {len(plan.buckets)} buckets)"
-        yield text, wait_s - best.timeline.exposed_s
+        text = f"`{option}` ({len(best.plan)} instead of {len(run.plan)} buckets)"
+        yield text, run.wait_s - best.timeline.exposed_s
+
+
+def _advise_against_int8(
+    typical: TypicalStep, run: _Simulated, waits: Mapping[str, float], options: Mapping[str, Any]
+) -> list[str]:
+    """Return why not to set it, if it is set and gains too little for its precision."""
+    gain_s = waits.get("bf16", math.inf) - run.wait_s
+    if options.get("reduce_dtype") != "int8" or gain_s > WORTH_8_BITS * typical.step_s:
+        return []
+    effect = f"saves {_ms(gain_s)} only" if gain_s > 0 else f"takes {_ms(-gain_s)} longer"
+    return [f'`reduce_dtype="bf16"` instead of "int8", which {effect} here and costs precision.']
 
 
 def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:

@@ -156,6 +156,7 @@ class PlanCache:
                 meter=self._meter,
                 clock=self._clock,
                 say=self._say,
+                reduce_dtype=self._config.reduce_dtype,
             )
         return self._place(trainable, plan, Counter(order), streams)
 

@@ -124,6 +124,7 @@ class PlanTuner(BackwardObserver):
         meter: CostMeter,
         clock: Clock,
         say: Callable[[str], None],
+        reduce_dtype: str | None = None,
     ) -> None:
         self.is_settled = False
         self.profile: Profile | None = None
@@ -134,6 +135,7 @@ class PlanTuner(BackwardObserver):
         self._meter = meter
         self._clock = clock
         self._say = say
+        self._reduce_dtype = reduce_dtype
         self._members = [i for bucket in plan for i in bucket.members]
         self._hooks: list[Removable] = []
         self._num_backwards = 0
@@ -243,6 +245,7 @@ class PlanTuner(BackwardObserver):
             backward_s=max(backward_s, *ready_s.values(), 0.0),
             cost=cost,
             num_ranks=self._collectives.world_size,
+            reduce_dtype=self._reduce_dtype,
         )
 
     def _decide(self) -> Sequence[BucketSpec] | None:

@@ -324,6 +324,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def describe_run(self) -> Run:
         """Return what stays the same in a fit."""
         from lightning_bucketddp.recording.schema import Run
+        from lightning_bucketddp.reducer.codec_speed import measure_codecs
 
         assert self.reducer is not None
         trainer, specs = self._trainer, self.reducer.specs
@@ -353,4 +354,5 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "num_islands": None if self._state.islands is None else self._state.islands.number,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },
+            codecs=measure_codecs(self.root_device) if self.world_size > 1 else {},
         )

@@ -46,6 +46,7 @@ def test_steps_are_recorded_on_every_rank(tmp_path: Path) -> None:
         [run], [plan] = lines_of(tmp_path, rank, Run), lines_of(tmp_path, rank, RecordedPlan)
         assert (run.rank, run.world_size, run.num_parameters, run.gradient_bytes) == (rank, 2, 49, 196)
         assert (run.backend, run.options["accumulate_grad_batches"], run.options["num_workers"]) == ("gloo", 1, 0)
+        assert all(run.codecs[name].encode_s_per_byte > 0 for name in ("bf16", "int8"))
         assert sorted(name for bucket in plan.buckets for name in bucket.parameters) == [
             f"layers.{layer}.{name}" for layer in (0, 2) for name in ("bias", "weight")
         ]

@@ -17,7 +17,7 @@ from benchmarks.hosts import HostsRefused, held
 from benchmarks.slow_network import main
 from tests.support.programs import REPOSITORY, RUN_VARIABLE, Program, no_process_left, processes_of, run_together
 
-OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit", "--wire", "fp32"]
+OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit"]
 COMMAND = ["-m", "benchmarks.slow_network", *OPTIONS]
 REFUSAL = "No hosts to measure between: "
 REMEDY = (
@@ -37,6 +37,7 @@ def test_steps_wait_for_the_network(tmp_path: Path) -> None:
         "1",
         "--settle",
         "2",
+        "--ddp",
         "--json",
         tmp_path / "found.json",
     ]
@@ -45,16 +46,25 @@ def test_steps_wait_for_the_network(tmp_path: Path) -> None:
         assert_refused(finished.output)
         return
     [table] = finished.results["found"]["tables"]
-    assert table["title"] == "gpt2_shapes, two hosts, 100mbit between them, fp32 wire"
+    assert table["title"] == "gpt2_shapes, two hosts, 100mbit between them"
     assert table["title"] in finished.output
-    times = {name: row[0] for name, row in table["rows"].items()}
-    alone, step, *ours = times.pop("all-reduce alone"), times.pop("no communication"), "bucketddp", "bucketddp 0.1 MiB"
-    assert list(times)[:2] == ours
-    assert all(name.startswith("ddp") for name in list(times)[2:])
+    times, sent, predicted = (
+        {name: row[table["columns"].index(column)] for name, row in table["rows"].items()}
+        for column in ("median ms", "MiB sent", "predicted ms")
+    )
+    ours = [f"bucketddp{cap}, {wire}" for wire in ("fp32", "bf16", "int8") for cap in ("", " 0.1 MiB")]
+    assert [name for name in times if name.startswith("bucketddp")] == ours
+    assert any(name.startswith("ddp") for name in times)
+    assert sum(name.startswith("ddp bf16") for name in times) > 1
     # 485 KB take 39 ms at that rate, of which a burst may save 20.
-    assert alone > 15
-    assert step > 0
-    assert all(taken > 15 for taken in times.values())
+    assert min(times[name] for name in ("all-reduce alone", ours[0], "ddp")) > 15
+    assert times["no communication"] > 0
+    # What the kernel counts has frames around it, and the exchange between ranks beside it.
+    fp32, _, bf16, _, int8, _ = (sent[name] * 2**20 for name in ours)
+    assert 485_000 < fp32 < 600_000
+    assert 0.45 < bf16 / fp32 < 0.6
+    assert 0.25 < int8 / fp32 < 0.45
+    assert all(predicted[name] > 0 for name in ours)
 
 
 def test_a_machine_without_the_tools_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def said(findings: list[dict[str, str]], verdict: str) -> list[str]:
 # --- Healthy machines
 
 
-def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
+def test_a_healthy_machine_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With warnings only, and nothing but JSON on the standard output."""
     variables = {"OMP_NUM_THREADS": str(2 * (os.cpu_count() or 1))}
     arguments = [*COMMAND, "--processes", "2", "--json", "--checkpoints", str(tmp_path)]
@@ -94,7 +94,20 @@ def test_a_healthy_machine_is_healthy(tmp_path: Path) -> None:
     assert len(sizes) > 3
     assert all(size["link_bytes_per_s"] == pytest.approx(size["bytes"] / size["seconds"]) for size in sizes)
     assert seen["all_reduce"]["expected"]["origin"].startswith("what copying within memory gives here, measured")
+    assert list(seen["wires"]) == ["fp32", "bf16", "int8"]
+    assert all(wire["s_per_byte"] > 0 for wire in seen["wires"].values())
+    assert any(text.startswith("Gradients of 100 million parameters take ") for text in said(seen["findings"], "note"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.err", "0.out"]
+    # Its network is one that a plan can be made for.
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(printed)
+    planned = ["plan", "tests.support.jobs.planned:Huge", "--backward-ms", "5", "--json", "--network", str(cluster)]
+    assert main(planned) == 0
+    [found] = json.loads(capsys.readouterr().out)["networks"]
+    assert (found["bytes_per_s"], found["hop_s"]) == tuple(
+        seen["all_reduce"][name] for name in ("link_bytes_per_s", "hop_seconds")
+    )
+    assert found["origin"] == "measured between 2 ranks by `bucketddp doctor`"
 
 
 def test_torchrun_can_launch_it(tmp_path: Path) -> None:
@@ -434,6 +447,27 @@ def test_gpus_of_one_host_are_compared_with_their_links(this_rank: dict[str, Any
     assert texts(findings, Severity.NOTE) == [
         "What it should give is not known: the driver does not tell what links the GPUs."
     ]
+
+
+@pytest.mark.parametrize(
+    ("ns_per_byte", "advice"),
+    [
+        ((8, 4, 2), "A longer backward hides it. If yours takes less than 1,600 ms for as many parameters, set"
+         ' `reduce_dtype="int8"`; if far less than 800 ms, `local_steps`. `bucketddp plan` tells for your model.'),
+        ((0.8, 0.5, 0.49), 'Do not set `reduce_dtype="int8"` here: it takes no shorter than bf16.'),
+        ((0.3, 0.5, 2), 'Do not set `reduce_dtype="int8"` here: it takes longer than fp32.'),
+    ],
+    ids=["slow", "middling", "fast"],
+)  # fmt: skip
+def test_what_gradients_should_travel_as_is_said(ns_per_byte: tuple[float, ...], advice: str) -> None:
+    costs = [{"latency_s": 0.0, "s_per_byte": ns * 1e-9} for ns in ns_per_byte]
+    [finding] = network.judge_wires(dict(zip(["fp32", "bf16", "int8"], costs, strict=True)))
+    assert (finding.severity, finding.remedy) == (Severity.NOTE, advice)
+    fp32, bf16, int8 = (f"{400 * ns:,.0f} ms" for ns in ns_per_byte)
+    assert finding.text == (
+        f"Gradients of 100 million parameters take {fp32} as fp32, {bf16} as bf16 and {int8} as int8; with"
+        f" `local_steps=30` a step's share is {400 * ns_per_byte[0] / 30:,.0f} ms."
+    )
 
 
 def test_clocks_that_are_apart_are_named(this_rank: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -327,6 +328,48 @@ def test_half_the_bytes_take_half_the_time(profile_file: Path, capsys: pytest.Ca
     assert seconds[1] == pytest.approx(seconds[0] / 2)
 
 
+@pytest.mark.parametrize(
+    ("network", "taken", "advice"),
+    [
+        ("eth-100m", "local_steps=100", "but trains differently, see docs/slow-networks.md"),
+        ("nvlink", "gradients as they are", "longer: do not set it"),
+    ],
+)
+def test_options_are_compared_and_one_is_advised(
+    network: str, taken: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, arguments = layers_of_1_mib(tmp_path)
+    planned = plan(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 2)
+    [found] = planned["networks"]
+    names = ["gradients as they are", 'reduce_dtype="bf16"', 'reduce_dtype="int8"']
+    names += [f"local_steps={steps}" for steps in (10, 30, 100)]
+    assert [option["option"] for option in found["options"]] == names
+    sent = [option["sent_bytes"] / planned["gradient_bytes"] for option in found["options"]]
+    assert sent == pytest.approx([1, 1 / 2, 260 / 1024, 1 / 10, 1 / 30, 1 / 100])
+    # Of two ranks, as in the other table.
+    assert found["options"][0]["step_s"] == found["by_ranks"][1]["step_s"]
+    assert found["take"] == taken
+    assert advice in found["advice"]
+    printed = text_of(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 2)
+    assert "option                   MiB sent    waits ms    step ms    speed-up" in printed
+    assert " ".join(found["advice"].split()[:5]) in printed
+    alone = text_of(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 1)
+    assert "MiB sent" not in alone
+
+
+def test_a_network_that_was_measured_with_fewer_bits_is_not_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is recorded of a run with `reduce_dtype` is the time of what has travelled, and of encoding it."""
+    profile, arguments = layers_of_1_mib(tmp_path)
+    speeds = []
+    for reduce_dtype in (None, "bf16", "int8"):
+        slow = replace(profile, cost=AllReduceCost(20e-6, 1e-6), reduce_dtype=reduce_dtype)
+        (tmp_path / "layers.json").write_text(slow.to_json())
+        speeds.append(plan(capsys, "NeedsArguments", *arguments)["networks"][0]["bytes_per_s"])
+    assert speeds[1:] == pytest.approx([speeds[0] / 2, speeds[0] * 260 / 1024], rel=0.05)
+
+
 def test_an_estimate_is_spread_by_size_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Two buckets, the first complete after half of backward; on an endless network nobody waits."""
     arguments = ["--args", "width=1023", "name=abcd", "depth=2", "--backward-ms", 8, "--bucket-cap-mb", "0.016"]
@@ -432,8 +475,15 @@ def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: pytest
         ([f"{MODULES}:WithoutForward"], "WithoutForward cannot be trained on its `example_input_array`: RuntimeError:"),
         ([f"{MODULES}:Lazy"], "`Lazy` has parameters without a shape yet: "),
         ([f"{MODULES}:Frozen"], "Frozen has no parameters that train."),
-        ([f"{MODULES}:Huge", "--network", "token-ring"], "--network 'token-ring' is not known: pass eth-1g, eth-10g,"),
+        (
+            [f"{MODULES}:Huge", "--network", "token-ring"],
+            "--network 'token-ring' is not known: pass eth-100m, eth-1g, eth-10g,",
+        ),
         ([f"{MODULES}:Huge", "--network", "0,2"], "--network '0,2' is not known"),
+        (
+            [f"{MODULES}:Huge", "--network", "/no/such.json"],
+            "/no/such.json holds no all-reduce that `bucketddp doctor --json` has measured: ",
+        ),
         ([f"{MODULES}:Huge", "--network", "measured"], "--network measured needs a --profile that was recorded with"),
         ([f"{MODULES}:Huge", "--bucket-cap-mb", "0"], "--bucket-cap-mb must be auto or positive numbers of MiB, got 0"),
         (
@@ -468,6 +518,15 @@ def test_a_module_whose_import_fails_is_told_from_one_that_is_missing(
     assert main(["plan", "broken_project:Net"]) == 2
     expected = "Importing broken_project failed: ModuleNotFoundError: No module named 'no_such_dependency'"
     assert expected in capsys.readouterr().err
+
+
+def test_a_profile_of_gradients_that_cannot_travel_so_is_refused(
+    profile_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_file.write_text(profile_file.read_text().replace('"reduce_dtype": null', '"reduce_dtype": ["int4"]'))
+    assert main(["plan", f"{MODULES}:Layers", "--args", "depth=3", "--profile", str(profile_file)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("holds no profile of bucketddp: gradients cannot travel as ['int4']\n")
 
 
 def test_a_profile_of_another_module_is_refused(

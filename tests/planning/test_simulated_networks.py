@@ -11,6 +11,7 @@ import pytest
 from benchmarks import simulated_networks, simulated_sharding
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
 from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import NETWORKS
 from lightning_bucketddp.planning.plan import ParameterSpec
 
 
@@ -34,7 +35,7 @@ def test_each_network_and_number_of_ranks_has_a_row(
 ) -> None:
     run(monkeypatch, recorded, "--ranks", 2, 1024, "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    networks = ["measured", "1 Gbit", "10 Gbit", "100 Gbit", "400 Gbit", "NVLink"]
+    networks = ["measured", *(network.name for network in NETWORKS.values())]
     assert [(row["network"], row["num_ranks"]) for row in rows] == [(n, r) for n in networks for r in (2, 1024)]
     for row in rows:
         assert row["model"] == "thirty_layers"
@@ -51,7 +52,7 @@ def test_sharding_has_a_row_for_each_network_and_number_of_ranks(
     monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
     simulated_sharding.main()
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["num_ranks"] for row in rows] == [8, 1024] * 6
+    assert [row["num_ranks"] for row in rows] == [8, 1024] * (1 + len(NETWORKS))
     for row in rows:
         # AdamW of 30 layers of 4 MiB.
         assert (row["state_whole_mib"], row["state_sharded_mib"]) == (240, pytest.approx(240 / row["num_ranks"]))

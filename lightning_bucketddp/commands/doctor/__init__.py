@@ -119,6 +119,7 @@ class Diagnosis:
     trouble: list[Finding] = field(default_factory=list)  # why they did not meet, or could not talk to each other
     clocks_s: list[float] = field(default_factory=list)  # how far each rank's clock is ahead of rank 0's
     all_reduce: Observation | None = None  # as measured; None if there was one rank, or it failed
+    wires: dict[str, Any] = field(default_factory=dict)  # what reductions cost, by what gradients travel as
     backend: str = ""  # that was measured
     is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
@@ -136,6 +137,8 @@ class Diagnosis:
             yield from network.judge_clocks(self.ranks, self.clocks_s)
         if self.all_reduce is not None or not self.trouble:
             yield from network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
+        if self.wires:
+            yield from network.judge_wires(self.wires)
         yield from checkpoints.judge(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +152,7 @@ class Diagnosis:
             "verdict": str(max(finding.severity for finding in findings)),
             "findings": [finding.to_json() for finding in findings],
             "all_reduce": all_reduce,
+            "wires": self.wires,
             "clocks_ahead_seconds": self.clocks_s,
             "ranks": self.ranks,
         }
@@ -212,6 +216,7 @@ def _measure(diagnosis: Diagnosis, hosts: Collectives, gradients: Collectives, p
     diagnosis.clocks_s = network.measure_clocks(hosts)
     diagnosis.backend = "gloo" if gradients is hosts else "NCCL"
     diagnosis.all_reduce = network.measure_all_reduce(gradients, progress=progress)
+    diagnosis.wires = network.measure_wires(gradients, progress=progress)
 
 
 def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, differences, on, one_per_host
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
+from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
+from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.plan_tuner import CostMeter
+from lightning_bucketddp.reducer.quantized_reduction import QuantizedMeanReduction
+from lightning_bucketddp.reducer.reduction import MeanReduction
 
 _NETWORK = Theme("Network")
 _PORTS = Theme("Ports")
@@ -351,3 +357,44 @@ def _memory_speed(collectives: Collectives) -> float:
 
 def size_in_words(num_bytes: int) -> str:
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // 1024} KiB"
+
+
+# --- What gradients travel as
+
+
+def measure_wires(collectives: Collectives, *, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a reduction of fp32 gradients costs, by what they travel as. Collective."""
+    reductions: dict[str, Reduction] = {
+        "fp32": MeanReduction(collectives),
+        "bf16": MeanReduction(collectives, dtype=torch.bfloat16),
+        "int8": QuantizedMeanReduction(collectives),
+    }
+    costs: dict[str, Any] = {}
+    for name, reduction in reductions.items():
+        progress(f"gradients as {name} ...")
+        meter = CostMeter(reduction, collectives=collectives, clock=clock_of(collectives.device))
+        costs[name] = asdict(meter.measure(dtype=torch.float32, module_bytes=_SIZES[-1]))
+        reduction.close()
+    return costs
+
+
+def judge_wires(wires: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say what gradients should travel as between these ranks, whatever the model (Note: which to take)."""
+    num_parameters = 100_000_000
+    seconds = {name: AllReduceCost(**cost).seconds(4 * num_parameters) for name, cost in wires.items()}
+    ms = {name: f"{1e3 * taken:,.0f} ms" for name, taken in seconds.items()}
+    text = (
+        f"Gradients of {num_parameters // 10**6} million parameters take {ms['fp32']} as fp32, {ms['bf16']} as bf16 and"
+        f" {ms['int8']} as int8; with `local_steps=30` a step's share is {1e3 * seconds['fp32'] / 30:,.0f} ms."
+    )
+    precise = min("fp32", "bf16", key=lambda name: seconds[name])
+    if seconds["int8"] <= (1 - WORTH_8_BITS) * seconds[precise]:
+        remedy = (
+            f"A longer backward hides it. If yours takes less than {ms[precise]} for as many parameters, set"
+            f' `reduce_dtype="int8"`; if far less than {ms["int8"]}, `local_steps`. `bucketddp plan` tells for your'
+            " model."
+        )
+    else:
+        takes = "no shorter" if seconds["int8"] < seconds[precise] else "longer"
+        remedy = f'Do not set `reduce_dtype="int8"` here: it takes {takes} than {precise}.'
+    yield _ALL_REDUCE.note(text, remedy)

@@ -19,9 +19,13 @@ from lightning_bucketddp.commands.plan.named_module import NamedModule
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import Network
+from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict, predict_sharded
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
 from lightning_bucketddp.planning.sharding import STATE_TENSORS, StateByRank, sharded_plan
+from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs
+from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.reducer.codec_speed import GPU_CODECS, measure_codecs
 from lightning_bucketddp.wording import list_names, pluralize
 
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.
@@ -72,8 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         action="append",
         metavar="NAME",
-        help=f"{', '.join(NETWORKS)}, {MEASURED} (the one of the profile) or GBIT,LATENCY_US; may be given several"
-        f" times (default: {MEASURED} with --profile, else {_DEFAULT_NETWORK})",
+        help=f"{', '.join(NETWORKS)}, {MEASURED} (the one of the profile), what `bucketddp doctor --json` has printed"
+        " (FILE.json) or GBIT,LATENCY_US; may be given several times (default:"
+        f" {MEASURED} with --profile, else {_DEFAULT_NETWORK})",
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="rank-0.jsonl of a recorded run, or a profile as JSON"
@@ -111,18 +116,26 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     times = _times(named, device, arguments)
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
-    found = [find_network(name, profile) for name in networks]
+    codecs, codec_origin = _codecs(profile) if profile.backward_s > 0 else (NO_CODECS, "")
+    found = [find_network(name, profile, codecs) for name in networks]
     numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
     is_sharded: bool = arguments.shard_optimizer
 
     def predict_for(network: Network, num_ranks: int) -> Prediction:
         cost = network.all_reduce(num_ranks)
         if is_sharded and num_ranks > 1:
-            return predict_sharded(profile, config, cost, num_ranks=num_ranks)
-        return predict(profile, config, cost)
+            return predict_sharded(profile, config, cost, num_ranks=num_ranks, codecs=codecs)
+        return predict(profile, config, cost, codecs=codecs)
+
+    def options_on(network: Network) -> WireOptions | None:
+        num_ranks = arguments.ranks
+        if num_ranks == 1:
+            return None
+        cost = network.all_reduce(num_ranks)
+        return WireOptions.predict(profile, config, cost, num_ranks=num_ranks, codecs=codecs, is_sharded=is_sharded)
 
     scalings = [
-        Scaling(network, origin, {n: predict_for(network, n) for n in numbers_of_ranks})
+        Scaling(network, origin, {n: predict_for(network, n) for n in numbers_of_ranks}, options_on(network))
         for network, origin in found
         if profile.backward_s > 0
     ]
@@ -140,8 +153,17 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         origin=_origin(config, [] if is_sharded else scalings, num_ranks=arguments.ranks, is_sharded=is_sharded),
         num_ranks=arguments.ranks,
         scalings=scalings,
+        codec_origin=codec_origin,
         state_tensors=arguments.state_tensors if is_sharded else None,
     )
+
+
+def _codecs(profile: Profile) -> tuple[Codecs, str]:
+    """Return how fast gradients are encoded, measured here if they are on such a device, and where that is from."""
+    device = torch.device(profile.specs[0].kind.split()[-1])
+    if device.type == "cpu" or torch.cuda.is_available():
+        return measure_codecs(device), "what was measured here"
+    return GPU_CODECS, "what it takes on an H200, because there is no GPU here"
 
 
 def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int, is_sharded: bool) -> str:
@@ -209,13 +231,19 @@ def print_plan(plan: ModulePlan) -> None:
             console.print(Text(f"\n{_describe_network(scaling)}", style="bold"))
             console.print(_describe_step(scaling, plan.num_ranks), markup=False)
             console.print(_scaling_table(plan, scaling))
+            if scaling.wire_options is not None:
+                console.print(f"\nOn {plan.num_ranks:,} ranks with other options:", markup=False)
+                console.print(_option_table(scaling.wire_options))
+                console.print(scaling.wire_options.advice(scaling.network.name), markup=False)
         if plan.scalings:
             weights = (
                 "" if plan.state is None else " weights sent from the optimizer's step on, needed as forward goes,"
             )
             console.print(
                 f"\nAll of it is simulated: reductions one after the other,{weights} a link of its own for each rank,"
-                " nobody late. Efficiency is the share of a step that is not spent waiting.",
+                " nobody late. Efficiency is the share of a step that is not spent waiting. Encoding gradients as"
+                f" another dtype counts as {plan.codec_origin}. With `local_steps` each rank trains alone between"
+                " exchanges.",
                 markup=False,
             )
 
@@ -314,5 +342,21 @@ def _scaling_table(plan: ModulePlan, scaling: Scaling) -> Table:
             "-" if is_alone else f"{timeline.overlap:.0%}",
             f"{timeline.scaling_efficiency:.1%}",
             Text("█" * round(_BAR_LENGTH * timeline.scaling_efficiency), style="blue"),
+        )
+    return table
+
+
+def _option_table(options: WireOptions) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("option")
+    for column in ("MiB sent", "waits ms", "step ms", "speed-up"):
+        table.add_column(column, justify="right")
+    for option in options.all:
+        table.add_row(
+            option.option,
+            f"{option.sent_bytes / MIB:,.2f}",
+            f"{option.exposed_s * 1e3:,.2f}",
+            f"{option.step_s * 1e3:,.2f}",
+            f"{options.own.step_s / option.step_s:.2f}x",
         )
     return table

@@ -94,6 +94,8 @@ def _read_record(path: Path) -> tuple[Profile | None, str]:
     if profile is None and run is not None and plan is not None:
         steps = [line for line in lines if isinstance(line, Step)]
         profile = profile_of(plan, steps, num_ranks=run.world_size)
+        if profile is not None:
+            profile = replace(profile, reduce_dtype=run.options.get("reduce_dtype"))
     return profile, "" if run is None else run.device
 
 

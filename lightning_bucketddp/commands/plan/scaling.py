@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -15,7 +16,10 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.sharding import StateByRank, state_by_rank
+from lightning_bucketddp.planning.wire_cost import Codecs, Wire
+from lightning_bucketddp.planning.wire_options import WireOptions
 from lightning_bucketddp.recording.typical_step import NO_COST
+from lightning_bucketddp.wording import load_printable_json
 
 MEASURED = "measured"
 
@@ -27,6 +31,7 @@ class Scaling:
     network: Network
     origin: str
     by_ranks: dict[int, Prediction]
+    wire_options: WireOptions | None  # with the number of ranks that was asked for; None if that is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class ModulePlan:
     origin: str
     num_ranks: int
     scalings: Sequence[Scaling]  # empty if no times are known
+    codec_origin: str = ""  # completes "encoding counts as"
     state_tensors: int | None = None  # of an optimizer, for each parameter; None: its state is not divided
 
     @property
@@ -107,8 +113,8 @@ class ModulePlan:
         )
 
 
-def find_network(text: str, profile: Profile) -> tuple[Network, str]:
-    """Return the network with this name or these figures (GBIT,LATENCY_US), or that of the profile, and its origin."""
+def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, str]:
+    """Return the network with this name or these figures (GBIT,LATENCY_US), or a measured one, and its origin."""
     if text in NETWORKS:
         return NETWORKS[text], f"nominal figures of {text}"
     if text == MEASURED:
@@ -119,18 +125,34 @@ def find_network(text: str, profile: Profile) -> tuple[Network, str]:
                 f"--network {MEASURED} needs a --profile that tells what an all-reduce costs: {NO_COST}. Name a"
                 ' network, or record a run with `bucket_cap_mb="auto"`, which measures it.'
             )
-        network = Network.measured(profile.cost, num_ranks=profile.num_ranks)
+        wire = Wire.of(profile.reduce_dtype, profile.specs, codecs)
+        network = Network.measured(wire.own_cost(profile.cost), num_ranks=profile.num_ranks)
         return network, f"measured between {profile.num_ranks} ranks when the profile was recorded"
+    if text.endswith(".json"):
+        return _network_of_doctor(Path(text))
     try:
         gbit, latency_us = (float(number) for number in text.split(","))
         if not (gbit > 0 and latency_us >= 0):
             raise ValueError
     except ValueError:
         raise UsageError(
-            f"--network {text!r} is not known: pass {', '.join([*NETWORKS, MEASURED])}, or GBIT,LATENCY_US, such as"
-            " 25,10."
+            f"--network {text!r} is not known: pass {', '.join([*NETWORKS, MEASURED])}, the .json that"
+            " `bucketddp doctor --json` has printed, or GBIT,LATENCY_US, such as 25,10."
         ) from None
     return Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it"
+
+
+def _network_of_doctor(path: Path) -> tuple[Network, str]:
+    """Return the network that `bucketddp doctor --json` has measured."""
+    try:
+        content = load_printable_json(path.read_text(encoding="utf-8"))
+        measured, num_ranks = content["all_reduce"], len(content["ranks"])
+        network = Network(MEASURED, float(measured["link_bytes_per_s"]), float(measured["hop_seconds"]))
+        if not (network.bytes_per_s > 0 and network.hop_s >= 0):
+            raise ValueError("it has no speed")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{path} holds no all-reduce that `bucketddp doctor --json` has measured: {error}") from error
+    return network, f"measured between {num_ranks} ranks by `bucketddp doctor`"
 
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:
@@ -148,6 +170,16 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
             }
             for num_ranks, predicted in scaling.by_ranks.items()
         ],
+        **({} if scaling.wire_options is None else _options_json(scaling.wire_options, scaling.network)),
+    }
+
+
+def _options_json(options: WireOptions, network: Network) -> dict[str, Any]:
+    shown = ("option", "sent_bytes", "exposed_s", "step_s")
+    return {
+        "options": [{name: getattr(option, name) for name in shown} for option in options.all],
+        "take": options.best.option,
+        "advice": options.advice(network.name),
     }
 
 

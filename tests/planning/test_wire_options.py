@@ -1,0 +1,139 @@
+"""What travels, and what that costs: predictions and advice, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
+from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.optimal_plan import predict, predict_sharded
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
+from lightning_bucketddp.planning.simulation import simulate
+from lightning_bucketddp.planning.wire_cost import Codec, Wire
+from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.reducer.quantization import Blocks
+
+MS = 1e-3
+# 1,000 blocks of fp32.
+SIZE = 1000 * 256 * 4
+SPECS = [ParameterSpec(name, SIZE, "torch.float32 cpu", alone=True) for name in ("b", "a")]
+# Gradients after 1 and 2 ms of backward; forward and optimizer take 2 ms more.
+PROFILE = Profile(SPECS, [1 * MS, 2 * MS], 2 * MS, cost=None, num_ranks=2, forward_s=1 * MS, optimizer_s=1 * MS)
+# Each takes 0.1 + 8 ms as it is.
+SLOW = AllReduceCost(0.1 * MS, 8 * MS / SIZE)
+PLAN = [BucketSpec((0,), alone=True), BucketSpec((1,), alone=True)]
+
+
+def options(cost: AllReduceCost, *, profile: Profile = PROFILE, int8: Codec | None = None) -> WireOptions:
+    codecs = {} if int8 is None else {"int8": int8}
+    return WireOptions.predict(profile, ReducerConfig(), cost, num_ranks=2, codecs=codecs)
+
+
+def test_a_block_of_8_bits_has_260_bytes_and_two_latencies() -> None:
+    codec = Codec(1.0, 2.0, 3.0)
+    wire = Wire.of("int8", SPECS, {"int8": codec})
+    assert wire == Wire(share=260 / 1024, num_collectives=2, codec=codec)
+    # Two rows of 125 blocks, as they travel.
+    assert (
+        Blocks(250 * 256, num_rows=2, row_numel=125 * 256, device=torch.device("cpu")).bytes.nbytes
+        == wire.share * SIZE / 4
+    )
+    assert wire.cost(SLOW).latency_s == 2 * SLOW.latency_s
+    assert wire.cost(SLOW).s_per_byte == pytest.approx(SLOW.s_per_byte * 260 / 1024 + 3)
+
+
+def test_a_cost_that_was_measured_on_a_wire_tells_that_of_others() -> None:
+    codec = Codec(1e-10, 2e-10, 3e-10)
+    wire = Wire.of("int8", SPECS, {"int8": codec})
+    # Measured with nothing else to do, so all of the codec is in it.
+    seen = AllReduceCost(0.2 * MS, wire.cost(SLOW).s_per_byte + 3e-10)
+    assert wire.own_cost(seen).latency_s == pytest.approx(SLOW.latency_s)
+    assert wire.own_cost(seen).s_per_byte == pytest.approx(SLOW.s_per_byte)
+    assert Wire().own_cost(SLOW) == SLOW
+
+
+def test_16_bits_are_half_of_fp32_and_nothing_new_for_bf16() -> None:
+    casts = {"bf16": Codec(1.0, 1.0)}
+    assert Wire.of("bf16", SPECS, casts) == Wire(0.5, 1, casts["bf16"])
+    halves = [replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS]
+    assert Wire.of("bf16", halves, casts) == Wire.of("fp32", SPECS, casts) == Wire()
+    assert Wire.of("int8", halves).share == pytest.approx(260 / 512)
+
+
+def test_who_computes_backward_encodes_and_decodes() -> None:
+    # Encoded from 1 to 1.5 and, late by that, from 2.5 to 3 ms; on the wire until 2.5 and 4; decoded until 4.25.
+    cost, codec = AllReduceCost(0.0, 1 * MS / SIZE), Codec(0.5 * MS / SIZE, 0.25 * MS / SIZE)
+    step = simulate(PROFILE, PLAN, cost, codec=codec)
+    assert [bucket.start_s for bucket in step.buckets] == pytest.approx([1.5 * MS, 3 * MS])
+    assert step.end_s == pytest.approx(4.25 * MS)
+    assert step.exposed_s == pytest.approx(2.25 * MS)
+    # On a network that nothing is waited for, the codec is.
+    alone = simulate(PROFILE, PLAN, AllReduceCost(0.0, 0.0), codec=codec)
+    assert alone.exposed_s == pytest.approx(1.5 * MS)
+
+
+def test_steps_by_hand() -> None:
+    found = options(SLOW, int8=Codec(inline_s_per_byte=1 * MS / SIZE))
+    # From 1 ms on, twice 8.1 ms, and 0.1 for the flags, of which 1 is hidden; twice 4.1; twice 0.2 + 2.03 + 1.
+    assert found.own.exposed_s == pytest.approx(15.3 * MS)
+    assert found.bf16 is not None
+    assert found.bf16.exposed_s == pytest.approx(7.3 * MS)
+    assert found.int8.exposed_s == pytest.approx((2 * (0.2 + 8 * 260 / 1024 + 1) + 0.2 - 1) * MS)
+    # All weights at once after so many steps, and nothing hides it: 0.1 + 16 ms.
+    assert [option.exposed_s for option in found.local] == pytest.approx([1.61 * MS, 0.161 / 0.3 * MS, 0.161 * MS])
+    assert [option.compute_s for option in found.all] == pytest.approx([4 * MS] * 6)
+    # Between two ranks each sends all of it once.
+    sent = [2 * SIZE, SIZE, 2 * SIZE * 260 / 1024, 2 * SIZE / 10, 2 * SIZE / 30, 2 * SIZE / 100]
+    assert [option.sent_bytes for option in found.all] == pytest.approx(sent)
+
+
+def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
+    config = ReducerConfig(reduce_dtype="int8", bucket_cap_mb=0.1)
+    found = WireOptions.predict(PROFILE, config, SLOW, num_ranks=2, codecs={}, is_sharded=True)
+    assert found.int8.exposed_s == predict_sharded(PROFILE, config, SLOW, num_ranks=2).timeline.exposed_s
+    assert found.int8.exposed_s > predict(PROFILE, config, SLOW).timeline.exposed_s
+    assert found.int8.sent_bytes == pytest.approx(SIZE * (1 + 260 / 1024))
+    assert found.local == []
+
+
+@pytest.mark.parametrize(
+    ("ms", "codec_ms", "advice"),
+    [
+        # Nothing is waited for, but 0.1 ms to encode.
+        (0, 0.05, 'Leave gradients as they are on X: a step waits 0.00 ms. `reduce_dtype="int8"` would take 2%'
+         " longer: do not set it."),
+        # Waits of 0.3, 0.15 and 0.08 ms beside 4.
+        (0.3, 0, '`reduce_dtype="bf16"` saves 3% of a step on X. `reduce_dtype="int8"` would save 2% more, which is not'
+         " worth its 8 bits."),
+        # Waits of 5, 2 and 0.76 ms.
+        (3, 0, '`reduce_dtype="int8"` saves 47% of a step on X, and 21% of one with bf16; gradients then have 8 bits,'
+         " see docs/slow-networks.md."),
+        # Waits of 199, 99 and 49.8 ms; 20 ms with 10 local steps, 6.7 with 30 and 2 with 100.
+        (100, 0, '`local_steps=100` saves 97% of a step on X, but trains differently, see docs/slow-networks.md.'
+         ' `reduce_dtype="int8"` saves 74%, and a step still waits 49.78 ms for 4.00 ms of computation.'),
+    ],
+    ids=["fast", "bf16", "int8", "local_steps"],
+)  # fmt: skip
+def test_what_changes_least_is_advised_if_it_is_enough(ms: float, codec_ms: float, advice: str) -> None:
+    codec = Codec(codec_ms * MS / SIZE)
+    assert options(AllReduceCost(0.0, ms * MS / SIZE), int8=codec).advice("X") == advice
+
+
+def test_the_fewest_local_steps_that_end_the_waiting_are_advised() -> None:
+    # 40 ms beside 4 of computation.
+    assert options(AllReduceCost(0.0, 20 * MS / SIZE)).best.option == "local_steps=10"
+    assert options(AllReduceCost(0.0, 30 * MS / SIZE)).best.option == "local_steps=30"
+
+
+def test_gradients_of_16_bits_are_not_halved() -> None:
+    halves = replace(PROFILE, specs=[replace(spec, kind="torch.bfloat16 cpu") for spec in SPECS])
+    found = options(AllReduceCost(0.0, 3 * MS / SIZE), profile=halves)
+    assert found.bf16 is None
+    assert len(found.all) == 5
+    assert found.advice("X") == (
+        '`reduce_dtype="int8"` saves 33% of a step on X; gradients then have 8 bits, see docs/slow-networks.md.'
+    )
