@@ -68,10 +68,16 @@ class Collectives:
         device: where the tensors live; objects travel through tensors on it.
         group: the process group; the default group if None.
         timeout: how long a collective of the further groups may take; None: torch's default.
+        parts: the ranks of this group and of those beside it, which make further groups together; None: it is alone.
     """
 
     def __init__(
-        self, device: torch.device, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        parts: list[list[int]] | None = None,
     ) -> None:
         # In a further group between hosts: tensors that its operations may still hold (Note: lent tensors).
         self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
@@ -84,6 +90,7 @@ class Collectives:
         self.world_size = dist.get_world_size(self.group)
         # By rank in this group: the rank in the run, which users know.
         self.global_ranks = dist.get_process_group_ranks(self.group)
+        self._parts = parts or [self.global_ranks]
         # Made once: `dist.all_reduce` makes them each time, and looks at much that cannot be here.
         self._asynchronously = {op: _asynchronously(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
         self._group_averages = self._probe_average()
@@ -147,31 +154,22 @@ class Collectives:
         """Return the same ranks for tensors in host memory, over connections that nothing else goes through."""
         return self._further_group("agreement", torch.device("cpu"), backend="gloo")
 
-    def split(self, parts: Sequence[Sequence[int]], *, with_side_groups: bool = False) -> Collectives:
+    def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Return the part that this rank is in, of ranks that are divided into `parts`. All ranks must call this.
 
-        Args:
-            with_side_groups: make the `side_group` of each part, too. On a device that needs all ranks.
+        Whatever makes a further group of a part must then be called by the ranks of all parts, each of its own.
         """
-        own = next(index for index, part in enumerate(parts) if self.rank in part)
-        part = Collectives(self.device, group=self._new_groups(parts)[own], timeout=self._timeout)
-        if with_side_groups:
-            group = self._new_groups(parts)[own]
-            part._further["side"] = Collectives(self.device, group=group, timeout=self._timeout)
-        return part
+        return self._in_new_group([[self.global_ranks[rank] for rank in part] for part in parts], self.device, None)
 
-    def _new_groups(self, parts: Sequence[Sequence[int]]) -> list[Any]:
+    def _in_new_group(self, parts: list[list[int]], device: torch.device, backend: str | None) -> Collectives:
         with gloo_between_hosts():
-            return [dist.new_group([self.global_ranks[r] for r in part], timeout=self._timeout) for part in parts]
+            groups = [dist.new_group(ranks, timeout=self._timeout, backend=backend) for ranks in parts]
+        own = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
+        return Collectives(device, group=groups[own], timeout=self._timeout, parts=parts)
 
     def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
         if name not in self._further:
-            is_part = self.group is not self._world
-            with gloo_between_hosts():
-                group = dist.new_group(
-                    self.global_ranks, timeout=self._timeout, backend=backend, use_local_synchronization=is_part
-                )
-            self._further[name] = Collectives(device, group=group, timeout=self._timeout)
+            self._further[name] = self._in_new_group(self._parts, device, backend)
         return self._further[name]
 
     def start_mean(self, tensor: Tensor) -> Pending:

@@ -47,14 +47,11 @@ class Islands:
         return f"{self.number} islands of {pluralize(len(self.members[0]), 'rank')}"
 
 
-def make_islands(
-    world: Collectives, option: IslandsOption, *, host: str, with_side_groups: bool = False
-) -> Islands | None:
+def make_islands(world: Collectives, option: IslandsOption, *, host: str) -> Islands | None:
     """Divide all ranks as `option` says; None if all of them are in one island. All ranks must call this.
 
     Args:
         host: names the host of this rank.
-        with_side_groups: whether layers of an island talk to each other, too.
 
     Raises:
         ValueError: if they cannot be divided like that.
@@ -63,8 +60,7 @@ def make_islands(
     if len(members) == 1:
         return None
     positions = [list(peers) for peers in zip(*members, strict=True)]
-    own = world.split(members, with_side_groups=with_side_groups)
-    return Islands(world, members, own, peers=world.split(positions))
+    return Islands(world, members, own=world.split(members), peers=world.split(positions))
 
 
 def divide(option: IslandsOption, *, hosts: Sequence[str]) -> list[list[int]]:

@@ -359,7 +359,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 self._collectives,
                 self.options.islands,
                 host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
-                with_side_groups=self._layer_sync is not None,
             )
         if self._islands is None:
             rank_zero_warn(
