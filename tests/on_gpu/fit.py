@@ -94,6 +94,14 @@ SCENARIOS = {
     ),
     "int8 wire": Scenario({"precision": "16-mixed"}, ours={"reduce_dtype": "int8"}, theirs=None),
     "int8 wire, sync_batchnorm": Scenario({"sync_batchnorm": True}, ours={"reduce_dtype": "int8"}, theirs=None),
+    **{
+        f"local steps, {wire} wire": Scenario(
+            {"precision": "16-mixed"},
+            ours={"local_steps": 3, "islands": "rank", "reduce_dtype": wire},
+            theirs=None,
+        )
+        for wire in ("fp32", "bf16", "int8")
+    },
     # Some hooks treat a bucket as a whole: the same buckets for both.
     **{
         f"hook {name}": Scenario(
