@@ -28,8 +28,8 @@ def measure_codecs(device: torch.device) -> Codecs:
     """Return what each `reduce_dtype` takes to encode and to decode fp32 gradients on this device."""
     numbers = torch.ones(_NUMEL.get(device.type, MIB), device=device)
     halves = torch.empty_like(numbers, dtype=torch.bfloat16)
-    numel, rows = len(numbers), {"num_rows": _NUM_RANKS, "row_numel": len(numbers) // _NUM_RANKS}
-    sent, received = (Blocks(numel, **rows, device=device) for _ in range(2))
+    numel, row_numel = len(numbers), len(numbers) // _NUM_RANKS
+    sent, received = (Blocks(numel, num_rows=_NUM_RANKS, row_numel=row_numel, device=device) for _ in range(2))
 
     def s_per_byte(action: Callable[[], object]) -> float:
         return _seconds(action, device) / numbers.nbytes

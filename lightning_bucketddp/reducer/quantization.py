@@ -33,13 +33,18 @@ class Blocks:
         numel: how many numbers there are; the last rows may have room for more.
         num_rows: how many rows there are.
         row_numel: how many numbers go into each; its last block is filled up.
+        memory: where the bytes lie, all zero; None: in memory of their own.
     """
 
-    def __init__(self, numel: int, *, num_rows: int, row_numel: int, device: torch.device) -> None:
+    def __init__(
+        self, numel: int, *, num_rows: int, row_numel: int, device: torch.device, memory: Tensor | None = None
+    ) -> None:
         num_blocks = -(-row_numel // BLOCK_NUMEL)
         row_bytes = num_blocks * (BLOCK_NUMEL + _SCALE_BYTES)
         # Zeros: what fills up a block must never hold anything else.
-        self.bytes = torch.zeros(num_rows * row_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.zeros(num_rows * row_bytes, dtype=torch.uint8, device=device)
+        self.bytes = memory
         integers, scales = self.bytes.view(num_rows, row_bytes).tensor_split([num_blocks * BLOCK_NUMEL], dim=1)
         self._integers = integers.view(torch.int8).view(num_rows, num_blocks, BLOCK_NUMEL)
         self._scales = scales.view(torch.float32).unsqueeze(-1)

@@ -3,9 +3,9 @@
 Note: two exchanges
     Every rank turns a bucket into rows of blocks (Note: blocks), one row for each rank, and gets its row of all ranks.
     It computes their mean in fp32, turns that into blocks again and gives it to all ranks. All decode the same bytes,
-    so replicas stay equal. Where each rank keeps a share only, the first exchange is enough, and its mean is not
-    rounded again. The flags travel beside it, as they are: what they say of numbers that are not finite must not be
-    mixed.
+    so replicas stay equal. Two ranks send as little if each gives the other all it has: they compute the same mean of
+    the same bytes, which is not rounded again. So it is where each rank keeps a share only. The flags travel beside
+    it, as they are: what they say of numbers that are not finite must not be mixed.
 
 Note: the second exchange
     It can only begin when the first has ended on this rank, and a backward does not wait for that. A GPU waits for it
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,7 +55,7 @@ class QuantizedMeanReduction:
             return _PendingQuantized(flags.nbytes, None, pending_flags)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
-            exchange = self._exchanges[bucket] = _Exchange(self._collectives, numbers.numel(), bucket.shares)
+            exchange = self._exchanges[bucket] = _exchange_of(self._collectives, numbers.numel(), bucket.shares)
         first = exchange.start_first(numbers)
         transfer, finish = self._on.follow(first, exchange, numbers)
         return _PendingQuantized(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
@@ -83,39 +84,43 @@ class _PendingQuantized:
             self.flags.wait()
 
 
-class _Exchange:
-    """What the exchanges of one bucket need (Note: two exchanges)."""
-
-    def __init__(self, collectives: Collectives, numel: int, shares: Shares | None) -> None:
-        num_ranks, device = collectives.world_size, collectives.device
-        self._collectives = collectives
-        self._own: tuple[int, int] | None = None
-        owner: int | None = None
-        if shares is None:
-            row_numel = -(-numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
-        else:
-            owner = shares.owner
-            row_numel = numel // num_ranks if owner is None else numel
-            self._own = shares.bounds(numel)[collectives.rank]
-        self._owner = owner
-        sent, received = num_ranks if owner is None else 1, num_ranks if owner in (None, collectives.rank) else 0
-        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=device)
-        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=device)
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether all ranks get all of it, by a second exchange."""
-        return self._own is None
+class _Exchange(Protocol):
+    """How the ranks come to the mean of one bucket (Note: two exchanges)."""
 
     @property
     def bytes_sent(self) -> int:
-        num_bytes = self._sent.bytes.nbytes
-        return num_bytes if self.is_for_all else num_bytes // 2  # (Note: halves, in `all_reduce_cost`)
+        """What is given to the network, as an all-reduce counts it."""
 
     def start_first(self, numbers: Tensor) -> Pending:
-        """Start to give each rank its row."""
+        """Start to send what this rank has."""
+
+    def finish(self, numbers: Tensor) -> None:
+        """Overwrite `numbers`, or this rank's share of them, with the mean."""
+
+
+def _exchange_of(collectives: Collectives, numel: int, shares: Shares | None) -> _Exchange:
+    if shares is not None:
+        return _ForShares(collectives, numel, shares)
+    return _ForAll(collectives, numel) if collectives.world_size > 2 else _ForTwo(collectives, numel)
+
+
+class _ForAll:
+    """Each rank computes the mean of one row, and gives it to all."""
+
+    def __init__(self, collectives: Collectives, numel: int) -> None:
+        self._collectives = collectives
+        num_ranks = collectives.world_size
+        row_numel = -(-numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
+        make_rows = partial(Blocks, num_rows=num_ranks, row_numel=row_numel, device=collectives.device)
+        self._sent, self._received = make_rows(numel), make_rows(num_ranks * row_numel)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent.bytes.nbytes
+
+    def start_first(self, numbers: Tensor) -> Pending:
         self._sent.encode(numbers)
-        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=None)
 
     def start_second(self, collectives: Collectives) -> Pending:
         """Start to give all ranks the mean of the rows that have come."""
@@ -123,33 +128,80 @@ class _Exchange:
         return collectives.start_exchange_of_shares(self._sent.bytes, owner=None)
 
     def finish(self, numbers: Tensor) -> None:
-        """Overwrite `numbers`, or this rank's share of them, with the mean."""
-        if self._own is None:
-            self._sent.decode(numbers)
-        elif self._owner in (None, self._collectives.rank):
-            start, stop = self._own
-            self._received.decode_mean(numbers[start:stop])
+        self._sent.decode(numbers)
+
+
+class _ForTwo:
+    """Both ranks get all that the other has, which is as much as two exchanges of halves, and rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int) -> None:
+        self._collectives = collectives
+        num_ranks, device = collectives.world_size, collectives.device
+        self._all = Blocks(num_ranks * numel, num_rows=num_ranks, row_numel=numel, device=device)
+        own = self._all.bytes.view(num_ranks, -1)[collectives.rank]
+        self._own = Blocks(numel, num_rows=1, row_numel=numel, device=device, memory=own)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._own.bytes.nbytes
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._own.encode(numbers)
+        return self._collectives.start_exchange_of_shares(self._all.bytes, owner=None)
+
+    def finish(self, numbers: Tensor) -> None:
+        self._all.decode_mean(numbers)
+
+
+class _ForShares:
+    """Each rank keeps the mean of its share, which is rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int, shares: Shares) -> None:
+        self._collectives = collectives
+        self._owner = shares.owner
+        self._share = slice(*shares.bounds(numel)[collectives.rank])
+        num_ranks = collectives.world_size
+        row_numel = numel // num_ranks if shares.owner is None else numel
+        self._receives = shares.owner in (None, collectives.rank)
+        sent, received = num_ranks if shares.owner is None else 1, num_ranks if self._receives else 0
+        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=collectives.device)
+        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=collectives.device)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent.bytes.nbytes // 2  # (Note: halves, in `all_reduce_cost`)
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._sent.encode(numbers)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
+
+    def finish(self, numbers: Tensor) -> None:
+        if self._receives:
+            self._received.decode_mean(numbers[self._share])
 
 
 class _OnHost:
     """Goes on with what is in host memory (Note: the second exchange)."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self._follow_ups = collectives.follow_up_group()
-        self._worker = Worker("bucketddp-quantized")
+        self._follow_ups, self._worker = collectives, None
+        if collectives.world_size > 2:
+            self._follow_ups = collectives.follow_up_group()
+            self._worker = Worker("bucketddp-quantized")
 
     def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
         """Start what follows the first exchange; return its end, and what is left to do then."""
         finish = partial(exchange.finish, numbers)
-        if not exchange.is_for_all:
+        if self._worker is None or not isinstance(exchange, _ForAll):
             return first, finish
         return _Following(self._worker.submit(partial(_start_second, exchange, first, self._follow_ups))), finish
 
     def close(self) -> None:
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
 
-def _start_second(exchange: _Exchange, first: Pending, follow_ups: Collectives) -> Pending:
+def _start_second(exchange: _ForAll, first: Pending, follow_ups: Collectives) -> Pending:
     first.wait()
     return exchange.start_second(follow_ups)
 
@@ -173,7 +225,7 @@ class _OnDevice:
         """Queue what follows the first exchange; return its end, and what is left to do then."""
         with torch.cuda.stream(self._stream):
             first.wait()
-            if exchange.is_for_all:
+            if isinstance(exchange, _ForAll):
                 exchange.start_second(self._collectives).wait()
             exchange.finish(numbers)
             return self._stream.record_event(), None

@@ -41,7 +41,6 @@ from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
 from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
-from lightning_bucketddp.strategies.batch_weighting import EqualBatches, SkippedStep, accept_skipped_steps
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.strategies.signals import StopSignals
@@ -398,38 +397,3 @@ def _callback_between_batches(local_steps: LocalSteps, base: type) -> Any:
             local_steps.end_epoch()
 
     return EndsRounds()
-
-
-class LoneBatches(EqualBatches):
-    """Batches of a rank that is alone in its island: it may leave out a step, because nobody waits for it."""
-
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        accept_skipped_steps(trainer.fit_loop.epoch_loop.automatic_optimization)
-
-    def skip(self) -> SkippedStep:
-        return SkippedStep(torch.zeros((), device=self._device, requires_grad=True))
-
-
-def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
-    """Raise if a layer of `model` talks to ranks of other islands in each step."""
-    members = set(islands.own.global_ranks)
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and getattr(layer, "_sync_original", None) is None:
-            group = layer.process_group or torch.distributed.group.WORLD
-            if not members.issuperset(torch.distributed.get_process_group_ranks(group)):
-                raise ValueError(
-                    f"`{name}` (SyncBatchNorm) talks to ranks of other islands in each step, which `local_steps` is to"
-                    " avoid. Use BatchNorm layers and `Trainer(sync_batchnorm=True)`, which stays inside of an island."
-                )
-
-
-def refuse_lone_sync_batchnorm(islands: Islands) -> None:
-    """Raise if there is nobody in an island to synchronize BatchNorm layers with."""
-    if islands.own.world_size == 1:
-        raise ValueError(
-            "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
-            " island. Pass `islands='host'` or a smaller number of islands to the strategy, or leave `sync_batchnorm`"
-            " out."
-        )

@@ -24,8 +24,7 @@ from lightning_bucketddp.data.epoch_position import EpochPosition, NoEpochPositi
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
-from lightning_bucketddp.data.uneven_data import UnevenData
-from lightning_bucketddp.local_steps.islands import Islands, make_islands
+from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
@@ -35,12 +34,7 @@ from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
-from lightning_bucketddp.strategies.local_steps import (
-    LocalSteps,
-    LoneBatches,
-    refuse_layers_between_islands,
-    refuse_lone_sync_batchnorm,
-)
+from lightning_bucketddp.strategies.island_setup import begin_local_steps, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
@@ -322,8 +316,25 @@ class TrainerStrategy(TrainerCheckpointHooks):
         state, weight = self._state, self.options.gradient_weight
         state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
         # One process alone has nobody to wait for, but may weigh its micro-batches.
-        if self.options.local_steps is not None and (islands := self._find_islands()) is not None:
-            self._prepare_local_steps(trainer, islands)
+        if self.options.local_steps is not None:
+            self._islands = find_islands(
+                self._collectives,
+                self.options,
+                known=self._islands,
+                host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
+                syncs_layers=self._layer_sync is not None,
+            )
+        if self._islands is not None:
+            begin_local_steps(
+                state,
+                trainer,
+                self._islands,
+                self.options,
+                progress=self._progress,
+                signals=self._signals,
+                has_alert=lambda: self._writer.has_failed,
+                callback=self._callback,
+            )
         elif self._collectives.world_size > 1 or weight is not None:
             state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
             state.weighting = BatchWeighting(
@@ -350,57 +361,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         """The ranks that average gradients with this one in each step."""
         assert self._collectives is not None
         return self._collectives if self._state.islands is None else self._state.islands.own
-
-    def _find_islands(self) -> Islands | None:
-        """Divide the ranks into islands; None: there is one only."""
-        assert self._collectives is not None
-        if self._islands is None or self._islands.world is not self._collectives:
-            self._islands = make_islands(
-                self._collectives,
-                self.options.islands,
-                host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
-            )
-        if self._islands is None:
-            rank_zero_warn(
-                f"bucketddp: `local_steps={self.options.local_steps}` has no effect, because all ranks are in one"
-                f" island (`islands={self.options.islands!r}`): gradients are averaged in each step."
-            )
-        elif self._layer_sync is not None:
-            refuse_lone_sync_batchnorm(self._islands)
-        return self._islands
-
-    def _prepare_local_steps(self, trainer: Trainer, islands: Islands) -> None:
-        assert self._collectives is not None
-        assert self.options.local_steps is not None
-        state, signals = self._state, self._signals
-        state.islands = islands
-        exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
-        state.weighting = LoneBatches(trainer, self.root_device)
-        if islands.own.world_size > 1 or self.options.uneven_data:
-            state.exchange = StepExchange(islands.own)
-            asks_every = self.options.local_steps * trainer.accumulate_grad_batches
-            state.weighting = BatchWeighting(
-                trainer,
-                state.exchange,
-                islands.own,
-                weight_of=None,
-                extends_uneven_data=self.options.uneven_data,
-                uneven_data=UnevenData(exchange, extends=True, asks_every=asks_every)
-                if self.options.uneven_data
-                else None,
-            )
-        state.local_steps = LocalSteps(
-            trainer,
-            islands,
-            self.options,
-            exchange=exchange,
-            of_island=state.exchange,
-            progress=self._progress,
-            signals=signals,
-        )
-        state.local_steps.install(self._callback)
-        if signals is not None:
-            signals.travel_with(exchange)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         assert self._collectives is not None

@@ -175,7 +175,8 @@ def test_death_of_one_rank_ends_the_others(what: str, rank: int, said: str, tmp_
 
 @pytest.mark.long
 def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path: Path) -> None:
-    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGKILL", "backward"), reduce_dtype="int8") as ranks:
+    options: dict[str, Any] = {"world_size": 3, "reduce_dtype": "int8"}
+    with doomed_ranks(fit, directory=tmp_path, fault=Fault("SIGKILL", "backward"), **options) as ranks:
         ended = ranks.wait()
     assert ended.at - ended.results["fault"]["at"] < SOON_S
     assert ended.results["seen0"]["type"] == "RankFailedError"

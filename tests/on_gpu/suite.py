@@ -173,7 +173,11 @@ def quantized_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield f"int8 {case} {training}", partial(run_on_ranks, parity_with_quantized_mean, **setting)
     for shard in (True, "parameters"):
         yield f"int8 sharded {shard}", partial(run_on_ranks, quantized.train_sharded, case="mlp", shard=shard)
-    yield "int8 of all sizes", partial(run_on_ranks, quantized.buckets_of_all_sizes)
+    for world_size in (2, 3):  # two ranks exchange all they have, more exchange parts
+        yield (
+            f"int8 of all sizes, {world_size} ranks",
+            partial(run_on_ranks, quantized.buckets_of_all_sizes, world_size=world_size),
+        )
     yield "int8 nan", nan_stays
     for shard in (False, True, "parameters"):
         setting = {"shard": shard, "reduce_dtype": "int8"}

@@ -1,6 +1,6 @@
 """Gradients that travel as int8: what arrives, what it costs, and what it must never hide.
 
-With 2 ranks the mean has one rounding whatever the order, so what arrives is exactly what the definition says.
+Two ranks give each other all they have; more exchange parts, and round the mean once more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from tests.support.ranks import run_on_ranks
 
 # In one of them buffers depend on who gives them to whom, which is tested elsewhere.
 MODELS = [case for case in CASES if case != "buffer_in_forward"]
+# The sum of sparse gradients, which travel as they are, depends on its order.
+SPARSE = "sparse_embedding"
+SHORT = ("mlp", "unused_in_turns")
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_what_arrives_is_the_rounded_mean_of_what_was_rounded(case: str) -> None:
+def test_what_arrives_is_the_mean_of_what_was_rounded(case: str) -> None:
     run_on_ranks(parity_with_quantized_mean, case=case, training=Training(reduce_dtype="int8"))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SHORT else pytest.mark.long) for case in MODELS if case != SPARSE]
+)
+def test_among_more_ranks_it_is_rounded_once_more(case: str) -> None:
+    training = Training(reduce_dtype="int8", bucket_cap_mb=0.0005)
+    run_on_ranks(parity_with_quantized_mean, world_size=4, case=case, training=training)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +61,10 @@ def test_with_divided_state_the_mean_is_rounded_once(case: str, shard: bool | st
     assert min(run_on_ranks(quantized.train_sharded, case=case, shard=shard)) > 1
 
 
-def test_bytes_are_a_quarter() -> None:
-    [fp32, _], [int8, _], [scattered, _] = (
-        run_on_ranks(quantized.bytes_written, reduce_dtype=dtype, shard=shard)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_are_a_quarter(world_size: int) -> None:
+    [fp32, *_], [int8, *_], [scattered, *_] = (
+        run_on_ranks(quantized.bytes_written, world_size=world_size, reduce_dtype=dtype, shard=shard)
         for dtype, shard in ((None, False), ("int8", False), ("int8", True))
     )
     assert 0.25 < int8 / fp32 <= 0.27
@@ -63,8 +75,9 @@ def test_weights_of_ranks_count() -> None:
     run_on_ranks(weighted_mean, config="int8_wire", num_micro_batches=2)
 
 
-def test_a_nan_stays_one_and_stays_where_it_is() -> None:
-    for finite in run_on_ranks(quantized.nan_of_rank_one):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_nan_stays_one_and_stays_where_it_is(world_size: int) -> None:
+    for finite in run_on_ranks(quantized.nan_of_rank_one, world_size=world_size):
         assert finite == {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": True}
 
 
@@ -75,11 +88,12 @@ def test_a_gradient_that_is_not_finite_is_named(value: float) -> None:
 
 
 def test_in_a_trial_the_ranks_fail_together() -> None:
-    assert run_on_ranks(quantized.try_together) == [["RuntimeError"], ["KeyError"]]
+    outcomes = run_on_ranks(quantized.try_together, world_size=4)
+    assert outcomes == [["RuntimeError"], ["KeyError"], ["RuntimeError"], ["RuntimeError"]]
 
 
 def test_no_thread_is_left() -> None:
-    assert run_on_ranks(quantized.threads_left) == [[], []]
+    assert run_on_ranks(quantized.threads_left, world_size=4) == [[]] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -253,7 +253,7 @@ def a_captured_step_trains_like_others(shard: ShardOption = False, reduce_dtype:
     )
     average = average_by_hand
     if reduce_dtype == "int8":
-        average = partial(average_quantized_by_hand, is_rounded_again=not shard)
+        average = partial(average_quantized_by_hand, is_sharded=bool(shard))
     their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     x = batch(dist.get_rank(), 0, 64, WIDE)
 

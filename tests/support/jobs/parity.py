@@ -121,8 +121,11 @@ def average_by_hand(model: nn.Module) -> None:
                 param.grad = mean.to_sparse(1) if sparse else mean
 
 
-def average_quantized_by_hand(model: nn.Module, *, is_rounded_again: bool = True) -> None:
-    """The mean over the ranks of gradients rounded to 8 bits by blocks, rounded once more; sparse ones as they are."""
+def average_quantized_by_hand(model: nn.Module, *, is_sharded: bool = False) -> None:
+    """The mean over the ranks of gradients rounded to 8 bits by blocks; sparse ones as they are.
+
+    It is rounded once more if all of more than two ranks get it.
+    """
     for param in model.parameters():
         if not param.requires_grad:
             continue
@@ -147,7 +150,7 @@ def average_quantized_by_hand(model: nn.Module, *, is_rounded_again: bool = True
         dist.all_gather(all_scales, scales)
         shares = [n * (s / dist.get_world_size()) for n, s in zip(all_integers, all_scales, strict=True)]
         mean = torch.stack(shares).sum(0)
-        if is_rounded_again:
+        if dist.get_world_size() > 2 and not is_sharded:
             integers, scales = _quantized(mean.view(-1))
             mean = integers * scales
         flat = mean.view(-1)[: real.numel()].to(real.dtype)

@@ -47,7 +47,7 @@ def train_sharded(case: str, shard: ShardOption) -> int:
         optimizer.step()
         reference.zero_grad()
         CASES[case].loss(reference, collectives.rank, step).backward()
-        average_quantized_by_hand(reference, is_rounded_again=False)
+        average_quantized_by_hand(reference, is_sharded=True)
         with torch.no_grad():
             for param in reference.parameters():
                 if param.grad is not None:
