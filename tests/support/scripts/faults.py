@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.local_steps.outer_step import OuterStep
 
 NUM_BATCHES = 400
 LINGERING_S = 6
@@ -121,6 +122,17 @@ class Model(LightningModule):
         if self._fault is not None and self._fault.what == "collective":
             self._fault.own_group.append(dist.new_group())
         self._may_fail("setup", self._fault.batch if self._fault else 0)
+        if self._fault is not None and self._fault.where == "outer step":
+            self._fail_before(OuterStep, "_start")
+
+    def _fail_before(self, owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self._may_fail("outer step", self.trainer.fit_loop.epoch_loop.batch_idx)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, failing)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 2 and self.global_rank == 0:

@@ -67,6 +67,18 @@ class Dyadic(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.125)
 
 
+class Rounded(Regression):
+    """An ordinary model, with an optimizer that makes of a mean of gradients what it makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def dyadic_loader() -> DataLoader[Any]:
     inputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]] * 4)
     targets = torch.tensor([[1.0], [0.5], [-1.0], [2.0]] * 4)
@@ -169,7 +181,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Train ten batches on two ranks, five on four; what each rank had at each place."""
-    module = {"adaptive": Adaptive, "dyadic": Dyadic, "wide": Wide}[model]()
+    module = {"adaptive": Adaptive, "dyadic": Dyadic, "rounded": Rounded, "wide": Wide}[model]()
     if thaws:
         module.layers[0].requires_grad_(False)
     witness = Witness()
