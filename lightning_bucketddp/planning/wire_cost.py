@@ -4,8 +4,8 @@ Note: cost of a wire format
     bf16 and fp16 travel in an all-reduce, and the bytes are fewer in proportion. int8 travels in blocks of 256 values
     with a scale in fp32: first by an all-to-all, so that each rank can add up its share, then by an all-gather. These
     carry what the halves of an all-reduce do (Note: halves), but each is launched and waited for by itself: the latency
-    counts twice. To encode and to decode takes passes over memory, at a speed that has to be measured on the device
-    (`reducer/codec_speed`).
+    counts twice. Two ranks make one exchange of all of it, which is taken to cost as much. To encode and to decode
+    takes passes over memory, at a speed that has to be measured on the device (`reducer/codec_speed`).
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.wire_cost import Codec, Codecs
 from lightning_bucketddp.reducer.quantization import Blocks
 
-# Of an H200, with 64 MiB: for a plan that is made where there is no GPU.
+# Of an H200, for a plan that is made where there is no GPU: benchmarks/results/wires_h200_202611.md.
 GPU_CODECS: Codecs = {
-    "bf16": Codec(4.0e-13, 7.7e-13),
-    "fp16": Codec(4.0e-13, 7.7e-13),
-    "int8": Codec(2.7e-12, 0.0, 4.3e-12),
+    "bf16": Codec(6.7e-13, 8.8e-13),
+    "fp16": Codec(6.7e-13, 8.8e-13),
+    "int8": Codec(6.2e-12, 0.0, 1.3e-11),
 }
 _NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
 _NUM_IN_A_ROW, _NUM_MEASURED = 3, 5
