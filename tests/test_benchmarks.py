@@ -392,6 +392,7 @@ def results(scores: dict[tuple[str, int], list[float]], task: str = "digits") ->
     ]
 
 
+@pytest.mark.long
 def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_of_ddp() -> None:
     runs = [Run("digits", variant, 2, 3, 6) for variant in (DDP, PLAIN, "bf16", "int8", "fp8 emulated")]
     ranks = run_on_ranks(trainings, world_size=2, runs=runs)
@@ -448,6 +449,7 @@ def test_a_mean_is_compared_with_the_range_of_the_seeds() -> None:
     assert "* `local 10`: its mean against the range of fp32's seeds: better for digits on 8 ranks." in text
 
 
+@pytest.mark.long
 def test_pictures_are_made_of_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "found.jsonl"

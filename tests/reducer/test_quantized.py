@@ -10,6 +10,7 @@ import torch
 
 from lightning_bucketddp.reducer.quantization import Blocks
 from tests.reducer.test_nonfinite import RAISED, Bad, raised_on_all
+from tests.reducer.test_sharding import in_short
 from tests.support.jobs import quantized
 from tests.support.jobs.models import CASES
 from tests.support.jobs.parity import Training, parity_with_quantized_mean
@@ -23,14 +24,12 @@ SPARSE = "sparse_embedding"
 SHORT = ("mlp", "unused_in_turns")
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", in_short(MODELS, *SHORT, "channels_last", "complex", "many_dtypes", SPARSE))
 def test_what_arrives_is_the_mean_of_what_was_rounded(case: str) -> None:
     run_on_ranks(parity_with_quantized_mean, case=case, training=Training(reduce_dtype="int8"))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in SHORT else pytest.mark.long) for case in MODELS if case != SPARSE]
-)
+@pytest.mark.parametrize("case", in_short([case for case in MODELS if case != SPARSE], *SHORT))
 def test_among_more_ranks_it_is_rounded_once_more(case: str) -> None:
     training = Training(reduce_dtype="int8", bucket_cap_mb=0.0005)
     run_on_ranks(parity_with_quantized_mean, world_size=4, case=case, training=training)
@@ -45,7 +44,10 @@ def test_among_more_ranks_it_is_rounded_once_more(case: str) -> None:
     ],
     ids=["accumulation", "where_they_are", "many_buckets"],
 )
-@pytest.mark.parametrize("case", ["mlp", "channels_last", "many_dtypes", "unused_in_turns", "unused_on_one_rank"])
+@pytest.mark.parametrize(
+    "case",
+    in_short(["mlp", "channels_last", "many_dtypes", "unused_in_turns", "unused_on_one_rank"], "unused_in_turns"),
+)
 def test_so_it_is_however_gradients_are_collected(case: str, training: Training) -> None:
     run_on_ranks(parity_with_quantized_mean, case=case, training=training)
 
@@ -56,7 +58,7 @@ def test_every_size_arrives(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("case", ["mlp", "channels_last", "unused_in_turns"])
+@pytest.mark.parametrize("case", in_short(["mlp", "channels_last", "unused_in_turns"], "channels_last"))
 def test_with_divided_state_the_mean_is_rounded_once(case: str, shard: bool | str) -> None:
     assert min(run_on_ranks(quantized.train_sharded, case=case, shard=shard)) > 1
 

@@ -35,7 +35,7 @@ def test_a_round_of_one_plain_step_equals_ddp_bit_for_bit() -> None:
     assert [rank["after_batches"] for rank in ours] == [ddp[0]["after_batches"]] * 2
 
 
-@pytest.mark.parametrize(("world_size", "islands"), [(2, "rank"), (4, 2)])
+@pytest.mark.parametrize(("world_size", "islands"), [(2, "rank"), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_a_round_of_one_plain_step_nearly_equals_ddp_where_numbers_are_rounded(
     world_size: int, islands: str | int
 ) -> None:
@@ -85,6 +85,7 @@ def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_
         assert record.run.options["num_islands"] == 2
 
 
+@pytest.mark.long
 def test_batchnorm_is_synchronized_inside_of_an_island_only() -> None:
     synced, apart = (
         run_on_ranks(train, world_size=4, local_steps=2, islands=2, sync_batchnorm=is_on) for is_on in (True, False)
@@ -154,7 +155,7 @@ def test_global_weights_that_differ_between_islands_are_noticed_after_an_outer_s
         assert "differs between rank 0 and rank 1" in text
 
 
-@pytest.mark.parametrize("kind", ["sized", "stream"])
+@pytest.mark.parametrize("kind", ["sized", pytest.param("stream", marks=pytest.mark.long)])
 def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kind: str) -> None:
     options: dict[str, Any] = {"kind": kind, "local_steps": 2, **APART}
     ranks = run_on_ranks(train_unevenly, num_batches=[3, 8], uneven_data=True, **options)
@@ -172,6 +173,7 @@ def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kin
         )
 
 
+@pytest.mark.long
 def test_ranks_of_an_island_that_run_out_of_data_go_on_with_it() -> None:
     options: dict[str, Any] = {"kind": "stream", "local_steps": 2, "islands": 2}
     ranks = run_on_ranks(train_unevenly, world_size=4, num_batches=[2, 5, 8, 3], uneven_data=True, **options)
@@ -187,6 +189,7 @@ def test_a_moving_average_is_that_of_the_mean_of_all_islands() -> None:
         torch.testing.assert_close(torch.tensor(averaged), torch.tensor(expected))
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
     fault = Fault("SIGTERM", rank=1)
     with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=10**6, pause_after_s=0.1, **APART) as ranks:
@@ -199,6 +202,7 @@ def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
     assert len(checkpoint["bucketddp"]["local_steps"]["other_islands"]) == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path) -> None:
     fault = Fault("SIGKILL", rank=1)
     with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=10**6, pause_after_s=0.1, **APART) as ranks:

@@ -20,7 +20,14 @@ GRADIENTS_OF = {
 }
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "scaler"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bf16-true",
+        "scaler",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("32-true", "bf16-mixed", "16-true")),
+    ],
+)
 def test_every_precision_trains_with_8_bits_on_the_wire(precision: str) -> None:
     ranks = run_on_ranks(train, precision=precision, like_ddp=False, reduce_dtype="int8")
     exact = run_on_ranks(train, precision=precision, like_ddp=False)
