@@ -191,7 +191,7 @@ def test_a_checkpoint_resumes_with_another_global_batch_and_without_the_callback
             assert rank.of_steps == [[factor * RATE]] * 10
 
 
-@pytest.mark.parametrize("schedule", ["optimizer", "tensor"])
+@pytest.mark.parametrize("schedule", ["optimizer", pytest.param("tensor", marks=pytest.mark.long)])
 def test_a_fit_that_fails_leaves_optimizer_and_monitor_as_they_were(schedule: str) -> None:
     rate = {"optimizer": RATE, "tensor": RATE / 8}[schedule]
     left = {"rates": [rate], "num_hooks": 0, "monitor": []}

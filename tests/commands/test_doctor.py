@@ -193,7 +193,7 @@ def test_an_interface_that_is_not_there_is_named(
     assert setting.startswith("GLOO_SOCKET_IFNAME=nosuch0, but there is no such interface. Set it to one of ")
 
 
-@pytest.fixture(params=["gloo", "cpu:gloo,cuda:nccl"])
+@pytest.fixture(params=["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=pytest.mark.long)])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProbeGroup:
     """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
     monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
