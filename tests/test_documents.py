@@ -35,7 +35,7 @@ NOT_RUN = {
     "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }
 # Pages whose commands take half a minute of a core.
-LONG = {"observability.md"}
+LONG = {"observability.md", "slow-networks.md"}
 # By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.
 NEEDS_LIGHTNING = {"weights_only=False": (2, 6)}
 

@@ -19,7 +19,9 @@ FOUR_RANKS_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2e-2  # one of `many_dtypes` is bf16, and the next step's fp32 gradients depend on it
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["marked", "plain_backward"])
+@pytest.mark.parametrize(
+    "marked", [True, pytest.param(False, marks=pytest.mark.long)], ids=["marked", "plain_backward"]
+)
 @pytest.mark.parametrize("case", WITH_DDP)
 def test_equals_torch_ddp(case: str, marked: bool) -> None:
     run_on_ranks(parity_with_torch_ddp, case=case, training=Training(marked=marked))
@@ -54,7 +56,7 @@ def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float
     assert all(rank.num_buckets > 1 for rank in ranks)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
 def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
     run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))

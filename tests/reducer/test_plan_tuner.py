@@ -196,7 +196,7 @@ def test_a_rank_alone_has_nothing_to_tune() -> None:
 # --- With the clock of the machine
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, "bf16"])
+@pytest.mark.parametrize("reduce_dtype", [None, pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | None) -> None:
     ranks = run_on_ranks(train_with, world_size=world_size, virtual=False, reduce_dtype=reduce_dtype)
