@@ -204,7 +204,7 @@ class Collectives:
             op = dist.ReduceOp.SUM
         work: dist.Work
         if owner is not None:
-            work = dist.reduce(tensor, dst=self._global_rank(owner), op=op, group=self.group, async_op=True)
+            work = dist.reduce(tensor, dst=self.global_ranks[owner], op=op, group=self.group, async_op=True)
         else:
             own = tensor.view(self.world_size, -1)[self.rank]
             work = _reduce_scatter_single(own, tensor, op=op, group=self.group, async_op=True)
@@ -214,7 +214,7 @@ class Collectives:
         """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_share`."""
         work: dist.Work
         if owner is not None:
-            work = dist.broadcast(tensor, src=self._global_rank(owner), group=self.group, async_op=True)
+            work = dist.broadcast(tensor, src=self.global_ranks[owner], group=self.group, async_op=True)
         else:
             all_of_it, own = self._lend(tensor, tensor.view(self.world_size, -1)[self.rank])
             work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
@@ -231,7 +231,7 @@ class Collectives:
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         else:
             parts = list(received.view(self.world_size, -1).unbind()) if owner == self.rank else None
-            work = dist.gather(sent, parts, dst=self._global_rank(owner), group=self.group, async_op=True)
+            work = dist.gather(sent, parts, dst=self.global_ranks[owner], group=self.group, async_op=True)
         return work
 
     def sum(self, tensor: Tensor) -> None:
@@ -312,10 +312,7 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         [lent] = self._lend(tensor)
-        dist.broadcast(lent, src=self._global_rank(source), group=self.group)
-
-    def _global_rank(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank)
+        dist.broadcast(lent, src=self.global_ranks[source], group=self.group)
 
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
@@ -323,7 +320,7 @@ class Collectives:
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
         [raw] = self._lend(tensor.view(-1).view(torch.uint8))
-        operations = [dist.P2POp(operation, raw, self._global_rank(other), self.group)]
+        operations = [dist.P2POp(operation, raw, self.global_ranks[other], self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.comm.trial import _COLLECTIVES
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.participation import make_loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -157,20 +157,6 @@ class Thaws(Callback):
             pl_module.layers[0].requires_grad_(True)
 
 
-@contextmanager
-def warned() -> Iterator[list[str]]:
-    """What our loggers say."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_bucketddp")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
 @like_torchrun()
 def train(
     *,
@@ -291,7 +277,7 @@ def spoil(*, on_nonfinite: str) -> dict[str, Any]:
     module = Spoiled()
     strategy = BucketDDPStrategy(local_steps=3, islands="rank", on_nonfinite=on_nonfinite)
     trainer = make_trainer(strategy, max_epochs=1)
-    with warned() as messages:
+    with collected_warnings() as messages:
         try:
             trainer.fit(module, loader())
         except Exception as error:
