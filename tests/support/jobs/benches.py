@@ -59,8 +59,7 @@ def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tens
 def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
     """What each variant needs for a step with one micro-batch, and the size of the gradients."""
     peaks = Peaks(settings, torch.device("cpu"))
-    # Once is enough: nothing is freed by another thread here.
-    return [peaks._memory_on_cpu(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
+    return [peaks.memory(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
 
 
 def trainings(runs: list[Run]) -> list[Trained]:
