@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -79,12 +80,13 @@ def _run_rank(group: ProbeGroup, arguments: argparse.Namespace) -> int:
     """Diagnose as one rank, print what it found, and return the exit status."""
     rank = group.store.rank
     shows_progress = rank == 0 and sys.stderr.isatty() and not arguments.json
-    diagnosis = diagnose(
-        group,
-        directory=arguments.checkpoints,
-        timeout_s=arguments.timeout,
-        progress=_show_progress if shows_progress else lambda _text: None,
-    )
+    with stdout_on_stderr():
+        diagnosis = diagnose(
+            group,
+            directory=arguments.checkpoints,
+            timeout_s=arguments.timeout,
+            progress=_show_progress if shows_progress else lambda _text: None,
+        )
     findings = list(diagnosis.findings()) if rank == 0 else diagnosis.trouble
     if rank > 0:
         for finding in findings:
@@ -101,6 +103,19 @@ def _run_rank(group: ProbeGroup, arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Send to stderr what is written to stdout meanwhile, also from C++: some versions of gloo print there."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _show_progress(text: str) -> None:

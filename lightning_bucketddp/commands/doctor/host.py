@@ -264,7 +264,7 @@ def _judge_cores(seen: Observation, where: str, *, num_local: int) -> Iterator[F
             f"Set `OMP_NUM_THREADS={max(cores // num_local, 1)}`.",
         )
     else:
-        chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so whoever launches chooses"
+        chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so the launcher decides"
         yield _LIMITS.ok(f"{counted(cores, 'core')}{where} for {counted(num_local, 'rank')}; {chosen}.")
 
 

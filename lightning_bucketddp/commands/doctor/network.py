@@ -328,7 +328,7 @@ def _expect_network(hosts: Sequence[Observation], *, backend: str) -> dict[str, 
         origin = f"the slowest of {', '.join(sorted({str(n) for n in names}))}, says /sys/class/net"
     if not all(gbit):
         return _expect(None, "the system does not tell the speed of the network that connects the hosts", 0.0, "")
-    remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/tuning.md."
+    remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/faster.md."
     return _expect(min(gbit) * 1e9 / 8, origin, _POOR_SHARE_OF_LINK, remedy)
 
 
