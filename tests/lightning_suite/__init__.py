@@ -1,0 +1,1 @@
+"""Lightning's own tests, with `bucketddp` in the place of `ddp`."""

@@ -1,0 +1,100 @@
+"""`python -m tests.lightning_suite` runs tests of Lightning with our strategy on every rank, and compares."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_suite.differences import DIFFERENCES
+from tests.support import warm
+from tests.support.programs import REPOSITORY
+
+# Ways in which Lightning's tests ask for `ddp`, and one that does not. The class of each rank goes to a file.
+LIGHTNING_TESTS = """
+from pathlib import Path
+
+import pytest
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+
+SEEN = Path(__file__).with_name("seen")
+
+
+def note(name, strategy):
+    with SEEN.open("a") as file:
+        file.write(f"{name} {strategy.global_rank} {type(strategy).__module__.partition('.')[0]}\\n")
+
+
+class Model(BoringModel):
+    def on_train_start(self):
+        note(self.case, self.trainer.strategy)
+
+
+def fit(case, directory):
+    model = Model()
+    model.case = case
+    options = {"accelerator": "cpu", "devices": 2, "default_root_dir": directory, "logger": False}
+    strategies = {"script": "ddp", "name": "ddp_fork_find_unused_parameters_false"}
+    strategy = strategies.get(case) or DDPStrategy(start_method="fork")
+    Trainer(fast_dev_run=True, enable_progress_bar=False, strategy=strategy, **options).fit(model)
+
+
+@pytest.mark.parametrize("case", ["name", "class"])
+def test_fork(case, tmp_path):
+    fit(case, tmp_path)
+
+
+def launched(fabric):
+    note("fabric", fabric.strategy)
+    fabric.barrier()
+
+
+def test_fabric():
+    Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(launched)
+
+
+def test_wrapper():
+    assert DDPStrategy.__module__ == "lightning.pytorch.strategies.ddp"
+    DDPStrategy()
+
+
+def test_without_ddp():
+    Trainer(accelerator="cpu", devices=1, logger=False)
+
+
+def test_script(tmp_path):  # the last: it leaves a process group
+    fit("script", tmp_path)
+"""
+
+
+@pytest.mark.long
+def test_lightnings_tests_run_with_our_strategy_on_every_rank(tmp_path: Path) -> None:
+    suite = tmp_path / "tests" / "tests_pytorch"
+    suite.mkdir(parents=True)
+    suite.joinpath("test_small.py").write_text(LIGHTNING_TESTS)
+    command = [warm.python(), "-m", "tests.lightning_suite", str(tmp_path), "-q"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=False)
+    cases = ["script", "name", "class", "fabric"]
+    packages = ["lightning", "lightning_bucketddp"]
+    expected = {f"{case} {rank} {package}" for case in cases for rank in (0, 1) for package in packages}
+    assert set(suite.joinpath("seen").read_text().splitlines()) == expected, ended.stdout
+    # What fails only with our strategy is told, and is the exit status; what makes no `ddp` strategy does not count.
+    assert "4 passed\n1 failed\n" in ended.stdout
+    assert "test_small.py::test_wrapper` | failed | " in ended.stdout
+    assert "test_without_ddp" not in ended.stdout
+    assert ended.returncode == 1
+
+
+def test_every_difference_has_a_reason() -> None:
+    assert all("::" in test and reason for test, reason in DIFFERENCES.items())
+
+
+def test_a_directory_without_lightnings_tests_is_refused(tmp_path: Path) -> None:
+    from tests.lightning_suite.__main__ import main
+
+    with pytest.raises(SystemExit, match="is no checkout of Lightning"):
+        main([str(tmp_path)])
