@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
     from lightning_bucketddp.startup.store import StartError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BatchSizeFinder",
     "BucketDDPMonitor",

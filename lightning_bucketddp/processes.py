@@ -1,14 +1,19 @@
-"""Processes of this host: whether they run and which is which; and whether torchrun has started this one."""
+"""Processes of this host: whether they run, which is which, who started this one, and what a fork must not have."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
 _ROOT = Path("/")
+# In a line of /proc/self/maps; and a constant of OpenMP's.
+_OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp\S*\.so\S*")
+_OMP_PAUSE_HARD = 2
 
 
 def is_running(pid: int, *, start_time: int | None = None) -> bool:
@@ -69,3 +74,17 @@ def is_launched_by_torchrun() -> bool:
 def agent_holds_store() -> bool:
     """Return whether torchrun's agent holds the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def end_openmp_threads() -> None:
+    """End the idle threads of OpenMP in this process; the next operation that needs them starts new ones.
+
+    No thread survives a fork. A forked process of GNU's OpenMP waits for those of its parent for ever.
+    """
+    try:
+        loaded = Path("/proc/self/maps").read_text()
+    except OSError:  # not Linux
+        return
+    for path in set(_OPENMP.findall(loaded)):
+        with suppress(OSError, AttributeError):  # deleted since; older than OpenMP 5.0
+            ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)

@@ -78,7 +78,8 @@ EXAMPLES = {
     ),
     "notebook": Example(
         ["jupyter-execute --inplace notebook.ipynb && cat notebook.ipynb"],
-        numbers=r"it has not seen: ([\d.]+)%",
+        # And the page of the run, in a frame.
+        numbers=r"it has not seen: ([\d.]+)%(?=[\s\S]*<iframe srcdoc=)",
         have_trained=lambda accuracy: accuracy > 80,
     ),
     "two_nodes": Example(

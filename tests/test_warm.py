@@ -97,6 +97,7 @@ def test_a_signal_reaches_the_script_and_no_process_is_left(number: int) -> None
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_programs_that_are_started_at_once_share_a_server() -> None:
     warm.close()
     with ThreadPoolExecutor(2) as pool:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, OuterStepTimes, RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
@@ -23,6 +24,8 @@ from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_bucketddp.commands.report.page import InlinePage
 else:
     _Callback = object
 
@@ -215,6 +218,20 @@ class StepMonitoring(_Callback):
         self._fit: RecordedFit | None = None
         self._global_step = 0
         self._summary: Summary | None = None
+        # Where the last fit was recorded; also known to a process that has forked the ranks.
+        self.recorded_in: Path | None = None
+
+    def show(self, height: int = 900) -> InlinePage:
+        """Return the page of the last fit, for the last line of a notebook's cell.
+
+        Args:
+            height: How many pixels of it are visible at once.
+        """
+        from lightning_bucketddp.commands.report.page import InlinePage, make_page
+
+        if self.recorded_in is None:
+            raise RuntimeError(f"`{_NAME}.show()` shows the last fit, and there was none that was recorded.")
+        return InlinePage(make_page(read_run(self.recorded_in)), height)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, TrainerStepHooks):
@@ -229,6 +246,7 @@ class StepMonitoring(_Callback):
         parent = self._dirpath or trainer.log_dir or trainer.default_root_dir
         folder = None if trainer.fast_dev_run else Path(parent, FOLDER)  # type: ignore[attr-defined]
         self._summary = None
+        self.recorded_in = folder
         self._global_step = trainer.global_step
         self._fit = RecordedFit(trainer.strategy, every_n_rounds=self._every_n_steps, folder=folder)
         loop = trainer.fit_loop.epoch_loop

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.callbacks.scaling_monitor import GlobalBatch
+from lightning_bucketddp.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_bucketddp.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback

@@ -66,10 +66,12 @@ class CheckpointStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def describe(self) -> str:
-        """Return all of it in one line."""
+        """Return all of it in one line; what it consists of only if some was written in the background."""
+        held_up = f"{pluralize(self.num_saves, 'checkpoint')} held up training for {self.held_up_s:.3f} s"
+        if not self.background_s:
+            return held_up
         return (
-            f"{pluralize(self.num_saves, 'checkpoint')}, held up training for"
-            f" {self.held_up_s:.3f} s (snapshot {self.snapshot_s:.3f} s, waiting {self.waiting_s:.3f} s, writing"
+            f"{held_up} (snapshot {self.snapshot_s:.3f} s, waiting {self.waiting_s:.3f} s, writing"
             f" {self.writing_s:.3f} s), wrote for {self.background_s:.3f} s in the background"
         )
 

@@ -52,7 +52,7 @@ class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
     def holding(cls, refused: str, *, path: str | os.PathLike[str]) -> UnsafeCheckpointError:
         """Return the error for a file at `path` with something in it that is not data."""
         return cls(
-            f"Checkpoint `{path}` is not loaded, because it holds what `weights_only=True` does not take: {refused}."
+            f"Checkpoint `{path}` is not loaded, because it holds more than `weights_only=True` accepts: {refused}."
             " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
             " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
         )

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_bucketddp.data.epoch_position import shift_counts
+from lightning_bucketddp.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

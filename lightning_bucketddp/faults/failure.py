@@ -144,7 +144,7 @@ def signal_name(number: int) -> str:
 def describe_exit(status: int | None) -> str:
     """Return how a process ended by its exit status: negative for a signal, as in `subprocess`; None: not known."""
     if status is None:
-        return "it ended without a word (only its parent process knows the exit status)"
+        return "it ended silently (only its parent process knows the exit status)"
     if status >= 0:
         return f"it ended with exit status {status} in the middle of the run"
     hint = ", often the kernel's when memory runs out" if -status == signal.SIGKILL else ""

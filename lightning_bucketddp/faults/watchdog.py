@@ -157,7 +157,8 @@ class Watchdog:
     def start(self) -> None:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
-        self._channel.introduce(identity(), place=place())
+        # The process that holds the store may have had nothing to do, and be gone.
+        self._asking(lambda: self._channel.introduce(identity(), place=place()))
         self._thread.start()
 
     def stop(self) -> None:

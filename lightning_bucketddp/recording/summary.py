@@ -151,7 +151,7 @@ def _describe_outer_steps(outer_steps: Sequence[OuterStepTimes]) -> str:
 
 def _describe_straggler(typical: TypicalStep) -> str:
     if typical.straggler is None:
-        return "Slowest rank: none, all take about as long."
+        return "Slowest rank: none; all take about the same time."
     rank, by_s = typical.straggler.rank, typical.straggler.by_s
     return (
         f"Slowest rank: {rank.rank} on {rank.host}, {_ms(by_s)} ({by_s / typical.step_s:.0%} of the step) slower than"

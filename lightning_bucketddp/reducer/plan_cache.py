@@ -19,7 +19,7 @@ from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tun
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.wording import list_names
+from lightning_bucketddp.wording import list_names, pluralize
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,15 @@ class PlanCache:
         self._bucket_sets: dict[Trainable, BucketSet] = {}
         self._better: dict[Trainable, Sequence[BucketSpec]] = {}
         self._tuners: dict[Trainable, PlanTuner] = {}
+
+    def describe_outlook(self) -> str:
+        """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
+        members = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
+        gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
+        if self._shards is not None:  # its optimizers, which are not known yet, have a say in it
+            return gradients
+        plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self._config.caps)
+        return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
 
     def late_gradient(self, param_indices: Sequence[int], bucket_index: int) -> LateGradientError:
         """Return what to raise for a gradient, of one of some parameters, that arrived after its bucket had left."""

@@ -139,6 +139,10 @@ class Reducer:
             f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
         )
 
+    def describe_outlook(self) -> str:
+        """Return what will be planned, before a backward has shown the order of gradients."""
+        return self._plan_cache.describe_outlook()
+
     def describe_backward(self) -> str:
         """Return in words which bucket a backward has come to."""
         queue = None if self._backward is None else self._backward.queue

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
 _WRITTEN_BY_A_STRANGER = (
-    "The store at the main address holds what no rank has written: another program uses it. Give this run a port of its"
-    " own (`MASTER_PORT`), in a network that only those reach whom you trust."
+    "The store at the main address holds data that no rank wrote: another program uses it. Give this run a port of its"
+    " own (`MASTER_PORT`), in a network that only people you trust can reach."
 )
 # How long a thread that has no more reason to wait may take to say so.
 _GRACE_S = 2.0
@@ -265,7 +265,7 @@ class Rendezvous:
         if present := [] if rdzv is None else rdzv.present():
             what += f" {len(present)} did, from host {list_some(sorted({info.host for info in present}))}."
         return (
-            f"{what} Look at the output of what is missing; check that every node was started, with the same `devices`"
-            " and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes longer, pass a"
-            f" larger `{self._option}`."
+            f"{what} Look at the output of the missing ranks; check that every node was started, with the same"
+            " `devices` and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes"
+            f" longer, pass a larger `{self._option}`."
         )

@@ -26,7 +26,7 @@ _POLL_PER_S_WAITED = 0.1
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _POLL_PER_RANK_S = 0.0005
 # A start that takes long is reported after these times, and then each time the last of them has passed again.
-_REPORTS_S = (10, 30, 60)
+_REPORTS_S = (30, 60)
 # How long torch may try by itself to reach a store that was there a moment ago. All ranks try to at once, and one that
 # gives up tries again.
 _CLIENT_TIMEOUT_S = 1.0

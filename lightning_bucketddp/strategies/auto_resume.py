@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_bucketddp.checkpoint.run_record import RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.wording import list_some_ranks, pluralize
 
 if TYPE_CHECKING:

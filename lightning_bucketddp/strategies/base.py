@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
@@ -32,6 +31,7 @@ from lightning_bucketddp.comm.process_group import abort_device_groups
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun
+from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer import quantized_reduction, reduction, sharded_bucket
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
@@ -40,7 +40,8 @@ from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
 from lightning_bucketddp.strategies.launchers import HoldsPort
-from lightning_bucketddp.strategies.options import WHY_WITHOUT_EFFECT, StartMethod, StrategyOptions
+from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions
+from lightning_bucketddp.strategies.run_lines import describe_start
 
 _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of them waits for other ranks. None of them calls functions of the user.
@@ -99,9 +100,7 @@ class StrategyBase:
         strategy = super().__new__(cls)
         given = {**dict(zip(list(parameters)[1:], args, strict=False)), **options}
         strategy.given_options = {
-            name: value
-            for name, value in given.items()
-            if name in parameters and name not in WHY_WITHOUT_EFFECT and value != parameters[name].default
+            name: value for name, value in given.items() if name in parameters and value != parameters[name].default
         }
         return strategy
 
@@ -114,6 +113,7 @@ class StrategyBase:
         self._fault_handler: FaultHandler | None = None
         self._writer = CheckpointWriter()
         self._finite_checkpoints = FiniteCheckpoints()
+        self._start_line = ""
         # Read by what `adopt_process_setup` takes over.
         self._num_nodes = 1
         self._process_group_backend = options.process_group_backend
@@ -157,6 +157,23 @@ class StrategyBase:
                     timeout=timeout,
                     device_id=None if self.root_device.type == "cpu" else self.root_device,
                 )
+
+    def _log_start(self, reducer: Reducer | None = None) -> None:
+        """Say what was chosen, unless the last run of this strategy began with the same."""
+        line = describe_start(
+            self.options,
+            self.given_options,
+            num_ranks=self.world_size,
+            num_nodes=self._num_nodes,
+            backend=self._get_process_group_backend(),
+            reducer=reducer,
+        )
+        if line != self._start_line:
+            self._start_line = line
+            rank_zero_info(line)
+
+    def log_end(self) -> None:
+        """Say what was done. Called when the run has ended well, and no progress bar is on the screen any more."""
 
     def _open_more_sockets(self, store: torch.distributed.Store, point: StoreAddress) -> None:  # type: ignore[name-defined]
         num_hosts = open_more_sockets(store, rank=point.rank, world_size=point.world_size)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -46,6 +45,10 @@ class PaddedEvaluation:
         """Return what a step of an evaluation runs in."""
         return nullcontext()
 
+    def take_notes(self) -> list[str]:
+        """Return what is new to say about the data, for the log."""
+        return []
+
     def close(self) -> None:
         """Leave the Trainer as it was."""
 
@@ -68,10 +71,16 @@ class ExactEvaluation(PaddedEvaluation):
         self._was_asked = False
         self._num_seen = Counter[int]()
         self._repeats = False
-        self._told: set[str] = set()
+        # By the name of a dataloader; empty once it was taken.
+        self._notes: dict[str, str] = {}
         # Nothing else tells for what a sampler is: validation data is prepared in the middle of training.
         self._connector: Any = self._trainer._data_connector
         vars(self._connector)["_prepare_dataloader"] = self._prepare
+
+    def take_notes(self) -> list[str]:
+        notes = [note for note in self._notes.values() if note]
+        self._notes = dict.fromkeys(self._notes, "")
+        return notes
 
     def close(self) -> None:
         vars(self._connector).pop("_prepare_dataloader", None)
@@ -99,12 +108,12 @@ class ExactEvaluation(PaddedEvaluation):
         divide(loader, part, keeps_batches=self._keeps_batches and is_prediction)
         name, share = f"{mode.dataloader_prefix}_dataloader", share_of(loader)
         sampler = getattr(share, "sampler", None)
-        if is_prediction or sampler is None or len(sampler) % self._world_size == 0 or name in self._told:
+        if is_prediction or sampler is None or len(sampler) % self._world_size == 0 or name in self._notes:
             return
-        self._told.add(name)
-        rank_zero_info(
-            f"bucketddp: `{name}` has {len(sampler)} samples for {self._world_size} ranks; each is evaluated once, and"
-            " batches differ in size. `exact_evaluation=False` repeats samples, as `ddp` does."
+        # Not said now: a progress bar may be on the screen.
+        self._notes[name] = (
+            f"each of the {len(sampler)} samples of `{name}` was evaluated once, on {self._world_size} ranks"
+            " (`exact_evaluation=False` repeats some, as `ddp` does)"
         )
 
     def begin(self) -> None:

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
 from lightning_bucketddp.data.exact_batches import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
+from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -51,7 +51,7 @@ class FabricStrategy(FabricCheckpointHooks):
         timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
-            `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
+            `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
@@ -167,6 +167,7 @@ class FabricStrategy(FabricCheckpointHooks):
         self._collectives = Collectives(self.root_device, timeout=self._timeout)
         self._shards = self._new_shards()
         self._act_before_forward(self._collectives.world_size)
+        self._log_start()
 
     @property
     def shards(self) -> Shards | None:

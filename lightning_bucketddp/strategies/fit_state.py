@@ -22,6 +22,7 @@ from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, 
 from lightning_bucketddp.strategies.batch_weighting import EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import PaddedEvaluation
 from lightning_bucketddp.strategies.local_steps import NoLocalSteps
+from lightning_bucketddp.strategies.run_lines import FitTally
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -153,6 +154,8 @@ class FitState:
         sharding: gives each rank its part of a stream.
         islands: the ranks that take each step together; None: all of them do.
         local_steps: ends rounds of steps that islands take without the others.
+        tally: counts what is done; None: training has not begun.
+        done: what the log will say about that when all is over.
     """
 
     is_fit: bool = False
@@ -169,6 +172,8 @@ class FitState:
     sharding: NoSharding = field(default_factory=NoSharding)
     islands: Islands | None = None
     local_steps: NoLocalSteps = field(default_factory=NoLocalSteps)
+    tally: FitTally | None = None
+    done: list[str] = field(default_factory=list)
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_bucketddp.processes import end_openmp_threads
 from lightning_bucketddp.startup.child_processes import LAUNCHER_PID
 from lightning_bucketddp.startup.store import is_on_this_host, listen
 
@@ -101,7 +102,9 @@ class Guarded:
         self.strategy.trains_elsewhere = False
         try:
             try:
-                return self.function(*args, **kwargs)
+                result = self.function(*args, **kwargs)
+                self.strategy.log_end()
+                return result
             except BaseException as error:
                 self.strategy.end_run_by(error)
                 raise
@@ -176,10 +179,23 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
             return output
         return output._replace(trainer_results=SavedPredictions(results))
 
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        folders = [getattr(callback, "recorded_in", None) for callback in trainer.callbacks]
+        return {**super().get_extra_results(trainer), "folders": folders}
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        # Ranks record steps, and the process that has launched them shows the page.
+        for callback, folder in zip(trainer.callbacks, extra.pop("folders"), strict=False):
+            if folder is not None:
+                callback.recorded_in = folder
+        super().update_main_process_results(trainer, extra)
+
     def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The next launch of this program chooses a port of its own.
         with launching("MASTER_PORT"):
             self._open_port(self.guarding_strategy.cluster_environment)
+            if self.guarding_strategy.options.start_method == "fork":
+                end_openmp_threads()
             try:
                 return super().launch(function, *args, **kwargs)
             finally:

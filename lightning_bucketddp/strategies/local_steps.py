@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,8 +80,9 @@ class NoLocalSteps:
     def compare(self, *, when: str) -> None:
         """Compare the weights of all ranks, which are between two rounds."""
 
-    def end(self) -> None:
-        """Tell what was done: the training is over."""
+    def describe(self) -> str:
+        """Return what was done, in one line."""
+        return ""
 
     def close(self) -> bool:
         """Exchange no more; return whether connections may be closed."""
@@ -337,11 +337,10 @@ class LocalSteps(NoLocalSteps):
         if self._checks.compare(lambda: training_state(parameters, []), when=when) and self._outer is not None:
             self._outer.take_weights()
 
-    def end(self) -> None:
+    def describe(self) -> str:
         stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
-        rank_zero_info(
-            f"bucketddp: {steps} between {self._islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and"
-            f" {stats.outer_s:.1f} s in all."
+        return (
+            f"{steps} between {self._islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {stats.outer_s:.1f} s"
         )
 
     def install(self, base: type) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.config import ReducerConfig
@@ -22,21 +21,12 @@ from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 
-WHY_WITHOUT_EFFECT = {
-    "find_unused_parameters": "unused parameters are always handled; only a step that leaves some out takes longer",
-    "static_graph": "how often each parameter is used is learned from the first backward",
-    "gradient_as_bucket_view": "gradients always live in their buckets",
-    "batched_grad_copy": "gradients are always copied by one call per bucket",
-    "skip_all_reduce_unused_params": "unused parameters need no mode of their own",
-    "device_ids": "Lightning gives each process its device",
-    "output_device": "outputs stay on the device of the process",
-    "dim": "batches are not scattered to devices",
-    "check_reduction": "torch ignores it, too",
-    "delay_all_reduce_named_params": "each bucket leaves as soon as it is complete",
-    "param_to_hook_all_reduce": "each bucket leaves as soon as it is complete",
-    "process_group": "gradients are averaged over all ranks in any case",
-    "device_mesh": "gradients are averaged over all ranks in any case",
-}
+# torch DDP's; the docstrings of the strategies say why.
+WITHOUT_EFFECT = (
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
+    *("skip_all_reduce_unused_params", "device_ids", "output_device", "dim", "check_reduction"),
+    *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "process_group", "device_mesh"),
+)
 
 
 _FLAGS = {
@@ -62,6 +52,7 @@ class StrategyOptions:
         reducer: what concerns buckets, hooks and non-finite numbers.
         replica_checks: what concerns the comparison of replicas.
         torch_devices: `device_ids` and `output_device`, which must be what Lightning chooses.
+        without_effect: the names of torch DDP's options that were given and change nothing.
 
     The others are keywords. Those with a default are the Trainer's alone.
     """
@@ -69,6 +60,7 @@ class StrategyOptions:
     reducer: ReducerConfig
     replica_checks: ReplicaCheckConfig
     torch_devices: tuple[list[Any] | None, Any]
+    without_effect: tuple[str, ...]
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: StartMethod
@@ -101,7 +93,7 @@ class StrategyOptions:
             ValueError: if one of them cannot be what is wanted; the text names it.
         """
         given = dict(arguments)
-        _settle_torch_options({name: given.get(name) for name in (*WHY_WITHOUT_EFFECT, "mixed_precision")})
+        _check_torch_options(given)
         if given["forward_sync_buffers"] is not None:
             given["broadcast_buffers"] = given["forward_sync_buffers"]
         for name in _FLAGS & given.keys():
@@ -116,6 +108,7 @@ class StrategyOptions:
                 every_n_steps=given["check_replicas_every_n_steps"], on_divergence=given["on_divergence"]
             ),
             torch_devices=(given["device_ids"], given["output_device"]),
+            without_effect=tuple(name for name in WITHOUT_EFFECT if given.get(name) is not None),
             process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),
@@ -145,20 +138,16 @@ def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
     )
 
 
-def _settle_torch_options(options: Mapping[str, Any]) -> None:
-    """Explain in one line which of torch DDP's options were given and have no effect; refuse what asks for more."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.pop("mixed_precision", None) is not None:
+def _check_torch_options(given: Mapping[str, Any]) -> None:
+    """Refuse those of torch DDP's options that ask for more than there is."""
+    if given.get("mixed_precision") is not None:
         raise ValueError(
             "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
             ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.'
         )
     for name in ("process_group", "device_mesh"):
-        if name in given:
+        if given.get(name) is not None:
             _check_holds_all_ranks(name, given[name])
-    reasons = [f"`{name}` ({WHY_WITHOUT_EFFECT[name]})" for name in given]
-    if reasons:
-        rank_zero_info(f"bucketddp: no effect, and no need to set: {', '.join(reasons)}.")
 
 
 def _check_holds_all_ranks(name: str, group: Any) -> None:
@@ -189,7 +178,6 @@ def _resolve_start_method(start_method: StartMethod) -> StartMethod:
     if start_method not in get_args(StartMethod):
         raise ValueError(f"`start_method` must be one of {', '.join(get_args(StartMethod))}, got {start_method!r}.")
     if start_method == "popen" and hasattr(sys, "ps1"):
-        rank_zero_info("bucketddp: starting processes by fork, because this is an interactive session.")
         return "fork"
     return start_method
 

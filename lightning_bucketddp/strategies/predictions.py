@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_bucketddp.checkpoint.safe_loading import safe_globals_allowed
@@ -23,7 +22,6 @@ def gather_predictions(predictions: list[list[Any]], collectives: Collectives) -
     """
     hosts = collectives.host_group()
     nums_by_rank: list[list[int]] = hosts.gather_json([len(batches) for batches in predictions])
-    rank_zero_info(f"bucketddp: gathering the predictions of {hosts.world_size} ranks.")
     for loader, own in enumerate(predictions):
         nums = [nums[loader] for nums in nums_by_rank]
         gathered = []

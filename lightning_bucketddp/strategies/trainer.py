@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -25,6 +25,7 @@ from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
@@ -40,6 +41,7 @@ from lightning_bucketddp.strategies.options import GradientWeightOption, StartMe
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
+from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         timeout: How long a collective may take: a `timedelta`, or a number of seconds.
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
-            `auto`: sizes computed from what the first backwards have shown (docs/tuning.md).
+            `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
         bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
@@ -275,6 +277,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         super().setup(trainer)
         if self._state.is_fit and self._differs_by_design:
             self._enable_model_averaging()
+        if self._state.is_fit:
+            self._log_start(self.reducer)
 
     def _prepare_evaluation(self, trainer: Trainer) -> None:
         assert self._collectives is not None
@@ -383,7 +387,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 finiteness=self._make_finiteness(state.replicas),
                 # With manual optimization users may call `loss.backward()`.
                 all_are_marked=self._module.automatic_optimization,
-                say=rank_zero_info,
             )
             if state.shards is not None:
                 state.shards.unwatch()
@@ -431,7 +434,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         assert self._collectives is not None
         if self._state.islands is not None:
             raise ValueError(
-                "`BucketDDPBatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search"
+                "`BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search"
                 " without `local_steps`, and pass the batch size that was found."
             )
         self._trials = Trials(self._collectives, is_out_of_memory=self._is_oom_error)
@@ -458,6 +461,25 @@ class TrainerStrategy(TrainerCheckpointHooks):
         super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._trainer, self.root_device)
+        assert self.reducer is not None  # there is one as long as there is a fit
+        self._state.tally = FitTally(self._trainer.global_step, self.reducer)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        state = self._state
+        assert state.tally is not None
+        done = [
+            state.tally.describe(self._trainer.global_step),
+            state.local_steps.describe(),
+            "" if state.shards is None else state.shards.describe(),
+            self.checkpoint_stats.describe() if self.checkpoint_stats.num_saves else "",
+        ]
+        state.done = [part for part in done if part]
+
+    def log_end(self) -> None:
+        done, self._state.done = self._state.done + self._state.evaluation.take_notes(), []
+        if done:
+            rank_zero_info(f"bucketddp: {'; '.join(done)}.")
 
     def teardown(self) -> None:
         self._batch_size.end()

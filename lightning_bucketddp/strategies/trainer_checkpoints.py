@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, drain, raised_once
 from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_every_rank, write_on_rank_zero
@@ -26,6 +25,7 @@ from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
+from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import NoAutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
@@ -251,13 +251,9 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         super().on_train_end()
         # What is saved from now on is saved by hand.
         self._finite_checkpoints.forget_warning()
-        try:
-            self.wait_for_checkpoints()
-            if self.is_global_zero:
-                self._auto_resume.end(self._trainer)
-        finally:
-            if self.is_global_zero and self.checkpoint_stats.num_saves:
-                rank_zero_info(f"bucketddp: {self.checkpoint_stats.describe()}.")
+        self.wait_for_checkpoints()
+        if self.is_global_zero:
+            self._auto_resume.end(self._trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

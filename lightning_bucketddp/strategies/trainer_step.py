@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -273,9 +272,6 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self.reducer.finiteness.catch_up(self.reducer.stats)
         if self._state.checks.are_periodic:
             self._state.checks.compare(self._trained_state, when="at the end of training")
-        self._state.local_steps.end()
-        if self.shards is not None:
-            rank_zero_info(f"bucketddp: {self.shards.describe()}.")
 
     def _trained_state(self) -> TrainingState:
         """Return what training changes in the same way on every rank."""

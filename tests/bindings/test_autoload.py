@@ -23,12 +23,7 @@ REGISTRY_OF = {
     [
         (run_code, "lightning", ["lightning.pytorch", "lightning.fabric"]),
         (run_code, "pytorch_lightning", ["pytorch_lightning", "lightning_fabric"]),
-        *(
-            pytest.param(
-                run_code_after_torch, root, [root], marks=[pytest.mark.long] if root != "lightning.pytorch" else []
-            )
-            for root in REGISTRY_OF
-        ),
+        *(pytest.param(run_code_after_torch, root, [root], marks=pytest.mark.long) for root in REGISTRY_OF),
     ],
     ids=["lightning", "pytorch_lightning", *(f"torch, {root}" for root in REGISTRY_OF)],
 )

@@ -117,6 +117,15 @@ def test_a_global_batch_size_leaves_nothing_to_find(tmp_path: Path) -> None:
     assert run_on_ranks(refusal, search=search, directory=tmp_path) == [expected] * 2
 
 
+def test_islands_cannot_search_together(tmp_path: Path) -> None:
+    expected = (
+        "ValueError: `BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search without"
+        " `local_steps`, and pass the batch size that was found."
+    )
+    search = Search(options={"local_steps": 2, "islands": "rank"})
+    assert run_on_ranks(refusal, search=search, directory=tmp_path) == [expected] * 2
+
+
 @pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_result_in_other_processes_cannot_be_returned(root: str) -> None:
     binding: Any = import_module(f"lightning_bucketddp.bindings.trainer_{root.partition('.')[0]}")

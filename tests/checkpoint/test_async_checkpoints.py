@@ -88,17 +88,16 @@ def test_the_same_files_are_written_as_otherwise_and_the_time_is_reported(tmp_pa
     for file in files:
         assert_same_state(tmp_path / "async" / file, tmp_path / "sync" / file)
     number = r"(\d+\.\d{3})"
-    pattern = (
-        rf"bucketddp: \d+ checkpoints, held up training for {number} s \(snapshot {number} s, waiting {number} s,"
-        rf" writing {number} s\), wrote for {number} s in the background\."
+    in_background = (
+        rf" \(snapshot {number} s, waiting {number} s, writing 0\.000 s\), wrote for {number} s in the background"
     )
     for name, [[line], on_rank_one] in reports.items():
         assert on_rank_one == []
-        match = re.fullmatch(pattern, line)
+        match = re.search(
+            rf"; \d+ checkpoints held up training for {number} s{in_background if name == 'async' else ''}\.$", line
+        )
         assert match is not None
-        _, snapshot, _, writing, background = (float(text) for text in match.groups())
-        assert (writing == 0) == (name == "async")
-        assert (snapshot == 0) == (background == 0) == (name == "sync")
+        assert all(float(seconds) > 0 for seconds in match.groups()[:2])
 
 
 def test_a_link_never_points_to_what_is_not_written_yet(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_link_never_points_to_what_is_not_written_yet(tmp_path: Path) -> None:
         "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link would point"
         " to a file that is not there yet. Pass `save_last=True` instead."
     )
-    assert line.endswith("wrote for 0.000 s in the background.")
+    assert "in the background" not in line
     assert (tmp_path / "last.ckpt").is_symlink()
     assert state_in(tmp_path / "last.ckpt")["global_step"] == 30
 

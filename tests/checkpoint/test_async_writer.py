@@ -211,7 +211,7 @@ def test_the_time_that_training_is_held_up_is_counted(writer: CheckpointWriter, 
     assert stats.held_up_s == stats.snapshot_s + stats.waiting_s + stats.writing_s
     seconds = r"\d+\.\d{3} s"
     assert re.fullmatch(
-        f"2 checkpoints, held up training for {seconds} \\(snapshot {seconds}, waiting {seconds}, writing {seconds}\\),"
+        f"2 checkpoints held up training for {seconds} \\(snapshot {seconds}, waiting {seconds}, writing {seconds}\\),"
         f" wrote for {seconds} in the background",
         stats.describe(),
     )

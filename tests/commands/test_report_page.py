@@ -12,7 +12,9 @@ import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
+from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.commands.report.page import make_page
 from lightning_bucketddp.recording.reader import RunRecord, find_folder, read_run
 from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
@@ -540,6 +542,7 @@ def test_one_rank_alone_has_a_page(driver: Chrome, tmp_path: Path) -> None:
     assert "nothing was reduced" in text(driver, "#plan-text")
 
 
+@pytest.mark.long
 def test_many_ranks_and_buckets_stay_usable(driver: Chrome, tmp_path: Path) -> None:
     many = Recording(num_ranks=64, num_buckets=200, bucket_bytes=2**18, steps=range(2), slowness={40: 1.2})
     show(driver, read_run(many.write(tmp_path / "run")), tmp_path)
@@ -570,3 +573,27 @@ def test_what_the_monitor_records_can_be_seen(driver: Chrome, model: str, tmp_pa
     assert driver.find_element(By.ID, "sizes").is_displayed()
     if model == "slow_rank":
         assert "Rank 1 usually takes" in text(driver, "#history-text")
+
+
+# --- In a notebook
+
+
+def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(
+    driver: Chrome, record: RunRecord, tmp_path: Path
+) -> None:
+    monitor = BucketDDPMonitor()
+    with pytest.raises(RuntimeError, match="there was none that was recorded"):
+        monitor.show()
+    monitor.recorded_in = record.folder
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><h1>cells</h1>{monitor.show(height=700)._repr_html_()}", encoding="utf-8")
+    driver.get(path.as_uri())
+    [frame] = driver.find_elements(By.TAG_NAME, "iframe")
+    assert (frame.size["height"], frame.size["width"] > 1200) == (700, True)
+    # Its scripts run, and belong to no origin: they could not even look at the notebook.
+    assert driver.execute_script("return arguments[0].contentDocument", frame) is None
+    driver.switch_to.frame(frame)
+    WebDriverWait(driver, 10).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".reduction"))
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".rank")) == RECORDING.num_ranks
+    driver.switch_to.default_content()
+    assert driver.get_log("browser") == []

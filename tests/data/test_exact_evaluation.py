@@ -231,5 +231,5 @@ def test_every_launcher(launcher: str, tmp_path: Path) -> None:
         mean = sum(i * i % 97 for i in range(103)) / 103
         assert finished.results["test"] == [pytest.approx({"mean": mean, "count": 103})]
         assert finished.results["steps"] == [13, 13]
-        assert finished.output.count("`test_dataloader` has 103 samples for 2 ranks; each is evaluated once") == 1
+        assert finished.output.count("bucketddp: each of the 103 samples of `test_dataloader` was evaluated once") == 1
         assert "it is recommended to use `Trainer(devices=1" not in finished.output

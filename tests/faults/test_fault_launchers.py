@@ -19,7 +19,7 @@ from tests.soak.round import SCRIPT
 from tests.soak.running import Program, Running, running
 from tests.soak.trial import Fault
 from tests.support import warm
-from tests.support.programs import SCRIPTS
+from tests.support.programs import SCRIPTS, run
 
 # Far from the time-out of the group.
 SOON_S = 30
@@ -143,3 +143,10 @@ def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     assert "ValueError: an accident" in ended.output
     assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 (process " in ended.output
+
+
+@pytest.mark.long
+def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) -> None:
+    ended = run(SCRIPTS / "idle_rank.py", root="lightning.pytorch", directory=tmp_path)
+    assert ended.returncode == 0, ended.output
+    assert "rank 1 has worked" in ended.output

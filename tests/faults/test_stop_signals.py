@@ -65,7 +65,9 @@ def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", SEEN_AS)
-@pytest.mark.parametrize("where", ["training_step", "data worker", "validation_step"])
+@pytest.mark.parametrize(
+    "where", ["training_step", *(pytest.param(w, marks=pytest.mark.long) for w in ("data worker", "validation_step"))]
+)
 def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
     number: signal.Signals, where: str, tmp_path: Path
 ) -> None:

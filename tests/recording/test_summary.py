@@ -214,7 +214,7 @@ def test_a_straggler_is_late_by_more_than_a_little_and_more_than_by_chance(
     assert (step.straggler is not None) == is_late
     assert step.network_wait_s == pytest.approx(3 * MS)
     [line] = [line for line in Summary.of(step, None, suggestions=[]).lines if line.startswith("Slowest rank: ")]
-    assert (line == "Slowest rank: none, all take about as long.") != is_late
+    assert (line == "Slowest rank: none; all take about the same time.") != is_late
     assert any("rank 2" in text for text in suggestions(step, None, None, options={})) == is_late
 
 

@@ -136,6 +136,8 @@ class Fault:
         of_torchrun = rf"|rank +: {rank} \(local_rank"
         by_launcher = {
             **dict.fromkeys(("torchrun", *RESTARTING), of_torchrun),
+            # When it starts the ranks again, which may come before another rank could say something.
+            "elastic": rf"{of_torchrun}|failed \(exitcode: \S+ local_rank: {rank} \(pid",
             **dict.fromkeys(("spawn", "fork"), rf"|(?i:process) {rank} terminated with"),
         }.get(launcher, "")
         died = rf"Rank {rank} \(process \d+ on .*\) (died|can no longer be reached){by_launcher}"

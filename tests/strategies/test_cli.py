@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_bucketddp import __version__, cli
-from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.commands import UsageError, trimmed_console
 from tests.support.interpreter import run_code
 
 COMMANDS = list(cli._COMMANDS)
@@ -121,3 +122,23 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     os.close(reading)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "variables", "written"),
+    [(True, {}, "\x1b[31mlate\x1b[0m\r\n"), (True, {"NO_COLOR": "1"}, "late\r\n"), (False, {}, "late\n")],
+)
+def test_colours_are_for_terminals(
+    on_terminal: bool, variables: dict[str, str], written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = os.openpty() if on_terminal else os.pipe()
+    with open(theirs, "w") as stream:
+        with redirect_stdout(stream), trimmed_console() as console:
+            console.print("[red]late[/red]")
+        stream.flush()
+        assert os.read(ours, 100).decode() == written
+    os.close(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ def test_processes_are_forked_and_spawned_and_hand_their_weights_back(tmp_path: 
         assert finished.results[f"{name}.variables0"] == []
 
 
+def test_forked_ranks_compute_with_threads_as_the_process_did_that_has_launched_them(tmp_path: Path) -> None:
+    finished = run(SCRIPTS / "forked_threads.py", root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode == 0, finished.output
+    assert sorted(re.findall("rank . has computed .*", finished.output)) == [
+        f"rank {rank} has computed [4096, 256]" for rank in range(2)
+    ]
+
+
 def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     finished = run(*torchrun, SCRIPTS / "fit.py", "bucketddp", root="pytorch_lightning", directory=tmp_path)
@@ -68,7 +77,7 @@ def test_a_config_gives_the_class_path_and_options(tmp_path: Path) -> None:
     config = write_config(tmp_path, strategy=BY_CLASS_PATH)
     finished = run(SCRIPTS / "cli.py", "fit", "--config", config, root="pytorch_lightning", directory=tmp_path)
     assert_trained(finished, root="pytorch_lightning", bucket_cap_mb=5)
-    assert finished.output.count("bucketddp: no effect, and no need to set: `find_unused_parameters`") == 1
+    assert finished.output.count("; no effect: find_unused_parameters, check_reduction.") == 1
 
 
 def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +89,16 @@ def test_a_kernel_launches_a_function_of_a_cell_with_fabric(notebook: Notebook) 
     assert weights[0] == weights[1] == weights[2]
 
 
-def test_a_kernel_is_told_why_its_ranks_are_forked(notebook: Notebook) -> None:
+def test_a_kernel_is_told_that_its_ranks_are_forked_and_shows_what_they_have_recorded(
+    notebook: Notebook, tmp_path: Path
+) -> None:
     notebook.output = ""
-    notebook.run("make_trainer('bucketddp')")
-    assert notebook.output.count("bucketddp: starting processes by fork, because this is an interactive session.") == 1
+    notebook.run(
+        "from lightning_bucketddp import BucketDDPMonitor\n"
+        f"monitor = BucketDDPMonitor(every_n_steps=1, dirpath={str(tmp_path)!r}, summary=False)\n"
+        "trainer = make_trainer('bucketddp')\ntrainer.callbacks.append(monitor)\ntrainer.fit(Regression())"
+    )
+    assert notebook.output.count("bucketddp: 2 ranks (gloo, started by fork); ") == 1
+    html = notebook.run("page = monitor.show()", then="page._repr_html_()")
+    assert html.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert f"{tmp_path}/bucketddp" in html

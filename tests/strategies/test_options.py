@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import re
 import sys
@@ -58,13 +57,9 @@ def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: st
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-def test_an_interactive_session_forks(
-    root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_interactive_session_forks(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with caplog.at_level(logging.INFO):
-        assert launched_by(strategy_of(root, "bucketddp")) == "fork"
-    assert "bucketddp: starting processes by fork, because this is an interactive session." in caplog.messages
+    assert launched_by(strategy_of(root, "bucketddp")) == "fork"
 
 
 def test_a_start_method_that_was_asked_for_is_used_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,36 +152,22 @@ def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
         )
 
 
-def test_keywords_without_effect_are_explained_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        BucketDDPStrategy(
-            find_unused_parameters=True,
-            static_graph=False,
-            gradient_as_bucket_view=True,
-            batched_grad_copy=True,
-            skip_all_reduce_unused_params=True,
-            device_ids=[0],
-            output_device="cuda:0",
-            dim=0,
-            check_reduction=False,
-            delay_all_reduce_named_params=[("weight", nn.Parameter(torch.ones(1)))],
-            param_to_hook_all_reduce=nn.Parameter(torch.ones(1)),
-        )
-    assert caplog.messages == [
-        "bucketddp: no effect, and no need to set:"
-        " `find_unused_parameters` (unused parameters are always handled; only a step that leaves some out takes"
-        " longer),"
-        " `static_graph` (how often each parameter is used is learned from the first backward),"
-        " `gradient_as_bucket_view` (gradients always live in their buckets),"
-        " `batched_grad_copy` (gradients are always copied by one call per bucket),"
-        " `skip_all_reduce_unused_params` (unused parameters need no mode of their own),"
-        " `device_ids` (Lightning gives each process its device),"
-        " `output_device` (outputs stay on the device of the process),"
-        " `dim` (batches are not scattered to devices),"
-        " `check_reduction` (torch ignores it, too),"
-        " `delay_all_reduce_named_params` (each bucket leaves as soon as it is complete),"
-        " `param_to_hook_all_reduce` (each bucket leaves as soon as it is complete)."
-    ]
+def test_keywords_without_effect_are_taken() -> None:
+    given: dict[str, Any] = {
+        "find_unused_parameters": True,
+        "static_graph": False,
+        "gradient_as_bucket_view": True,
+        "batched_grad_copy": True,
+        "skip_all_reduce_unused_params": True,
+        "device_ids": [0],
+        "output_device": "cuda:0",
+        "dim": 0,
+        "check_reduction": False,
+        "delay_all_reduce_named_params": [("weight", nn.Parameter(torch.ones(1)))],
+        "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
+    }
+    assert BucketDDPStrategy(**given).options.without_effect == tuple(given)
+    assert BucketDDPStrategy().options.without_effect == ()
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
@@ -232,35 +213,25 @@ def test_another_device_is_refused(
     )
 
 
-def test_groups_of_all_ranks_are_explained_and_others_refused() -> None:
+def test_groups_of_all_ranks_have_no_effect_and_others_are_refused() -> None:
     def refused(name: str, shape: str) -> str:
         return (
             f"`{name}` has shape {shape}, but gradients are averaged over all ranks of a run, here (2,). Leave it out."
             " For a model that is split between ranks use Lightning's `ModelParallelStrategy`."
         )
 
-    everywhere = "(gradients are averaged over all ranks in any case)"
     expected = {
-        "all": f"bucketddp: no effect, and no need to set: `process_group` {everywhere}, `device_mesh` {everywhere}.",
+        "all": "process_group device_mesh",
         "some": refused("process_group", "(1,)"),
         "plane": refused("device_mesh", "(1, 2)"),
     }
-    zero, one = run_on_ranks(pass_groups)
-    assert zero == expected
-    # Whether it explains too depends on whether it has already learned that it is not rank 0.
-    assert one == {**expected, "all": one["all"]}
+    assert run_on_ranks(pass_groups) == [expected] * 2
 
 
 def test_another_device_is_refused_at_set_up() -> None:
     text = "`device_ids` names cpu:7, but Lightning has given this process cpu. Leave it out"
     for message in run_on_ranks(fit_with_device_ids):
         assert message.startswith(text)
-
-
-def test_defaults_need_no_explanation(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        BucketDDPStrategy(bucket_cap_mb=5, overlap=False)
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)

@@ -12,7 +12,7 @@ from tests.support.programs import REPOSITORY
 PACKAGE = REPOSITORY / "lightning_bucketddp"
 # In a quotation: a name in backticks, what has digits in it, the class that speaks, what was left out; and values that
 # are words.
-_VALUE = re.compile(r"(`[^`]*`|\S*\d\S*|\b[A-Z]\w+:|\.\.\.|\b(?:forward|shape|SIGKILL|No space left on device)\b)")
+_VALUE = re.compile(r"(`[^`]*`|\S*\d\S*|\b[A-Z]\w+:|\.\.\.|\b(?:forward|shape|gloo|SIGKILL|No space left on device)\b)")
 _WORD = re.compile(r"[A-Za-z_]{2,}")
 # In a text of the source: what stands between two values or signs is quoted as a whole, or not at all.
 _PLACE = "\0"

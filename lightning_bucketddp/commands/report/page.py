@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -41,6 +42,21 @@ def make_page(record: RunRecord) -> str:
         .replace("/* scripts */", "\n".join(map(_asset, _SCRIPTS)))
         .replace("/* content */", content)
     )
+
+
+@dataclass(frozen=True)
+class InlinePage:
+    """A page that a notebook shows below the cell that returns it."""
+
+    html: str
+    height: int
+
+    def _repr_html_(self) -> str:
+        # In a frame without an origin: neither its scripts nor its styles reach the notebook. No server, no other file.
+        return (
+            f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" title="bucketddp report"'
+            f' style="width: 100%; height: {self.height}px; border: 0"></iframe>'
+        )
 
 
 def _asset(name: str) -> str:

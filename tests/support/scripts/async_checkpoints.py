@@ -155,7 +155,7 @@ def fit_with_model_checkpoint(*, directory: Path, is_async: bool, save_last: Any
     trainer = trainer_of(best, during, strategy=strategy, max_epochs=3, val_check_interval=5)
     with lines_logged() as lines:
         trainer.fit(Scheduled(), models.loader(), models.loader())
-    return [line for line in lines if "bucketddp: " in line and "checkpoint" in line]
+    return [line for line in lines if "bucketddp: " in line and "checkpoints " in line]
 
 
 @contextmanager

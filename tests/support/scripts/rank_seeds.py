@@ -160,11 +160,11 @@ def workers_allowed() -> Iterator[None]:
 
 @contextmanager
 def said_about(subject: str, lines: list[str]) -> Iterator[None]:
-    """Collect what is said about `subject`, in the log and as warnings."""
+    """Collect what is said about `subject`, in the log and as warnings, beside that it was set."""
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if subject in record.getMessage():
+            if subject in record.getMessage() and f"{subject}=" not in record.getMessage():
                 lines.append(record.getMessage())
 
     handler = Collect()

@@ -188,7 +188,7 @@ def listening(messages: list[str]) -> Iterator[None]:
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "auto_resume" in record.getMessage() or "resumable" in record.getMessage():
+            if "`auto_resume`" in record.getMessage() or "resumable" in record.getMessage():
                 messages.append(record.getMessage())
 
     listener = Listener()

@@ -28,6 +28,7 @@ def like_torchrun() -> Iterator[None]:
         "GROUP_RANK": "0",
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": "1",
     }
     with patch.dict(os.environ, variables):
         yield

@@ -1,0 +1,27 @@
+"""A function that Fabric launches by fork, in which rank 0 is done before rank 1 has begun."""
+
+from __future__ import annotations
+
+import time
+
+from lightning.fabric import Fabric
+
+from lightning_bucketddp.faults.side_channel import SideChannel
+
+
+def work(fabric: Fabric) -> None:
+    if fabric.global_rank == 1:
+        print("rank 1 has worked", flush=True)
+
+
+def introduce_late(channel: SideChannel, *identity: object, **place: object) -> None:
+    """As on a machine that is slow."""
+    if channel.rank == 1:
+        time.sleep(1)
+    introduce(channel, *identity, **place)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    introduce = SideChannel.introduce
+    SideChannel.introduce = introduce_late  # type: ignore[method-assign, assignment]
+    Fabric(accelerator="cpu", devices=2, strategy="bucketddp_fork").launch(work)
