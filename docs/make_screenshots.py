@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/timeline.md: a training that is recorded here and now, its page, and a browser.
+"""Makes the pictures of README.md and docs/timeline.md: records a training, opens its page in a browser.
 
 `make docs-screenshots`, or `python -m docs.make_screenshots`. Needs Debian's chromium and chromium-driver.
 """
@@ -75,6 +75,7 @@ def take_pictures(page: Path) -> None:
         driver.implicitly_wait(5)
         driver.find_element(By.CSS_SELECTOR, ".reduction")  # the lanes are there
         _save(driver, "report.png", "header", '[aria-labelledby="one-step"]')
+        _save(driver, "timeline.png", '[aria-labelledby="one-step"]', '[aria-labelledby="one-step"]')
         _save(driver, "history-and-plan.png", '[aria-labelledby="history"]', "#sizes")
         prefer_colour_scheme(driver, "dark")
         driver.find_element(By.ID, "zoom-wait").click()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,27 @@ from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_b
 PATHS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 PAGES = {path.name: blocks_of(path) for path in PATHS}
 SHELL = ("console", "bash")
-# Each has a test below.
-KINDS = {"python", "yaml", "text", *SHELL}
+# Each has a test below, but for the API: tests/test_site.py builds that.
+KINDS = {"python", "yaml", "text", "{eval-rst}", *SHELL}
+# Their commands measure for minutes, need a GPU or make virtual environments. tests/test_benchmarks.py and
+# tests/test_examples.py run what they run; here, what they name must exist.
+GUIDES = ["CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"]
 # By how they begin: the commands that are not run here, and why.
 NOT_RUN = {
-    "pip install lightning-bucketddp": "needs the network; tests/test_install.py installs what was built",
+    "pip install .": "needs the network; tests/test_install.py installs what was built",
+    "pip install dist/": "needs the network; `make dist` does it",
+    "make dist": "makes virtual environments; CI runs it",
     "make demo": "makes a virtual environment; tests/test_install.py runs the same example",
     "make test": "runs this test",
-    "make docs": "makes a virtual environment; CI runs it",
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
+    "python train.py ddp kill save": "crashes; benchmarks/results/crash_before_after_202611.md holds script and output",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
+    "python -m benchmarks.projects": "installs packages and takes minutes; tests/test_projects.py tests the comparison",
     "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }
-# Pages whose commands take half a minute of a core.
-LONG = {"observability.md", "slow-networks.md"}
+# Pages whose code or commands take many seconds of a core.
+LONG = {"faster.md", "large-batches.md", "where-time-goes.md", "slow-networks.md"}
 # By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.
 NEEDS_LIGHTNING = {"weights_only=False": (2, 6)}
 
@@ -94,6 +101,14 @@ def test_quoted_messages_are_in_the_source(page: str) -> None:
     assert {line: words for line, words in unknown.items() if words} == {}
 
 
+def test_findings_of_the_doctor_are_quoted_as_they_are_said() -> None:
+    [block] = [b for b in PAGES["command-line.md"] if b.text.startswith("$ bucketddp doctor --checkpoints")]
+    findings = re.findall(r"^ +(?:(?:ok|note|warning|error) +|-> )(.*)$", block.text, flags=re.MULTILINE)
+    assert len(findings) > 10
+    unknown = {finding: {*unknown_words(finding)} - {"torch", "lightning", "gloo", "data"} for finding in findings}
+    assert {finding: words for finding, words in unknown.items() if words} == {}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_is_tested(page: str) -> None:
     assert [f"{page}:{block.line}: {block.kind}" for block in PAGES[page] if block.kind not in KINDS] == []
@@ -104,21 +119,32 @@ def test_every_command_that_is_not_run_is_in_some_document() -> None:
     assert [beginning for beginning in NOT_RUN if not any(command.startswith(beginning) for command in commands)] == []
 
 
-def test_readme_shows_what_was_measured_through_the_trainer_with_every_setting() -> None:
-    """Beside the speed-ups that come from settings, those that come without."""
-    readme = (REPOSITORY / "README.md").read_text()
-    table = readme[readme.index("## How fast") : readme.index("## Options")]
+def measured_through_the_trainer(result: str) -> list[str]:
+    """The speed-ups of a result file on 2 ranks, one for each setting."""
+    parts = (REPOSITORY / "benchmarks" / "results" / result).read_text().split("\n\n")
+    titles = [i for i, part in enumerate(parts) if "2 ranks" in part and "through the trainer" in part.lower()]
     measured = []
-    for result in ("gpu_suite_h200_202611.md", "speed_aarch64-2core_202611.md"):
-        assert result in table
-        parts = (REPOSITORY / "benchmarks" / "results" / result).read_text().split("\n\n")
-        titles = [i for i, part in enumerate(parts) if "2 ranks" in part and "through the trainer" in part.lower()]
-        for header, *rows in (parts[i + 1].splitlines() for i in titles if SPEED_UP in parts[i + 1]):
-            end = header.index(SPEED_UP) + len(SPEED_UP)
-            measured += [f"{row[:end].split()[-1]}x" for row in rows if row.startswith("bucketddp")]
+    for header, *rows in (parts[i + 1].splitlines() for i in titles if SPEED_UP in parts[i + 1]):
+        end = header.index(SPEED_UP) + len(SPEED_UP)
+        measured += [f"{row[:end].split()[-1]}x" for row in rows if row.startswith("bucketddp")]
+    return measured
+
+
+@pytest.mark.parametrize(("page", "heading"), [("README.md", "## How fast"), ("docs/how-we-know.md", "## Speed")])
+def test_what_was_measured_through_the_trainer_is_shown_with_every_setting(page: str, heading: str) -> None:
+    """Beside the speed-ups that come from settings, those that come without."""
+    section = (REPOSITORY / page).read_text().partition(f"{heading}\n")[2].partition("\n## ")[0]
+    gpu, cpu = "gpu_suite_h200_202611.md", "speed_aarch64-2core_202611.md"
+    assert gpu in section
+    assert cpu in section
     gpt2, resnet50, tiny = ["1.04x", "1.11x", "1.99x"], ["1.26x", "1.19x", "1.74x"], ["1.16x", "1.17x", "1.36x"]
-    assert measured == [*gpt2, *resnet50, *tiny, "0.97x"]
-    assert set(measured) <= set(re.findall(r"\d\.\d\dx", table))
+    measured = measured_through_the_trainer(gpu)
+    assert measured == [*gpt2, *resnet50, *tiny]
+    assert {*measured, *measured_through_the_trainer(cpu)} <= set(re.findall(r"\d\.\d\dx", section))
+
+
+def test_the_readme_is_short_enough_to_decide_by() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_page_on_slow_networks_shows_what_was_measured_of_quality() -> None:
@@ -126,6 +152,53 @@ def test_the_page_on_slow_networks_shows_what_was_measured_of_quality() -> None:
     [file] = (REPOSITORY / "benchmarks" / "results").glob("quality_*.jsonl")
     assert f"{file.stem}.md" in page
     assert [table for table in overviews(load(file)) if table not in page] == []
+
+
+def commands_of(guide: str) -> list[str]:
+    """Return the commands of a document, those within its sentences and tables too."""
+    path = REPOSITORY / guide
+    blocks = [command for block in blocks_of(path) if block.kind in SHELL for command in block.commands]
+    within = re.findall(r"`((?:python|make|sbatch|jupyter|cd|\./|\.venv/bin/)[^`]* [^`]+)`", path.read_text())
+    return [*blocks, *within]
+
+
+def missing_in(command: str, folder: Path) -> list[str]:
+    """Return the targets, modules, files and options that a command names, but that do not exist."""
+    words = command.replace(";", " ").split()
+    targets = (REPOSITORY / "Makefile").read_text()
+    modules = [word for before, word in pairwise(words) if before == "-m" and word.startswith(("benchmarks", "tests"))]
+    folders = {name.replace(".", "/") for module in modules for name in (module, module.rpartition(".")[0])}
+    known = "".join(path.read_text() for name in folders for path in (REPOSITORY / name).glob("*.py"))
+    places = [folder, folder / "cli", REPOSITORY]
+
+    def exists(before: str, word: str) -> bool:
+        if before == "make":
+            return word.startswith(".venv/.") or re.search(rf"^{re.escape(word)}:", targets, re.MULTILINE) is not None
+        if word in modules:
+            path = REPOSITORY / word.replace(".", "/")
+            return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+        if word.startswith("--") and modules:
+            return f'"{word}"' in known or f'"{word[2:]}"' in known  # some are made of names
+        if re.search(r"\w\.(py|sh|sbatch|ipynb|yaml)$", word):
+            return any((place / word).is_file() for place in places)
+        return True
+
+    return [word for before, word in pairwise(["", *words]) if not exists(before, word)]
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_commands_of_guides_name_what_exists(guide: str) -> None:
+    commands = commands_of(guide)
+    assert len(commands) > 8
+    missing = {command: missing_in(command, (REPOSITORY / guide).parent) for command in commands}
+    assert {command: words for command, words in missing.items() if words} == {}
+
+
+def test_a_command_that_names_what_does_not_exist_is_noticed() -> None:
+    assert missing_in("make tests", REPOSITORY) == ["tests"]
+    assert missing_in("python -m benchmarks.step_tim", REPOSITORY) == ["benchmarks.step_tim"]
+    assert missing_in("python -m benchmarks.step_time --modle mlp", REPOSITORY) == ["--modle"]
+    assert missing_in("cd cli; python train.py fit --config other.yaml", REPOSITORY / "examples") == ["other.yaml"]
 
 
 def test_a_message_that_is_not_ours_is_noticed() -> None:
