@@ -1,20 +1,30 @@
 PYTHON ?= python3
 # For two cores: programs of the tests use two processes each, and wait for a good part of their time.
 WORKERS ?= 3
+# What `make test-next` puts over the versions of constraints.txt.
+NEXT ?= torch
+NEXT_torch = --pre --index-url https://download.pytorch.org/whl/nightly/cpu torch
+NEXT_lightning = 'lightning @ git+https://github.com/Lightning-AI/pytorch-lightning@master'
 # Tests start hundreds of processes; none has to compile again what another one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+SPHINX = -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all test-oldest soak docs docs-screenshots lint browser
+.PHONY: help demo test test-long test-all test-oldest test-next soak docs links docs-screenshots lint format hooks dist browser
 .NOTPARALLEL:
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Start
 
 demo: .venv/.demo ## Train on real data in two processes
 	@echo 'Training on handwritten digits in two processes, with strategy="bucketddp": examples/digits.py'
 	@.venv/bin/python examples/digits.py
+
+##@ Test
 
 test: .venv/.test browser ## Run the tests of every feature: ten minutes on two cores
 	.venv/bin/python $(PYTEST) -m "not long"
@@ -27,21 +37,51 @@ test-all: test test-long ## Run all tests
 test-oldest: .venv-oldest/.test browser ## Run all tests with the oldest supported torch and Lightning
 	.venv-oldest/bin/python $(PYTEST)
 
+test-next: .venv-next/.test browser ## Run the tests with what comes next: NEXT=torch (nightly) or NEXT=lightning (its main branch)
+	.venv-next/bin/pip install -qq --disable-pip-version-check --upgrade $(NEXT_$(NEXT))
+	.venv-next/bin/python $(PYTEST) -m "not long"
+
 soak: .venv/.test ## Train under random faults: ROUNDS=20 MINUTES=10 JOBS=1 SEED=... FAULT=... LAUNCHER=... RESULT=...
 	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) --jobs $(or $(JOBS),1) \
 		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER)) \
 		$(if $(RESULT),--result $(RESULT))
 
-docs: .venv/.docs ## Build the documents as a site; open site/index.html
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+##@ Change
 
-lint: .venv/.lint ## Check style and types
+lint: .venv/.lint ## Check style, types, spelling, and the files in .github
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/codespell
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+
+format: .venv/.lint ## Lay the code out, and repair what ruff can
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+hooks: .venv/.lint ## Have git check style and types before each commit
+	.venv/bin/pre-commit install
+
+##@ Document
+
+docs: .venv/.docs ## Build the documents as a site, site/index.html; a warning is an error
+	.venv/bin/python $(SPHINX) . site
+	@echo 'Open site/index.html'
+
+links: .venv/.docs ## Ask every web address in the documents whether it answers; needs the network
+	.venv/bin/python $(SPHINX) -b linkcheck . build/links
 
 docs-screenshots: .venv/.test browser ## Train, make the page of the run, and take the pictures of it in docs/
 	.venv/bin/python -m docs.make_screenshots
+
+##@ Release
+
+dist: .venv/.dist ## Build sdist and wheel, check both, and try the wheel in an environment of its own
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv/bin/python -m build
+	.venv/bin/twine check --strict dist/*
+	.venv/bin/python -m tests.dist $(TAG)
 
 # The pages that we make are tested in a real browser.
 browser:
@@ -62,4 +102,7 @@ endef
 	$(install)
 
 .venv-oldest/.%: constraints-oldest.txt pyproject.toml
+	$(install)
+
+.venv-next/.%: constraints.txt pyproject.toml
 	$(install)
