@@ -80,7 +80,6 @@ def main() -> None:
     # A run that had ended before has not trained again.
     if trainer.is_global_zero and "accuracy" in trainer.callback_metrics:
         print(f"validation accuracy: {trainer.callback_metrics['accuracy']:.1%}")
-        print(f"bucketddp: {trainer.strategy.reducer.describe()}")
 
 
 if __name__ == "__main__":
