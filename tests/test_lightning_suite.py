@@ -77,7 +77,7 @@ def test_lightnings_tests_run_with_our_strategy_on_every_rank(tmp_path: Path) ->
     suite.mkdir(parents=True)
     suite.joinpath("test_small.py").write_text(LIGHTNING_TESTS)
     command = [warm.python(), "-m", "tests.lightning_suite", str(tmp_path), "-q"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
     cases = ["script", "name", "class", "fabric"]
     packages = ["lightning", "lightning_bucketddp"]
     expected = {f"{case} {rank} {package}" for case in cases for rank in (0, 1) for package in packages}

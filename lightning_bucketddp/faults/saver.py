@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.local_ranks import LocalRanks
 from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.store_access import StoreAccess
 
 # Longer than a rank that hangs may take to end (Note: ways to end).
 _COMES_WITHIN_S = 5.0
@@ -29,8 +29,6 @@ class SaverElection:
     """Finds the rank that saves for all (Note: one saver).
 
     Args:
-        asking: returns what a question to the store gets; None if the store does not answer.
-        can_ask: returns whether it does.
         claim_file: returns whether this rank is the first to make a file for this run.
     """
 
@@ -38,15 +36,13 @@ class SaverElection:
         self,
         channel: SideChannel,
         local_ranks: LocalRanks,
+        store: StoreAccess,
         *,
-        asking: Callable[[Callable[[], Any]], Any],
-        can_ask: Callable[[], bool],
         claim_file: Callable[[str], bool],
     ) -> None:
         self._channel = channel
         self._local_ranks = local_ranks
-        self._asking = asking
-        self._can_ask = can_ask
+        self._store = store
         self._claim_file = claim_file
         self.is_settled = False
         self._is_won = False
@@ -63,9 +59,9 @@ class SaverElection:
         deadline = time.monotonic() + _COMES_WITHIN_S
         while not self.is_settled and time.monotonic() < deadline and self._may_lower_rank_come(failure):
             time.sleep(self._channel.interval(_LOOKS_EVERY_S))
-            self._asking(self.look)
+            self._store.ask(self.look)
         if not self.is_settled:
-            saver = self._asking(self._channel.claim_saver)
+            saver = self._store.ask(self._channel.claim_saver)
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
             needs_file = saver is None or (saver == self._channel.rank and failure.kind is Kind.LOST)
             is_won = self._claim_file(self._channel.run_id) if needs_file else saver == self._channel.rank
@@ -76,7 +72,7 @@ class SaverElection:
         lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())
         if failure.kind in (Kind.DIED, Kind.LOST):
             lower.discard(failure.rank)
-        if not self._can_ask():
+        if not self._store.can_ask:
             lower.intersection_update(self._local_ranks.numbers())  # of others nobody can hear
         return bool(lower)
 

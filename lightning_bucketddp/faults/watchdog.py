@@ -13,26 +13,24 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from lightning_bucketddp.comm.connections import SILENT_AFTER_S, Connections
+from lightning_bucketddp.comm.connections import Connections
+from lightning_bucketddp.faults.culprits import CulpritFinder
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.saver import SaverElection
 from lightning_bucketddp.faults.shutdown import Shutdown
-from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
-from lightning_bucketddp.faults.stragglers import NUM_LISTENERS, StragglerDetector
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.store_access import StoreAccess
+from lightning_bucketddp.faults.stragglers import StragglerDetector
 
 log = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer")
 
 _TOGETHER = "together"
 _ABORT = "abort"
@@ -44,8 +42,6 @@ _FIRST_TICK_S = 0.02
 _TOGETHER_WITHIN_S = 0.7
 # What broke a connection is found out within this.
 _CAUSE_WITHIN_S = 1.5
-# Those that listen to all ranks have listened, and reported whom they blame, within this after a time-out.
-_BLAMED_WITHIN_S = 3.0
 # Ranks that a signal stops agree on a step to end after, if they come to one within this.
 _STOP_WITHIN_S = 1.5
 # A terminal sends Ctrl-C to all processes, and one that waits for the ranks sends it to them again.
@@ -53,12 +49,6 @@ SAME_CTRL_C_WITHIN_S = 1.0
 _SETTLED_WITHIN_S = 4.0
 # By then all ranks that are well have learned of a failure, also on a busy machine.
 _LEARNED_WITHIN_S = 2.0
-# A rank that has been in one phase for so long looks whether the hosts of the others still answer.
-_LOOKS_AT_HOSTS_AFTER_S = 2.0
-# The store answers at once, unless its process is stopped.
-_STORE_ANSWERS_WITHIN_S = 10.0
-# The address at the other end of a connection, in gloo's messages.
-_PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+")
 
 
 @dataclass(frozen=True)
@@ -110,8 +100,6 @@ class Watchdog:
         self._channel = channel
         self._progress = progress
         self._actions = actions
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
         self._stragglers = StragglerDetector(
             channel,
             progress,
@@ -121,16 +109,17 @@ class Watchdog:
             addresses=actions.connections.addresses,
         )
         self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
-        self._saver = SaverElection(
+        self._store = StoreAccess(channel, self._local_ranks, actions.connections, store_rank=actions.store_rank)
+        self._culprits = CulpritFinder(
             channel,
-            self._local_ranks,
-            asking=self._asking,
-            can_ask=lambda: self._can_ask,
-            claim_file=actions.claim_file,
+            progress,
+            self._stragglers,
+            self._store,
+            actions.connections,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
         )
-        channel.is_silent = self._look_whether_store_is_silent
-        # Hosts that no longer answer, of no rank: the user's.
-        self._strangers: frozenset[str] = frozenset()
+        self._saver = SaverElection(channel, self._local_ranks, self._store, claim_file=actions.claim_file)
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
@@ -138,7 +127,6 @@ class Watchdog:
         self._decision: str | None = None
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
-        self._store_is_lost = False
         self._has_acknowledged = False
         # When these things happened; None: they have not.
         self._failed_at: float | None = None
@@ -158,7 +146,7 @@ class Watchdog:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
         # The process that holds the store may have had nothing to do, and be gone.
-        self._asking(lambda: self._channel.introduce(identity(), place=place()))
+        self._store.ask(lambda: self._channel.introduce(identity(), place=place()))
         self._thread.start()
 
     def stop(self) -> None:
@@ -241,8 +229,8 @@ class Watchdog:
             is_woken = self._wake.wait(tick_s)
             self._wake.clear()
         if self._failure is not None and self._actions.store_rank == self._channel.rank:
-            self._asking(self._let_others_learn)
-        self._asking(self._channel.leave)
+            self._store.ask(self._let_others_learn)
+        self._store.ask(self._channel.leave)
         self._channel.close()
         self._local_ranks.close()
 
@@ -256,50 +244,6 @@ class Watchdog:
             }
             time.sleep(_FIRST_TICK_S)
 
-    @property
-    def _can_ask(self) -> bool:
-        """Return whether the store answers. It never does while its process is frozen, and whoever asks it waits."""
-        return not self._store_is_lost and not self._store_is_silent
-
-    @property
-    def _store_is_silent(self) -> bool:
-        connections = self._actions.connections
-        is_unreachable = connections.store_host is not None and connections.store_host in connections.silent_hosts
-        return is_unreachable or self._actions.store_rank in self._frozen()
-
-    def _look_whether_store_is_silent(self) -> bool:
-        self._actions.connections.look()
-        return self._store_is_silent
-
-    def _frozen(self) -> list[int]:
-        """Return the ranks that are known to be frozen: on this host, and the one whose store does not answer."""
-        frozen, store_rank = self._local_ranks.frozen(), self._actions.store_rank
-        is_silent = self._channel.silent_for_s > self._channel.interval(_STORE_ANSWERS_WITHIN_S)
-        if is_silent and store_rank is not None and store_rank not in (self._channel.rank, *frozen):
-            frozen.append(store_rank)
-        return frozen
-
-    def _asking(self, exchange: Callable[[], _Answer]) -> _Answer | None:
-        """Return what `exchange` gets from the store; None if the store does not answer."""
-        if self._can_ask:
-            try:
-                return exchange()
-            except StoreSilentError:
-                pass
-            except RuntimeError as error:  # torch's network errors are no `OSError`s
-                self._store_is_lost = True
-                log.debug("bucketddp: rank %d has lost the store: %s", self._channel.rank, error)
-        return None
-
-    def _with_or_without_store(self, act: Callable[..., _Answer]) -> _Answer:
-        """Return what `act` does, given the frozen ranks and whether the store answers, which may end meanwhile."""
-        if self._can_ask:
-            try:
-                return act(self._frozen(), can_ask=True)
-            except StoreSilentError:
-                pass
-        return act(self._frozen(), can_ask=False)
-
     def _look(self, *, asks: bool) -> None:
         for number in self._actions.signals_received():
             self._notice_signal(number)
@@ -307,7 +251,7 @@ class Watchdog:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
         if asks:
-            self._asking(self._exchange)
+            self._store.ask(self._exchange)
         if self._to_report is not None:
             failure, self._to_report = self._to_report, None
             self._tell(failure)
@@ -344,16 +288,12 @@ class Watchdog:
 
     def _has_left(self, rank: int, status: int | None) -> bool:
         """Return whether a rank that has ended was through; without the store, its exit status has to tell."""
-        left = self._asking(lambda: self._channel.has_left(rank))
+        left = self._store.ask(lambda: self._channel.has_left(rank))
         return status == 0 if left is None else left
 
     def _tell(self, failure: Failure) -> None:
-        if failure.kind is Kind.STALLED and failure.rank == self._channel.rank:
-            failure = self._blame(failure)
-        if failure.kind is Kind.LOST and failure.rank == self._channel.rank:
-            hosts = _PEER.findall(failure.what)
-            lost = self._name_lost(hosts, "its connection broke", has_broken=True)
-            failure = lost or replace(failure, kind=Kind.RAISED)
+        if failure.rank == self._channel.rank:
+            failure = self._culprits.blame(failure)
 
         def exchange() -> None:
             is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
@@ -361,67 +301,11 @@ class Watchdog:
                 self._decision = self._channel.decide(_TOGETHER)
             self._report(failure)
 
-        self._asking(exchange)
+        self._store.ask(exchange)
         self._learn(failure)  # if nobody can be told
 
     def _report(self, failure: Failure) -> None:
         self._learn(self._channel.report(failure))
-
-    def _blame(self, failure: Failure) -> Failure:
-        """Return the failure of the straggler for which this rank has waited until the time-out, if there is one."""
-        stragglers = []
-        if self._stragglers.listens:
-            stragglers = self._with_or_without_store(self._stragglers.find_stragglers)
-        elif (blamed := self._asking(self._await_failure)) is not None:
-            return blamed
-        if not stragglers:
-            return failure
-        waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
-        return replace(stragglers[0], what=f"{stragglers[0].what}; {waited}")
-
-    def _find_stalled(self) -> Failure | None:
-        stalled = self._with_or_without_store(self._stragglers.find_stalled)
-        waited = f"the others have waited for longer than `stall_timeout_s`, {self._stall_timeout_s:g} s"
-        return None if stalled is None else replace(stalled, what=f"{stalled.what}; {waited}")
-
-    def _find_lost(self) -> Failure | None:
-        """Return the loss of a rank whose host no longer answers; None: there is none (or nobody is waited for)."""
-        if self._progress.seconds < _LOOKS_AT_HOSTS_AFTER_S:
-            return None
-        connections = self._actions.connections
-        connections.look(every_s=self._channel.interval(1.0))
-        hosts = connections.silent_hosts - self._strangers
-        if not hosts:
-            return None
-        why = f"its host has not answered for {SILENT_AFTER_S:.0f} s"
-        lost = self._name_lost(hosts, why, has_broken=False)
-        self._strangers |= hosts if lost is None and self._can_ask else set()
-        return lost
-
-    def _name_lost(self, hosts: Collection[str], why: str, *, has_broken: bool) -> Failure | None:
-        """Return the loss of a rank on one of `hosts`; where the store is lost, of rank 0, which is on its host."""
-
-        def find() -> Failure | None:
-            if self._channel.is_among_first(NUM_LISTENERS, f"listen for {sorted(hosts)}"):
-                return self._stragglers.find_lost(hosts, why, has_broken=has_broken)
-            return self._await_failure()
-
-        found = self._asking(find)
-        store_host = self._actions.connections.store_host
-        if self._can_ask or store_host is None:
-            return found
-        what = (
-            f"{why}, and the store there is lost to rank {self._channel.rank}, too: that host is gone, or the network"
-            " between"
-        )
-        return Failure(rank=0, kind=Kind.LOST, what=what, hosts=store_host)
-
-    def _await_failure(self) -> Failure | None:
-        """Return the failure that those report who listen to all ranks; None if they do not in time."""
-        deadline = time.monotonic() + _BLAMED_WITHIN_S
-        while (failure := self._channel.failure()) is None and time.monotonic() < deadline:
-            time.sleep(min(self._channel.interval(_TICK_S), _BLAMED_WITHIN_S))
-        return failure
 
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:
@@ -432,12 +316,7 @@ class Watchdog:
         now = time.monotonic()
         if self._failure is None:
             self._stop_if_asked(now)
-            if self._stragglers.waits_too_long():
-                self._with_or_without_store(self._stragglers.warn)
-            if self._stragglers.nears_timeout():
-                self._asking(self._stragglers.anticipate_timeout)
-            found = self._find_stalled() if self._stragglers.looks_for_stall else None
-            if (found := found or self._find_lost()) is None:
+            if (found := self._culprits.look()) is None:
                 return
             self._tell(found)
         assert self._failure is not None
@@ -455,7 +334,7 @@ class Watchdog:
         self._shutdown.press(self._failure)
 
     def _decide_to_abort(self) -> None:
-        self._decision = self._asking(lambda: self._channel.decide(_ABORT)) or _ABORT
+        self._decision = self._store.ask(lambda: self._channel.decide(_ABORT)) or _ABORT
 
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
@@ -470,7 +349,7 @@ class Watchdog:
                 where=self._progress.describe(),
                 signal=self.stop_signal,
             )
-            self._asking(lambda: self._report(stop))
+            self._store.ask(lambda: self._report(stop))
             self._learn(stop)
             self._decide_to_abort()
 
@@ -480,7 +359,7 @@ class Watchdog:
         self._shutdown.abort(self._failure)
         # Nobody does at the other end of these, or it is not noticed here.
         connections = self._actions.connections
-        of_store = {connections.store_host} if self._store_is_silent else set()
+        of_store = {connections.store_host} if self._store.is_silent else set()
         connections.cut_to({*self._failure.hosts.split(), *of_store})
 
 

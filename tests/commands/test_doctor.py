@@ -53,7 +53,7 @@ def start(*programs: Program, directory: Path) -> list[tuple[int, str, str]]:
             out, err = directory / f"{number}.out", directory / f"{number}.err"
             with out.open("w") as stdout, err.open("w") as stderr:
                 processes.append(program.start(variables=variables, cwd=directory, stdout=stdout, stderr=stderr))
-        codes = [process.wait(timeout=120) for process in processes]
+        codes = [process.wait(timeout=240) for process in processes]
     return [
         (code, (directory / f"{n}.out").read_text(), (directory / f"{n}.err").read_text())
         for n, code in enumerate(codes)

@@ -13,6 +13,9 @@ from tests.support.host_faults import HOST_FAULTS, let_happen
 from tests.support.hosts import hosts_on_a_switch
 from tests.support.scripts.faults import fit
 
+# All of it happens in the set-up of the first test.
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:

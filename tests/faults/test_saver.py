@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,13 @@ from torch.distributed import HashStore
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
+from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults import saver
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.local_ranks import LocalRanks
 from lightning_bucketddp.faults.saver import SaverElection
 from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.store_access import StoreAccess
 from tests.support.forks import PROCESSES
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.ranks import run_on_ranks
@@ -38,22 +39,21 @@ class Ranks:
     """The elections of all ranks of a run, whose store may die."""
 
     def __init__(self, directory: Path, *, name: str = "run") -> None:
-        self.store_lives = True
         store = HashStore()
         self._elections: list[SaverElection] = []
+        self._stores: list[StoreAccess] = []
         for rank in range(WORLD_SIZE):
             channel = SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE)
-            election = SaverElection(
-                channel,
-                LocalRanks(channel, exit_status_of=lambda _: None),
-                asking=self._ask,
-                can_ask=lambda: self.store_lives,
-                claim_file=partial(claim_file, str(directory)),
-            )
-            self._elections.append(election)
+            local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
+            access = StoreAccess(channel, local_ranks, Connections(), store_rank=0)
+            claim = partial(claim_file, str(directory))
+            self._stores.append(access)
+            self._elections.append(SaverElection(channel, local_ranks, access, claim_file=claim))
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        return question() if self.store_lives else None
+    def lose_store(self) -> None:
+        """Let no rank reach the store any more."""
+        for access in self._stores:
+            access.is_lost = True
 
     def look(self) -> None:
         """As their watchdogs do while the store lives."""
@@ -90,17 +90,17 @@ def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch
 
 def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.store_lives = False
+    ranks.lose_store()
     assert len(ranks.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
     other_run = Ranks(tmp_path, name="another run")
-    other_run.store_lives = False
+    other_run.lose_store()
     assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
 
 
 def test_one_saves_where_the_network_is_cut_in_two(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     here = ranks.savers(come=[0, 1, 2], failure=Failure(rank=3, kind=Kind.LOST, what="its host no longer answers"))
-    ranks.store_lives = False
+    ranks.lose_store()
     there = ranks.savers(come=[3, 4, 5], failure=Failure(rank=0, kind=Kind.LOST, what="its host no longer answers"))
     assert (here, there) == ([0], [])
 
@@ -109,7 +109,7 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
     ranks = Ranks(tmp_path)
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
     ranks.look()
-    ranks.store_lives = False
+    ranks.lose_store()
     assert ranks.savers(come=[1, 2, 3, 4], failure=RANK_FIVE_RAISED) == []
 
 

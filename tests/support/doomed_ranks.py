@@ -29,7 +29,7 @@ import torch
 from benchmarks.hosts import Host
 from tests.support.forks import PROCESSES
 
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
 
 @dataclass(frozen=True)

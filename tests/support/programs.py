@@ -26,7 +26,7 @@ STRATEGY_MODULE_OF = {
     "lightning.pytorch": "lightning_bucketddp.strategies.trainer_lightning",
     "pytorch_lightning": "lightning_bucketddp.strategies.trainer_pytorch_lightning",
 }
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 # What a process may need to end by itself after the one that it belongs to has ended.
 GRACE_S = 10
 
