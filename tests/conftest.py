@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,9 +38,24 @@ _FIRST = (
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {Path(__file__).parent / file: number for number, file in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    sampled = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for cases in sampled.values():
+        mark_all_but(cases, cases[0].get_closest_marker("sampled").args[0])  # type: ignore[union-attr]
+
+
+def mark_all_but(cases: list[pytest.Item], number: int) -> None:
+    """Mark `cases` as long, but for so many of them, the first one and others at equal distances."""
+    kept = {index * len(cases) // number for index in range(number)}
+    for index, case in enumerate(cases):
+        if index not in kept:
+            case.add_marker("long")
 
 
 def pytest_collection_finish() -> None:

@@ -290,6 +290,7 @@ def test_the_suite_begins_nothing_when_its_time_is_over(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("how", "said"), [("fail", r"Rank 1 failed in `fail`:(.|\n)*this rank failed"), ("die", "Rank 1 died in `die`")]
 )
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_benchmark(how: str, said: str) -> None:
     with Ranks(Failing, None, Place()) as ranks, pytest.raises(RankFailed, match=said):
         ranks.call(how)

@@ -105,6 +105,7 @@ def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package() 
     assert printed == "False\nTrue\nTrue"
 
 
+@pytest.mark.long
 def test_importing_the_package_first_registers_where_torch_loads_no_entry_points() -> None:
     printed = run_code(
         """
@@ -206,6 +207,7 @@ def test_the_exported_strategy_belongs_to_the_imported_root() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_lightning_cli_config_with_the_class_path_needs_no_registration(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     strategy = "{class_path: lightning_bucketddp.BucketDDPStrategy}"

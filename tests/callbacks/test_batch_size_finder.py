@@ -43,6 +43,7 @@ def fitted(alone: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
         pytest.param(0, "backward", 2, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.sampled(1)
 def test_one_rank_without_memory_is_enough(
     rank: int, where: str, step: int, alone: Found, fitted: Found, tmp_path: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_one_rank_without_memory_is_enough(
     ],
     ids=["validation", "sync_batchnorm", "bucket", "tuner"],
 )
+@pytest.mark.sampled(2)
 def test_the_others_wait_in_whatever_collective(search: Search, tmp_path: Path) -> None:
     first, second = run_on_ranks(find, search=search, directory=tmp_path)
     assert first.size == second.size
@@ -77,6 +79,7 @@ def test_the_others_wait_in_whatever_collective(search: Search, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("by", "method"), [("callback", "validate"), ("tuner", "test"), ("callback", "predict")])
+@pytest.mark.sampled(1)
 def test_evaluation_is_tried_too(by: str, method: str, tmp_path: Path) -> None:
     search = Search(memory=Memory(where="validation"), method=method, by=by)
     first, second = run_on_ranks(find, search=search, directory=tmp_path)

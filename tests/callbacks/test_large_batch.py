@@ -37,6 +37,7 @@ def scaled(rates: list[Any], *, warmup_steps: int, first: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"two_optimizers", "tensor"}))
+@pytest.mark.sampled(5)
 def test_each_step_is_made_with_the_scheduled_rate_times_the_multiplier(schedule: str) -> None:
     plain = run_on_ranks(train, schedule=schedule)
     ours = run_on_ranks(train, schedule=schedule, scaling={"base_batch_size": BASE, "warmup_steps": 8})
@@ -164,6 +165,7 @@ def test_the_monitor_shows_what_steps_are_made_with(schedule: str, interval: str
 @pytest.mark.parametrize(
     "schedule", ["optimizer", "step", "plateau", "sequential", "one_cycle", "groups", "tensor", "two_optimizers"]
 )
+@pytest.mark.sampled(3)
 def test_a_run_resumed_within_the_warm_up_equals_an_uninterrupted_one(schedule: str, tmp_path: Path) -> None:
     scaling = {"base_batch_size": BASE, "warmup_steps": 15}
     whole = run_on_ranks(train, schedule=schedule, scaling=scaling, directory=tmp_path)
@@ -228,6 +230,7 @@ def test_a_fit_that_fails_leaves_optimizer_and_monitor_as_they_were(schedule: st
         ("endless", {"base_batch_size": 4, "warmup_steps": 3}, None),
     ],
 )
+@pytest.mark.sampled(2)
 def test_data_that_does_not_tell_is_refused(data: str, scaling: dict[str, Any], text: str | None) -> None:
     assert run_on_ranks(refusal, data=data, scaling=scaling) == [text, text]
 

@@ -122,6 +122,7 @@ def test_a_batch_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
         ("regression", {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, [1] * 10, list(range(10))),
     ],
 )
+@pytest.mark.sampled(2)
 def test_training_does_not_notice(
     model: str, trainer_options: dict[str, Any], forwards: list[int] | None, steps: list[int], tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_values_are_logged_as_means_over_what_was_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "of_a_step"), [("unused", (2.0, 0.0)), ("skipping", (0.0, 0.5)), ("regression", (0.0, 0.0))]
 )
+@pytest.mark.sampled(1)
 def test_unused_parameters_and_skipped_ranks_are_counted(
     model: str, of_a_step: tuple[float, float], tmp_path: Path
 ) -> None:
@@ -205,6 +207,7 @@ def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> No
     assert by_rank[0] > max(0.015, by_rank[1])
 
 
+@pytest.mark.long
 def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
     fitted = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 11}, max_epochs=1)
     for rank in fitted:

@@ -43,6 +43,7 @@ def test_training_goes_on_and_the_weights_of_the_step_are_saved(tmp_path: Path) 
         (2, {}, 10, 10),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_failed_write_is_raised_on_every_rank_at_the_next_step_or_at_the_end(
     world_size: int, options: dict[str, Any], saved_after: int, trained: int, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def as_lists(tree: Any) -> Any:
     [("power_sgd", {}), ("power_sgd", {"warm_start": False}), ("post_local_sgd", None)],
     ids=["power_sgd", "power_sgd without warm start", "post_local_sgd"],
 )
+@pytest.mark.sampled(1)
 def test_a_resumed_run_equals_an_uninterrupted_one(
     hook: str, state_options: dict[str, Any] | None, tmp_path: Path
 ) -> None:

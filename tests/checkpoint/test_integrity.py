@@ -172,6 +172,7 @@ def of_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_no_flipped_bit_changes_what_is_loaded(of_lightning: Path, tmp_path: Path) -> None:
     intact = of_lightning.read_bytes()
     expected = torch.load(of_lightning, weights_only=True)

@@ -91,6 +91,7 @@ def test_what_is_drawn_or_seeded_before_training_does_not_count() -> None:
         ("after_last_batch", 3, False),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_resumed_run_goes_on_with_the_same_random_numbers(
     save: str, step: int, validates: bool, num_workers: int, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def samples_in(batches: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", [ShareOfSamples, ShareOfBatches])
+@pytest.mark.sampled(2)
 def test_every_sample_is_on_one_rank_and_all_ranks_have_as_many_batches(kind: Any, drop_last: bool) -> None:
     for num_samples, world_size, size in SETTINGS:
         shares = shares_of(lambda n=num_samples, b=size: BatchSampler(range(n), b, drop_last), kind, world_size)  # type: ignore[misc]

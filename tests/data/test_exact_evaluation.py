@@ -217,6 +217,7 @@ LAUNCHERS = ["popen", "fork", "torchrun", *(pytest.param(f"spawn {what}", marks=
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.sampled(1)
 def test_every_launcher(launcher: str, tmp_path: Path) -> None:
     launcher, _, only = launcher.partition(" ")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -155,6 +155,7 @@ def test_a_limit_may_end_an_epoch_within_a_step() -> None:
     ],
     ids=["within_epoch", "workers_ask_early", "end_of_epoch", "second_epoch"],
 )
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_after_the_same_steps_on_another_number_of_ranks(
     setting: Setting, stops_after: int, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def batches_of(samples: list[int], size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("num_workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.sampled(4)
 def test_each_sample_is_read_once_in_the_same_batches_by_any_number_of_workers(
     num_workers: int, world_size: int
 ) -> None:
@@ -283,6 +284,7 @@ EVEN, UNEVEN = Stream(24), Stream(21, options={"uneven_data": True})
     ],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_a_run_that_is_resumed_reads_on(stream: Stream, step: int, tmp_path: Path) -> None:
     for uninterrupted, before, after in run_on_ranks(resume, stream=stream, step=step, directory=tmp_path):
         assert before + after == uninterrupted

@@ -71,6 +71,7 @@ def assert_saved_as_seen(ended: Ended, directory: Path, *, by: int = 0) -> None:
         assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
 
 
+@pytest.mark.long
 def test_rank_that_has_to_end_in_a_long_step_of_its_optimizer_still_saves(tmp_path: Path) -> None:
     fault = Fault("raise on rank 1, sleep on rank 0", "optimizer", rank=None)
     ended = end_of(tmp_path, fault=fault, pause_after_s=0.8)
@@ -194,6 +195,7 @@ def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path
         ("SIGSTOP", 1),
     ],
 )
+@pytest.mark.sampled(1)
 def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, stall_warning_s=1)
     waiting = 1 - rank

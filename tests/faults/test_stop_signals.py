@@ -28,6 +28,7 @@ def checkpoint_of(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", SEEN_AS)
+@pytest.mark.sampled(2)
 def test_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, rank: int, tmp_path: Path) -> None:
     with doomed_ranks(fit, directory=tmp_path, fault=Fault(number.name, rank=rank), world_size=3) as ranks:
         ended = ranks.wait()
@@ -68,6 +69,7 @@ def test_signal_in_a_long_step_costs_that_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "where", ["training_step", *(pytest.param(w, marks=pytest.mark.long) for w in ("data worker", "validation_step"))]
 )
+@pytest.mark.sampled(1)
 def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
     number: signal.Signals, where: str, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_signal_to_a_rank_that_waits_for_another_one_in_a_collective(
 
 
 @pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)])
+@pytest.mark.sampled(1)
 def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple[int, ...], tmp_path: Path) -> None:
     with doomed_ranks(fit, directory=tmp_path, fault=Fault("collective", rank=0)) as ranks:
         ranks.wait_for("fault.json")
@@ -97,6 +100,7 @@ def test_ctrl_c_while_ranks_wait_in_collectives_that_do_not_match(targets: tuple
 
 
 @pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.sampled(1)
 def test_ctrl_c_before_the_first_step_while_others_wait_at_a_barrier(target: int, tmp_path: Path) -> None:
     with doomed_ranks(fit, directory=tmp_path, fault=Fault("sleep", "setup")) as ranks:
         ranks.wait_for("fault.json")

@@ -42,6 +42,7 @@ def assert_trained_as_one_process(setting: Setting) -> list[Outcome]:
     [[(1, 0)], [(0, 1), (1, 3)], [(1, 4)], [(0, 2), (1, 2)], [(rank, step) for rank in (0, 1) for step in range(5)]],
     ids=["first", "in_turns", "last", "everywhere", "always"],
 )
+@pytest.mark.sampled(4)
 def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]], accumulate: int) -> None:
     setting = Setting(EVEN, skipped=skipped, accumulate=accumulate)
     for number, rank in enumerate(assert_trained_as_one_process(setting)):
@@ -134,6 +135,7 @@ def test_a_weight_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", ["iterable", "stream", "sized"])
 @pytest.mark.parametrize("sizes", [UNEVEN, UNEVEN[::-1], [[4], [4, 4], [4, 4, 4, 4]]], ids=["1", "0", "three"])
+@pytest.mark.sampled(8)
 def test_no_batch_is_lost_where_data_is_uneven(sizes: list[list[int]], data: str, accumulate: int) -> None:
     setting = Setting(sizes, data=data, accumulate=accumulate, options={"uneven_data": True})
     for rank in assert_trained_as_one_process(setting):
@@ -161,6 +163,7 @@ def test_even_data_is_not_touched_by_the_option() -> None:
 
 @pytest.mark.parametrize("data", ["iterable", "stream", "sized"])
 @pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.sampled(2)
 def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> None:
     sizes = UNEVEN if stopped == 1 else UNEVEN[::-1]
     text = (

@@ -72,6 +72,7 @@ def test_unused_parameters_are_known_beside_a_hook(resizing: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", list(HOOKS))
+@pytest.mark.sampled(3)
 def test_a_hook_given_to_the_strategy_gives_what_it_gives_in_ddp(hook: str) -> None:
     # Seven steps: post-localSGD has averaged after the fifth, and the ranks are apart again.
     ours = run_on_ranks(train_with_hook, hook=hook, like_ddp=False, max_steps=7)

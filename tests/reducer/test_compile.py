@@ -42,6 +42,7 @@ def eager() -> list[Compiled]:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.sampled(2)
 def test_buckets_leave_between_the_parts_of_a_compiled_backward(compiled: str, eager: list[Compiled]) -> None:
     for rank, expected in zip(run_on_ranks(fit, compiled=compiled), eager, strict=True):
         assert len(rank.events_by_step) == NUM_STEPS

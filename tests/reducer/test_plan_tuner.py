@@ -57,6 +57,7 @@ def test_twenty_backwards_are_enough() -> None:
     ],
     ids=["plain", "accumulating", "zeroed", "zeroed_accumulating", "unused", "falling_back"],
 )
+@pytest.mark.sampled(3)
 def test_training_across_changes_equals_torch_ddp(training: Training) -> None:
     ranks = run_on_ranks(train_beside_torch_ddp, training=training)
     assert ranks[0].plans == ranks[1].plans
@@ -219,6 +220,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.sampled(2)
 def test_a_trainer_tunes_unless_it_is_deterministic_and_trains_as_ddp(deterministic: bool, accumulate: int) -> None:
     options = {"deterministic": deterministic, "accumulate": accumulate}
     theirs = run_on_ranks(fit_wide, strategy="ddp", **options)

@@ -148,6 +148,7 @@ def test_equal_values_do_not_diverge() -> None:
         ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: str) -> None:
     ranks = run_on_ranks(drift, of=of, check_replicas_every_n_steps=3)
     for rank in ranks:
@@ -345,6 +346,7 @@ def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
 
 
 @pytest.mark.parametrize("training", list(HEALTHY))
+@pytest.mark.sampled(8)
 def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
     assert ranks == [([], HEALTHY[training].is_checked)] * 2

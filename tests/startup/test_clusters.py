@@ -59,6 +59,7 @@ def unused_job_id() -> int:
 @pytest.mark.parametrize(
     ("processes_per_node", "rate"), [(1, None), (1, "1gbit"), (2, None)], ids=["1", "1-slow_network", "2"]
 )
+@pytest.mark.sampled(1)
 def test_torchrun_starts_processes_on_two_nodes(processes_per_node: int, rate: str | None, tmp_path: Path) -> None:
     width, world_size = 512, 2 * processes_per_node
     with two_hosts(rate=rate) as hosts:
@@ -102,6 +103,7 @@ def run_hydra_job(directory: Path, *strategy: str) -> Run:
     return run(SCRIPTS / "hydra_job.py", *options, root="lightning.pytorch", directory=directory)
 
 
+@pytest.mark.long
 def test_a_hydra_job_starts_its_processes_and_leaves_the_files_that_it_leaves_with_ddp(tmp_path: Path) -> None:
     ours = run_hydra_job(
         tmp_path / "ours", "+strategy._target_=lightning_bucketddp.BucketDDPStrategy", "+strategy.bucket_cap_mb=[1,5]"

@@ -89,6 +89,7 @@ def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
         assert outcome.startswith("Rank 2 of 3 did not join")
 
 
+@pytest.mark.long
 def test_rank_zero_stays_until_the_others_know_why() -> None:
     port = free_port()
     alone = f"""if True:
@@ -512,6 +513,7 @@ def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> No
     assert_ended(run_together(*nodes, root="lightning.pytorch", directory=tmp_path), message)
 
 
+@pytest.mark.long
 def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         for address, obstacle in [

@@ -84,6 +84,7 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
         pytest.param(Setting(num_samples=26, global_batch_size=8), [Interruption(5)], id="global batch"),
     ],
 )
+@pytest.mark.sampled(5)
 def test_each_sample_is_trained_on_once_in_each_epoch(
     setting: Setting, interruptions: list[Interruption], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def test_its_collectives_work_in_processes_of_another_launcher(root: str) -> Non
     assert run_on_ranks(talk_in_launched_processes, root=root) == [ANSWERS] * 2
 
 
+@pytest.mark.long
 def test_lightnings_own_launcher_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "")  # set to something first, so that what Lightning sets is undone
     monkeypatch.delenv("MASTER_PORT")

@@ -115,6 +115,7 @@ BY_ARGUMENTS = [
     ],
     ids=["name", "class", "class_path"],
 )
+@pytest.mark.sampled(1)
 def test_arguments_and_the_config_printed_for_them_train_the_same(
     strategy: list[str], bucket_cap_mb: float | str, tmp_path: Path
 ) -> None:

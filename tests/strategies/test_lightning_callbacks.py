@@ -37,6 +37,7 @@ def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs:
 
 
 @pytest.mark.parametrize("monitor", list(MONITORS))
+@pytest.mark.sampled(2)
 def test_training_under_a_callback_equals_ddp(monitor: str, tmp_path: Path) -> None:
     ours = run_on_ranks(train_with_monitor, monitor=monitor, strategy="bucketddp", directory=tmp_path)
     ddp = run_on_ranks(train_with_monitor, monitor=monitor, strategy="ddp", directory=tmp_path)

@@ -68,6 +68,7 @@ def test_by_default_rank_zero_warns_and_training_goes_on(bad: str) -> None:
 
 @pytest.mark.parametrize("bad", WHAT)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true", "16-true"])
+@pytest.mark.sampled(3)
 def test_every_rank_raises_before_the_weights_change(precision: str, bad: str) -> None:
     expected = run_on_ranks(fit, setting=Setting(leaves_out=[3, 4, 5], precision=precision))
     for rank in trained(bad, "raise", precision=precision):
@@ -115,6 +116,7 @@ def test_the_newest_checkpoint_is_finite(tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(7)
 def test_a_skipped_step_leaves_no_trace(how: dict[str, Any], bad: str) -> None:
     expected = trained(leaves_out=[3], **how)
     for rank, other in zip(trained(bad, **how), expected, strict=True):

@@ -47,6 +47,7 @@ def test_a_line_search_evaluates_several_times_per_step() -> None:
     "gan",
     [pytest.param(gan, marks=needs_toggled_optimizer if gan == "toggled_optimizer" else ()) for gan in GANS],
 )
+@pytest.mark.sampled(3)
 def test_two_networks_that_take_turns_equal_ddp(gan: str) -> None:
     ours = run_on_ranks(train_gan, gan=gan, strategy="bucketddp")
     ddp = run_on_ranks(train_gan, gan=gan, strategy="ddp_find_unused_parameters_true")

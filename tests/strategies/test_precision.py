@@ -37,6 +37,7 @@ def test_every_precision_trains_with_8_bits_on_the_wire(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", GRADIENTS_OF)
+@pytest.mark.sampled(4)
 def test_training_equals_ddp(precision: str) -> None:
     ours = run_on_ranks(train, precision=precision, like_ddp=False)
     ddp = run_on_ranks(train, precision=precision, like_ddp=True)

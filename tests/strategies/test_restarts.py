@@ -57,6 +57,7 @@ def test_torchrun_restarts_from_the_last_whole_checkpoint(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long
 def test_slurm_requeues_from_where_the_signal_came(
     way: list[str], uninterrupted: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -41,11 +41,13 @@ ALIKE = {
 @pytest.mark.parametrize(
     "scenario", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in SCENARIOS]
 )
+@pytest.mark.sampled(9)
 def test_training_equals_that_without_sharding(scenario: str) -> None:
     run_on_ranks(compare, scenario=scenario)
 
 
 @pytest.mark.parametrize("scenario", ["clip_norm", "finetuned_backbone", "scaler"])
+@pytest.mark.sampled(1)
 def test_training_by_whole_parameters_equals_that_without_sharding(scenario: str) -> None:
     run_on_ranks(compare, scenario=scenario, shard="parameters")
 

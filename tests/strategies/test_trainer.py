@@ -37,6 +37,7 @@ def train_both(scenario: str) -> tuple[list[Training], list[Training]]:
     "scenario",
     list(SCENARIOS),
 )
+@pytest.mark.sampled(9)
 def test_training_equals_ddp(scenario: str) -> None:
     ours, ddp = train_both(scenario)
     for rank in ours:
@@ -145,6 +146,7 @@ def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> 
         ("extra_layer", "ReplicaMismatchError", f"`extra.weight` exists on rank 1 but not on rank 0.{REMEDY}"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_cannot_be_trained_is_named_on_every_rank(of: str, kind: str, text: str) -> None:
     assert run_on_ranks(refusal, of=of, timeout_s=30) == [(kind, text)] * 2
 
@@ -173,6 +175,7 @@ UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {I
         ),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, text: str) -> None:
     assert run_on_ranks(refusal, of=of) == [("ValueError", text)] * 2
 

@@ -11,6 +11,7 @@ from tests.support.scripts.loops import LOOPS, profile, resume_within_an_epoch, 
 
 
 @pytest.mark.parametrize("loops", list(LOOPS))
+@pytest.mark.sampled(9)
 def test_training_equals_ddp(loops: str, tmp_path: Path) -> None:
     ours = run_on_ranks(train_with_loops, loops=loops, strategy="bucketddp", directory=tmp_path)
     ddp = run_on_ranks(train_with_loops, loops=loops, strategy="ddp", directory=tmp_path)

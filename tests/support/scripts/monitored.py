@@ -68,7 +68,7 @@ class PromisesMore(DataLoader[Any]):
 
 class SlowRank(models.Regression):
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        time.sleep(0.03 * self.global_rank)
+        time.sleep(0.1 * self.global_rank)
         return super().training_step(batch)
 
 
