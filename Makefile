@@ -12,7 +12,7 @@ PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SPHINX = -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all test-oldest test-next soak docs links docs-screenshots lint format hooks dist browser
+.PHONY: help demo test test-long test-again test-all test-oldest test-next soak docs links docs-screenshots lint format hooks dist browser
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -31,6 +31,9 @@ test: .venv/.test browser ## Run the tests of every feature: ten minutes on two 
 
 test-long: .venv/.test browser ## Run the tests that `make test` leaves out: those that repeat, or install, or soak
 	.venv/bin/python $(PYTEST) -m long
+
+test-again: .venv/.test browser ## Repeat what failed last, one test at a time: beside others, on a busy machine, some wait too long
+	.venv/bin/python -m pytest --last-failed --last-failed-no-failures none
 
 test-all: test test-long ## Run all tests
 

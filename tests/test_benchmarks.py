@@ -124,6 +124,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # some start dozens of interpreters, one after the other
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_and_writes_all_variants(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
