@@ -95,6 +95,7 @@ def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
     other_run = Ranks(tmp_path, name="another run")
     other_run.lose_store()
     assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # a file of each run has decided, not the store
 
 
 def test_one_saves_where_the_network_is_cut_in_two(tmp_path: Path) -> None:
