@@ -12,7 +12,7 @@ PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SPHINX = -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-again test-all test-oldest test-next soak docs links docs-screenshots lint format hooks dist browser
+.PHONY: help demo test test-long test-all test-random test-oldest test-newest test-next soak docs links docs-screenshots lint format hooks dist browser
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -32,13 +32,16 @@ test: .venv/.test browser ## Run the tests of every feature: ten minutes on two 
 test-long: .venv/.test browser ## Run the tests that `make test` leaves out: those that repeat, or install, or soak
 	.venv/bin/python $(PYTEST) -m long
 
-test-again: .venv/.test browser ## Repeat what failed last, one test at a time: beside others, on a busy machine, some wait too long
-	.venv/bin/python -m pytest --last-failed --last-failed-no-failures none
-
 test-all: test test-long ## Run all tests
+
+test-random: .venv/.test browser ## Run the tests in a random order of files, and of the tests in each: SEED=...
+	.venv/bin/python $(PYTEST) -m "not long" --shuffle=$(or $(SEED),$(shell date +%s))
 
 test-oldest: .venv-oldest/.test browser ## Run all tests with the oldest supported torch and Lightning
 	.venv-oldest/bin/python $(PYTEST)
+
+test-newest: .venv-newest/.test browser ## Run the tests with the newest releases of torch and Lightning, and of all that we depend on
+	.venv-newest/bin/python $(PYTEST) -m "not long"
 
 test-next: .venv-next/.test browser ## Run the tests with what comes next: NEXT=torch (nightly) or NEXT=lightning (its main branch)
 	.venv-next/bin/pip install -qq --disable-pip-version-check --upgrade $(NEXT_$(NEXT))
@@ -105,6 +108,14 @@ endef
 	$(install)
 
 .venv-oldest/.%: constraints-oldest.txt pyproject.toml
+	$(install)
+
+# Without the pins of what the package depends on, and of what those pin themselves.
+build/constraints-newest.txt: constraints.txt
+	@mkdir -p $(@D)
+	@grep -viE '^(torch|torchmetrics|lightning|pytorch-lightning|lightning-utilities|fsspec|numpy|rich|sympy)==' $< > $@
+
+.venv-newest/.%: build/constraints-newest.txt pyproject.toml
 	$(install)
 
 .venv-next/.%: constraints.txt pyproject.toml

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -35,8 +34,6 @@ class Fits:
     """Variants that take turns, each turn a fit. A fit begins with steps that are not measured."""
 
     def __init__(self, settings: LoopSettings, device: torch.device) -> None:
-        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_bucketddp"):
-            logging.getLogger(name).setLevel(logging.ERROR)
         self._settings = settings
         self._device = device
         self._variants = {variant.name: variant for variant in settings.variants}

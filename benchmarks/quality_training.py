@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,11 +85,10 @@ class Trained:
 
 
 class Trainings:
-    """Trains one run after the other, and says nothing."""
+    """Trains one run after the other."""
 
     def __init__(self, settings: None, device: torch.device) -> None:
-        for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_bucketddp"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        pass
 
     def train(self, run: Run) -> Trained:
         """Train, and evaluate rank 0's model."""

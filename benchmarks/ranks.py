@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -30,12 +30,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ports import own_port
+
 _REPOSITORY = str(Path(__file__).parents[1])
 _STUCK_AFTER = timedelta(minutes=5)
 _END_WITHIN_S = 5
 
 # In the environment of each rank: how many there are.
 NUM_RANKS = "BENCHMARK_NUM_RANKS"
+
+# Who would print between the rows of a table; errors are told by the process that asks.
+_SILENT = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_bucketddp")
 
 # Built on each rank from the settings, which can be pickled.
 Bench = Callable[[Any, torch.device], Any]
@@ -91,7 +96,7 @@ class Ranks:
     """
 
     def __init__(self, bench: Bench, settings: Any, place: Place) -> None:
-        port = _free_port()
+        port = own_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._uses_gpu = place.device == "cuda"
@@ -159,12 +164,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _serve(pipe: Connection) -> None:
     start: _Start = pipe.recv()
     place = start.place
@@ -192,6 +191,8 @@ def _serve(pipe: Connection) -> None:
             _close(bench)
             bench, build = None, functools.partial(asked, args, device)
             gc.collect()  # what the last one leaves behind
+            for name in _SILENT:  # here, because Lightning sets its level when the bench's module imports it
+                logging.getLogger(name).setLevel(logging.ERROR)
             continue
         try:
             bench = build() if bench is None else bench

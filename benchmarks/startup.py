@@ -23,7 +23,6 @@ import argparse
 import compileall
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.command import write
+from benchmarks.ports import own_port
 from benchmarks.report import Table, about
 from benchmarks.turns import take_turns
 
@@ -96,10 +96,7 @@ def start_by_lightning(strategy: str) -> Times:
 
 def start_together(strategy: str) -> Times:
     """Start both ranks with the variables of torchrun, and let them call `fit()` together."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "startup"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port()), "TORCHELASTIC_RUN_ID": "startup"}
     shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as directory:

@@ -97,10 +97,10 @@ def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
         return []
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     view = {"gradient_as_bucket_view": True}
-    best = {**view, **({"batched_grad_copy": True} if "batched_grad_copy" in known else {})}
+    best = {**view, **{flag: True for flag in ("batched_grad_copy", "lazy_bucket_allocation") if flag in known}}
     flags: list[dict[str, bool]] = [{}, view, best, {**best, "static_graph": True}]
     hook = "bf16_compress_hook" if wire == "bf16" else ""
-    # By name: without `batched_grad_copy` two of them are the same.
+    # By name: in a torch that has neither two of them are the same.
     named = {" ".join(filter(None, ["ddp", hook, "+".join(some)])): some for some in flags}
     return [Variant(name, "ddp", some, wire, hook) for name, some in named.items()]
 

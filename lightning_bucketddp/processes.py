@@ -1,4 +1,4 @@
-"""Processes of this host: whether they run, which is which, who started this one, and what a fork must not have."""
+"""Processes of this host: whether they run, which is which, who started this one, their variables, and forks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -74,6 +75,18 @@ def is_launched_by_torchrun() -> bool:
 def agent_holds_store() -> bool:
     """Return whether torchrun's agent holds the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@contextmanager
+def variables_by_default(values: Mapping[str, str]) -> Iterator[None]:
+    """Set those of `values` that are not set in the environment, and take them back at the end of the block."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def end_openmp_threads() -> None:

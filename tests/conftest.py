@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+import pytorch_lightning  # noqa: F401  (it sets filters of warnings, which the first test to import it would leave behind)
 
 # Their assertions are those of the tests that call them.
 pytest.register_assert_rewrite("tests.support.programs", "tests.support.commands")
 
 from tests.support import warm  # noqa: E402
-from tests.support.ranks import close_pools  # noqa: E402
+from tests.support.leaks import ProcessState  # noqa: E402
+from tests.support.ranks import close_pools, pids_of_pools  # noqa: E402
 
 # A background job, or one under `nohup`, is started with signals ignored, and so would be what it starts. A handler,
 # even one that does nothing, is not handed down.
@@ -35,12 +36,18 @@ _FIRST = (
     *("callbacks/test_large_batch.py", "test_install.py", "test_examples.py", "reducer/test_compile.py"),
 )
 
-# Set anew by pytest for each test.
-_CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", type=int, help="run files, and the tests of each, in a random order")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--shuffle")
+    return None if seed is None else f"random order: --shuffle={seed}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {Path(__file__).parent / file: number for number, file in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     sampled = defaultdict(list)
@@ -49,6 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             sampled[item.nodeid.partition("[")[0]].append(item)
     for cases in sampled.values():
         mark_all_but(cases, cases[0].get_closest_marker("sampled").args[0])  # type: ignore[union-attr]
+    if (seed := config.getoption("--shuffle")) is not None:
+        shuffle(items, seed)
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Put files, and the tests of each file, in an order that is the same in all workers."""
+    chance = random.Random(seed)
+    by_file = defaultdict(list)
+    for item in items:
+        by_file[item.path].append(item)
+    files = list(by_file.values())
+    chance.shuffle(files)
+    for file in files:
+        chance.shuffle(file)
+    items[:] = [item for file in files for item in file]
 
 
 def mark_all_but(cases: list[pytest.Item], number: int) -> None:
@@ -66,14 +88,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _environment_stays_as_it_is() -> Iterator[None]:
-    before = dict(os.environ)
+def _nothing_is_left_behind() -> Iterator[None]:
+    before, variables = ProcessState.now(), dict(os.environ)
     yield
-    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    left_behind = before.left_behind(known_children=_children_of_all_tests)
+    # So that one test fails, and not all that follow.
     os.environ.clear()
-    os.environ.update(before)
-    assert changed <= _CHANGES_BY_ITSELF
-    assert not dist.is_initialized()
+    os.environ.update(variables)
+    assert left_behind == []
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,21 +107,12 @@ def _ranks_belong_to_one_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_process_is_left() -> Iterator[None]:
+    before = ProcessState.now()
     yield
     warm.close()
-    assert _children() == []
+    assert [line for line in before.left_behind() if line.startswith("child ")] == []
 
 
-def _children() -> list[str]:
-    """The command lines of the processes that this one has started and that still run."""
-    commands = [_command_of_child(process) for process in Path("/proc").glob("[0-9]*")]
-    # Python's own end with us.
-    return [c for c in commands if c and "resource_tracker" not in c and "multiprocessing.forkserver" not in c]
-
-
-def _command_of_child(process: Path) -> str:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it may end while we look
-        status = (process / "status").read_text()
-        if f"PPid:\t{os.getpid()}\n" in status and "State:\tZ" not in status:
-            return (process / "cmdline").read_text().replace("\0", " ")
-    return ""
+def _children_of_all_tests() -> set[int]:
+    """The processes that tests share: ranks, until the last test of a file, and servers to the end."""
+    return {*pids_of_pools(), *warm.pids()}

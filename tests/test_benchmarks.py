@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, bu
 from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS, evaluate
-from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, local
+from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, Trained, local
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
@@ -220,7 +221,11 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
 
 def test_a_short_table_has_a_column_for_each_way_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def table(title: str, ours: float) -> dict[str, Any]:
-        samples = {"bucketddp": [ours, ours + 1, ours + 2], "ddp": [70, 80, 90], "ddp static_graph": [50, 60, 70]}
+        samples: dict[str, list[float]] = {
+            "bucketddp": [ours, ours + 1, ours + 2],
+            "ddp": [70, 80, 90],
+            "ddp static_graph": [50, 60, 70],
+        }
         return asdict(table_of(title, samples, unit="ms"))
 
     through = "gpt2, 2 ranks, through the Trainer"
@@ -299,7 +304,12 @@ def test_a_rank_that_fails_ends_the_benchmark(how: str, said: str) -> None:
 
 def test_variants_take_turns() -> None:
     order: list[str] = []
-    turns = {name: (lambda name=name: order.append(name) or len(order)) for name in ("a", "b")}
+
+    def turn(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    turns = {name: partial(turn, name) for name in ("a", "b")}
     assert take_turns(turns, repetitions=3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert order == ["a", "b"] * 3
 
@@ -411,7 +421,7 @@ def test_a_training_has_the_same_samples_on_any_number_of_ranks_and_the_numbers_
 
 def test_ranks_that_end_with_other_weights_are_a_failure() -> None:
     run = Run("digits", PLAIN, 2, 0, 1)
-    one, other = (quality.Trained([1.0], weights, 1.0, None) for weights in (1, 2))
+    one, other = (Trained([1.0], weights, 1.0, None) for weights in (1, 2))
     with pytest.raises(RankFailed, match="The ranks have different weights"):
         quality.result_of(run, [one, other])
 

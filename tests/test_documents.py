@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import __version__ as lightning_version
+from lightning import __version__ as lightning_version
 
 from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import own_port
 from tests.startup.test_clusters import unused_job_id
-from tests.startup.test_startup import free_port
 from tests.support.commands import run_commands
 from tests.support.programs import REPOSITORY
 
@@ -86,7 +85,7 @@ EXAMPLES = {
         [f"./two_nodes.sh {node} 127.0.0.1 --max-epochs 1" for node in range(2)],
         numbers=ACCURACY,
         have_trained=lambda accuracy: accuracy > 80,
-        variables=lambda: {"PORT": str(free_port())},
+        variables=lambda: {"PORT": str(own_port())},
     ),
     "slurm": Example(
         ["bash slurm.sbatch --max-epochs 1"],
@@ -102,15 +101,6 @@ def run(example: Example, directory: Path) -> str:
     return run_commands(*example.commands, cwd=copy, variables=example.variables())
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
-    """The examples that are asked for, two at a time: most of the time one process imports and others wait."""
-    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = [f.callspec.params["name"] for f in functions if f.function is test_an_example_trains]
-    with ThreadPoolExecutor(max_workers=2) as executor:
-        yield {name: executor.submit(run, EXAMPLES[name], tmp_path_factory.mktemp(name)) for name in names}
-
-
 # They need as much time as all others together.
 LONG = ("gan", "language_model", "notebook")
 
@@ -118,8 +108,8 @@ LONG = ("gan", "language_model", "notebook")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in EXAMPLES]
 )
-def test_an_example_trains(name: str, runs: dict[str, Future[str]]) -> None:
-    output = runs[name].result()
+def test_an_example_trains(name: str, tmp_path: Path) -> None:
+    output = run(EXAMPLES[name], tmp_path)
     found = re.finditer(EXAMPLES[name].numbers, output, flags=re.MULTILINE)
     numbers = [float(number) for match in found for number in match.groups()]
     assert numbers, output

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,42 @@ def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) 
         ("console_scripts", "bucketddp"): "lightning_bucketddp.cli:main",
     }
     required = [line for line in distribution.requires or [] if "extra" not in line]
-    assert sorted(required) == ["lightning>=2.5", "rich", "torch>=2.5"]
+    assert sorted(required, key=str.lower) == [
+        "fsspec",
+        "lightning!=2.6.2,!=2.6.3,>=2.5",
+        "lightning-utilities",
+        "numpy",
+        "pyyaml",
+        "rich",
+        "torch>=2.5",
+        "torchmetrics",
+    ]
     version = run_code("import lightning_bucketddp; print(lightning_bucketddp.__version__)", PYTHONPATH=str(installed))
     assert distribution.version == version
+
+
+def imported_modules() -> set[str]:
+    """The first names of all modules that the package imports, wherever in a file it does."""
+    names: set[str] = set()
+    for path in [*(REPOSITORY / "lightning_bucketddp").rglob("*.py"), REPOSITORY / "lightning_bucketddp_autoload.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_what_is_imported_is_declared(installed: Path) -> None:
+    (distribution,) = distributions(path=[str(installed)])
+    required = [line for line in distribution.requires or [] if "extra" not in line]
+    declared = {re.split(r"[<>=!]", line)[0].lower() for line in required}
+    ours = {"lightning_bucketddp", "lightning_bucketddp_autoload"}
+    # Each is imported only where a program has imported it before, or for a type checker alone.
+    of_the_user = {"pytorch_lightning", "lightning_fabric", "omegaconf", "jsonargparse", "_typeshed"}
+    names = imported_modules() - sys.stdlib_module_names - ours - of_the_user
+    assert of_the_user < imported_modules()
+    assert {packages_distributions()[name][0].lower() for name in names} == declared
 
 
 @pytest.mark.parametrize(

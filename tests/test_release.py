@@ -9,7 +9,7 @@ from typing import Any
 
 import hatchling.build
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from hatch_build import with_absolute_links
 from lightning_bucketddp import __version__

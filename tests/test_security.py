@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from torch.distributed import HashStore
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name

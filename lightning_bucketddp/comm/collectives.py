@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
+from lightning_bucketddp.comm.gloo_interface import gloo_interface
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20
@@ -69,6 +69,7 @@ class Collectives:
         group: the process group; the default group if None.
         timeout: how long a collective of the further groups may take; None: torch's default.
         parts: the ranks of this group and of those beside it, which make further groups together; None: it is alone.
+        on_one_host: whether all ranks of the run are on this host, and further groups shall not be reached by others.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class Collectives:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         parts: list[list[int]] | None = None,
+        on_one_host: bool = False,
     ) -> None:
         # In a further group between hosts: tensors that its operations may still hold (Note: lent tensors).
         self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
         self.device = device
         self._timeout = timeout
+        self._on_one_host = on_one_host
         self._world = dist.group.WORLD
         assert self._world is not None  # whoever makes this has initialised torch.distributed
         self.group = group if group is not None else self._world
@@ -162,10 +165,10 @@ class Collectives:
         return self._in_new_group([[self.global_ranks[rank] for rank in part] for part in parts], self.device, None)
 
     def _in_new_group(self, parts: list[list[int]], device: torch.device, backend: str | None) -> Collectives:
-        with gloo_between_hosts():
+        with gloo_interface(on_one_host=self._on_one_host):
             groups = [dist.new_group(ranks, timeout=self._timeout, backend=backend) for ranks in parts]
         own = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
-        return Collectives(device, group=groups[own], timeout=self._timeout, parts=parts)
+        return Collectives(device, group=groups[own], timeout=self._timeout, parts=parts, on_one_host=self._on_one_host)
 
     def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
         if name not in self._further:

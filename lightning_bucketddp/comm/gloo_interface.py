@@ -1,4 +1,4 @@
-"""The network interface that gloo uses between hosts."""
+"""The network interface that gloo uses."""
 
 from __future__ import annotations
 
@@ -9,33 +9,28 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from lightning_bucketddp.processes import variables_by_default
+
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
 
 
 @contextmanager
-def gloo_between_hosts() -> Iterator[None]:
-    """Have gloo, in groups made in the block, take the interface that leads to `MASTER_ADDR`, if none is set."""
-    main_address = os.environ.get("MASTER_ADDR")
-    interface = interface_towards(main_address) if main_address and _VARIABLE not in os.environ else None
-    if interface is None:
-        yield
-        return
-    os.environ[_VARIABLE] = interface
-    try:
-        yield
-    finally:
-        del os.environ[_VARIABLE]
+def gloo_interface(*, on_one_host: bool) -> Iterator[None]:
+    """Choose where gloo listens in groups that are made in the block, if the user has set no interface.
 
-
-def keep_gloo_on_this_host() -> None:
-    """Have gloo listen at a loopback address from now on, if no interface is set: it would at that of the host's name.
-
-    The variable stays, as all groups that the ranks make later are for them alone.
+    On one host that is a loopback address: gloo itself would take that of the host's name. Between hosts it is the
+    interface that leads to `MASTER_ADDR`.
     """
-    if _VARIABLE not in os.environ and (interface := _interface_with("127.0.0.1")) is not None:
-        os.environ[_VARIABLE] = interface
+    main_address = os.environ.get("MASTER_ADDR")
+    interface = None
+    if on_one_host:
+        interface = _interface_with("127.0.0.1")
+    elif main_address and _VARIABLE not in os.environ:
+        interface = interface_towards(main_address)
+    with variables_by_default({} if interface is None else {_VARIABLE: interface}):
+        yield
 
 
 def interface_towards(address: str) -> str | None:

@@ -1,10 +1,9 @@
 """Over how many sockets NCCL sends from host to host.
 
 Note: socket settings
-    NCCL reads the two variables when it makes its first connection between hosts, which may be long after the process
-    group is there, and never again. So they are set before the group is made and stay in the environment of the rank:
-    taken back, they would be missing for connections that are made late, or tell less than what NCCL does. What a rank
-    starts inherits them, as if the user had set them.
+    NCCL reads the two variables when it makes its first connection between hosts, and never again in that process. So
+    they are set while the group is made and a first collective connects it, and taken back then: what the ranks start
+    does not inherit them.
     On each connection NCCL takes the numbers of the rank that listens, so ranks that differ would understand each
     other. They do not differ all the same: what any host's user has chosen is left alone on all.
 """
@@ -14,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bucketddp.processes import boot_id
+from lightning_bucketddp.processes import boot_id, variables_by_default
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -33,8 +32,12 @@ _KEY = "bucketddp/sockets"
 _ROOT = Path("/")
 
 
-def open_more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> int:
-    """Set NCCL's variables on all ranks of `store` or on none; return on how many hosts (Note: socket settings)."""
+@contextmanager
+def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> Iterator[int]:
+    """Set NCCL's variables in the block, on all ranks of `store` or on none; yield on how many hosts.
+
+    If there are any, the first connection must be made in the block (Note: socket settings).
+    """
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
     if rank == 0:
@@ -43,9 +46,8 @@ def open_more_sockets(store: Store, *, rank: int, world_size: int, root: Path = 
         is_wanted = len(hosts) > 1 and all(is_untuned for _, is_untuned in answers)
         store.set(_KEY, json.dumps(len(hosts) if is_wanted else 0))
     num_hosts = int(json.loads(store.get(_KEY)))
-    if num_hosts > 0:
-        os.environ.update(SETTINGS)
-    return num_hosts
+    with variables_by_default(SETTINGS if num_hosts > 0 else {}):
+        yield num_hosts
 
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:

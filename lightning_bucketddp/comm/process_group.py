@@ -1,14 +1,15 @@
-"""The process group as a whole: its store, and leaving it."""
+"""The process group as a whole: its store, which NCCL backend it has, and leaving it."""
 
 from __future__ import annotations
 
 import uuid
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bucketddp.processes import agent_holds_store
+from lightning_bucketddp.processes import agent_holds_store, variables_by_default
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ def access_store() -> StoreAccess:
         name=f"{group_name}/{identity}",
         is_held_by_rank_zero=not agent_holds_store(),
     )
+
+
+def tried_nccl() -> AbstractContextManager[None]:
+    """Have `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
+
+    There the name stands for another backend, which nobody has tried with us (docs/compatibility.md). torch reads the
+    variable when the name is first used in a process, and keeps to it; one that the user has set stays.
+    """
+    return variables_by_default({"TORCH_DIST_USE_NCCL2": "0"})
 
 
 def abort_device_groups() -> None:

@@ -9,8 +9,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,9 +25,9 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts, keep_gloo_on_this_host
-from lightning_bucketddp.comm.nccl_sockets import SETTINGS, open_more_sockets
-from lightning_bucketddp.comm.process_group import abort_device_groups
+from lightning_bucketddp.comm.gloo_interface import gloo_interface
+from lightning_bucketddp.comm.nccl_sockets import SETTINGS, more_sockets
+from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun
@@ -132,10 +132,8 @@ class StrategyBase:
             rank=environment.global_rank(),
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
-            is_local=is_on_this_host(environment.main_address, num_nodes=self._num_nodes),
+            is_local=self._is_on_one_host,
         )
-        if point.is_local:
-            keep_gloo_on_this_host()
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         rendezvous = Rendezvous(point, timeout_s=self.options.start_timeout_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
@@ -143,20 +141,29 @@ class StrategyBase:
         with launched.ended_on_failure():
             store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
             store.set_timeout(self._timeout or default_pg_timeout)
-            backend = self._get_process_group_backend()
-            timeout = self._timeout
-            if "nccl" in backend:
-                self._open_more_sockets(store, point)
-                timeout = None if timeout is None else timeout + _LAST_RESORT
-            with gloo_between_hosts():
-                # Lightning's, which does what else belongs to it.
-                self._init_dist_connection(
-                    environment,
-                    backend,
-                    store=store,
-                    timeout=timeout,
-                    device_id=None if self.root_device.type == "cpu" else self.root_device,
-                )
+            with self._nccl_settings(store, point), gloo_interface(on_one_host=self._is_on_one_host):
+                self._make_group(store)
+
+    @property
+    def _is_on_one_host(self) -> bool:
+        return is_on_this_host(self.cluster_environment.main_address, num_nodes=self._num_nodes)
+
+    def _make_group(self, store: torch.distributed.Store) -> None:  # type: ignore[name-defined]
+        backend = self._get_process_group_backend()
+        timeout = self._timeout
+        if "nccl" in backend and timeout is not None:
+            timeout += _LAST_RESORT
+        # Lightning's, which does what else belongs to it.
+        self._init_dist_connection(
+            self.cluster_environment,
+            backend,
+            store=store,
+            timeout=timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+        )
+
+    def _new_collectives(self) -> Collectives:
+        return Collectives(self.root_device, timeout=self._timeout, on_one_host=self._is_on_one_host)
 
     def _log_start(self, reducer: Reducer | None = None) -> None:
         """Say what was chosen, unless the last run of this strategy began with the same."""
@@ -175,14 +182,23 @@ class StrategyBase:
     def log_end(self) -> None:
         """Say what was done. Called when the run has ended well, and no progress bar is on the screen any more."""
 
-    def _open_more_sockets(self, store: torch.distributed.Store, point: StoreAddress) -> None:  # type: ignore[name-defined]
-        num_hosts = open_more_sockets(store, rank=point.rank, world_size=point.world_size)
-        if num_hosts > 0:
-            settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
-            rank_zero_info(
-                f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of them"
-                " yourself, and both are left as you want them."
-            )
+    @contextmanager
+    def _nccl_settings(self, store: torch.distributed.Store, point: StoreAddress) -> Iterator[None]:  # type: ignore[name-defined]
+        """Set what NCCL reads while the group is made in the block; connect the group where that reads some of it."""
+        if "nccl" not in self._get_process_group_backend():
+            yield
+            return
+        backend = nullcontext() if self.options.process_group_backend else tried_nccl()
+        with backend, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+            if num_hosts > 0:
+                settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+                rank_zero_info(
+                    f"bucketddp: {settings}, because NCCL sends through sockets between {num_hosts} hosts. Set one of"
+                    " them yourself, and both are left as you want them."
+                )
+            yield
+            if num_hosts > 0:
+                torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
 
     def _take_listener(self, *, port: int | None) -> socket.socket | None:
         """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
@@ -264,14 +280,18 @@ class StrategyBase:
             directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
             return directory is None or claim_file(directory, run_id)
 
-        launcher: Any = self._launcher
         first_rank = self.global_rank - self.local_rank
+
+        def exit_status_of(rank: int) -> int | None:
+            launcher: Any = None if (strategy := this()) is None else strategy._launcher
+            return None if launcher is None else launcher.exit_status_of(rank - first_rank)
+
         context = RunContext(
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=self._timeout,
             abort_device=abort_device,
-            exit_status_of=lambda rank: launcher.exit_status_of(rank - first_rank),
+            exit_status_of=exit_status_of,
             launcher_pid=_launcher_pid(self._start_method),
             claim_file=claim,
         )

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
 from lightning_bucketddp.data.exact_batches import Part, divided
@@ -77,6 +76,7 @@ class FabricStrategy(FabricCheckpointHooks):
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
         batched_grad_copy: No effect; gradients are always copied by one call per bucket.
+        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
         skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
         device_ids: No effect; Lightning gives each process its device. Another one is refused.
         output_device: No effect; outputs stay on the device of the process. Another one is refused.
@@ -122,6 +122,7 @@ class FabricStrategy(FabricCheckpointHooks):
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
         batched_grad_copy: bool | None = None,
+        lazy_bucket_allocation: bool | None = None,
         skip_all_reduce_unused_params: bool | None = None,
         device_ids: list[Any] | None = None,
         output_device: Any = None,
@@ -164,7 +165,9 @@ class FabricStrategy(FabricCheckpointHooks):
             ending.handle_interrupts()
             # Fabric does not say when a run is over.
             weakref.finalize(self, ending.end)
-        self._collectives = Collectives(self.root_device, timeout=self._timeout)
+        self._collectives = self._new_collectives()
+        # Not at the end of the process, which closes connections by itself and in which nobody may wait.
+        weakref.finalize(self, self._collectives.close_host_groups).atexit = False
         self._shards = self._new_shards()
         self._act_before_forward(self._collectives.world_size)
         self._log_start()

@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +77,7 @@ class FaultHandler:
         self._wakeup = SignalWakeup()
         self._rank = context.rank
         self._is_over = False
+        self._take_out_hook: Callable[[], None] = lambda: None
         # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
         self.is_saver: bool | None = None
         self._access = access_store()
@@ -117,6 +119,7 @@ class FaultHandler:
             if handlers is not None:
                 handlers.restore_handlers()
         self._wakeup.uninstall()
+        self._take_out_hook()
         self._is_over = True
         self._watchdog.stop()
         if not self._watchdog.have_aborted:
@@ -145,17 +148,23 @@ class FaultHandler:
 
     def report_uncaught(self) -> None:
         """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
-        previous = sys.excepthook
+        # Not this object itself, with its connections: other hooks may keep this one for good.
+        this, previous = weakref.ref(self), sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-            # Never taken out again: other hooks may have been put before this one.
-            instead = None if self._is_over else self.end_by(error)
+            handler = this()
+            instead = None if handler is None or handler._is_over else handler.end_by(error)
             if instead is None:
                 previous(kind, error, trace)
             else:
                 previous(type(instead), instead, trace)
 
+        def take_out() -> None:
+            if sys.excepthook is report:
+                sys.excepthook = previous
+
         sys.excepthook = report
+        self._take_out_hook = take_out
 
     def end_by(
         self, error: BaseException, *, sigterm_exception: type[SystemExit] | None = None

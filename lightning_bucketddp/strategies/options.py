@@ -24,6 +24,7 @@ GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 # torch DDP's; the docstrings of the strategies say why.
 WITHOUT_EFFECT = (
     *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
+    "lazy_bucket_allocation",
     *("skip_all_reduce_unused_params", "device_ids", "output_device", "dim", "check_reduction"),
     *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "process_group", "device_mesh"),
 )

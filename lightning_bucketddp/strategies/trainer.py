@@ -112,6 +112,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         static_graph: No effect; how often each parameter is used is learned.
         gradient_as_bucket_view: No effect; gradients always live in their buckets.
         batched_grad_copy: No effect; gradients are always copied by one call per bucket.
+        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
         skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
         device_ids: No effect; Lightning gives each process its device. Another one is refused.
         output_device: No effect; outputs stay on the device of the process. Another one is refused.
@@ -185,6 +186,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
         batched_grad_copy: bool | None = None,
+        lazy_bucket_allocation: bool | None = None,
         skip_all_reduce_unused_params: bool | None = None,
         device_ids: list[Any] | None = None,
         output_device: Any = None,
@@ -247,7 +249,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self.world_size > 1 and self.lightning_module is not None:
             self._begin_watching().handle_signals(self._trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
-            self._collectives = Collectives(self.root_device, timeout=self._timeout)
+            self._collectives = self._new_collectives()
         self._position.forget_checkpoint()
         if self.lightning_module is not None:
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)

@@ -226,7 +226,7 @@ def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_thinned_and_logged_all_the_same(tmp_path: Path) -> None:
-    options = {"max_epochs": 3, "thin_after": 4, "loggers": True, "log_every_n_steps": 1}
+    options: dict[str, Any] = {"max_epochs": 3, "thin_after": 4, "loggers": True, "log_every_n_steps": 1}
     rank_zero, _ = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, **options)
     steps = [[step.step for step in steps_of(tmp_path / "csv" / "0", rank)] for rank in range(2)]
     assert steps[0] == steps[1] == [0, 1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 27]
@@ -254,7 +254,7 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
 
 def test_a_resumed_run_equals_one_without_monitor(tmp_path: Path) -> None:
     plain = run_on_ranks(fit, directory=tmp_path, save_every=5, max_epochs=2)
-    options = {"resume_from": tmp_path / "step=10.ckpt", "max_epochs": 2}
+    options: dict[str, Any] = {"resume_from": tmp_path / "step=10.ckpt", "max_epochs": 2}
     for rank, expected in zip(run_on_ranks(fit, directory=tmp_path, monitor=EVERY, **options), plain, strict=True):
         assert all(torch.equal(rank.weights[name], expected.weights[name]) for name in rank.weights)
     assert [step.step for step in steps_of(tmp_path)] == list(range(10, 20))

@@ -10,17 +10,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
-from tests.support.children import PROCESSES, child, report_of
+from tests.support.children import child, report_of
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
+from tests.support.forks import PROCESSES
 from tests.support.jobs import checkpoint as jobs
 
 

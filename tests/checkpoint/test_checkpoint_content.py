@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -122,14 +122,16 @@ def test_types_are_known_by_the_names_that_other_versions_give_them(
 
 
 def _pickle_with_renamed(module: str, other: str) -> Any:
-    class Pickler(pickle._Pickler):  # type: ignore[name-defined, misc]
+    in_python: Any = pickle._Pickler
+
+    class Pickler(in_python):
         def save_global(self, value: Any, name: str | None = None) -> None:
             if value.__module__ == module:
                 self.write(f"c{other}\n{value.__name__}\n".encode())
             else:
                 super().save_global(value, name)
 
-        dispatch = {**pickle._Pickler.dispatch, type: save_global, types.FunctionType: save_global}  # type: ignore[attr-defined] # noqa: RUF012
+        dispatch = {**in_python.dispatch, type: save_global, types.FunctionType: save_global}  # noqa: RUF012
 
     return types.SimpleNamespace(Pickler=Pickler, dump=pickle.dump, __name__="renaming")
 

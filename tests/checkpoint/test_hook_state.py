@@ -45,7 +45,7 @@ def as_lists(tree: Any) -> Any:
 def test_a_resumed_run_equals_an_uninterrupted_one(
     hook: str, state_options: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    how = {"hook": hook, "state_options": state_options}
+    how: dict[str, Any] = {"hook": hook, "state_options": state_options}
     run_on_ranks(fit_and_save, max_epochs=1, save_to=tmp_path / "1.ckpt", **how)
     run_on_ranks(fit_and_save, max_epochs=3, save_to=tmp_path / "3.ckpt", resume_from=tmp_path / "1.ckpt", **how)
     run_on_ranks(fit_and_save, max_epochs=3, save_to=tmp_path / "expected.ckpt", **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_what_is_drawn_or_seeded_before_training_does_not_count() -> None:
 def test_a_resumed_run_goes_on_with_the_same_random_numbers(
     save: str, step: int, validates: bool, num_workers: int, tmp_path: Path
 ) -> None:
-    options = {"rank_seeds": True, "max_epochs": 3, "num_workers": num_workers, "validates": validates}
+    options: dict[str, Any] = {"rank_seeds": True, "max_epochs": 3, "num_workers": num_workers, "validates": validates}
     whole = run_on_ranks(train, save=save, directory=tmp_path, **options)
     resumed = run_on_ranks(train, resume_from=tmp_path / f"step={step}.ckpt", **options)
     for rank, expected in zip(resumed, whole, strict=True):
@@ -118,7 +119,7 @@ def test_resuming_within_an_epoch_goes_on_with_the_same_random_numbers(tmp_path:
 
 @pytest.mark.parametrize("asks_for_steps", [False, True])
 def test_training_longer_goes_on_with_the_same_random_numbers(asks_for_steps: bool, tmp_path: Path) -> None:
-    options = {"rank_seeds": True, "asks_for_steps": asks_for_steps}
+    options: dict[str, Any] = {"rank_seeds": True, "asks_for_steps": asks_for_steps}
     whole = run_on_ranks(train, max_epochs=2, **options)
     run_on_ranks(train, max_epochs=1, save_to=tmp_path / "1.ckpt", **options)
     resumed = run_on_ranks(train, max_epochs=2, resume_from=tmp_path / "1.ckpt", **options)
@@ -142,7 +143,7 @@ def test_a_checkpoint_that_goes_on_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_cannot_go_on_is_warned_about_and_gives_new_seeds(
-    saved: dict[str, object], held: str, tmp_path: Path
+    saved: dict[str, Any], held: str, tmp_path: Path
 ) -> None:
     run_on_ranks(train, max_epochs=1, save_to=tmp_path / "1.ckpt", **saved)
     step = torch.load(tmp_path / "1.ckpt", weights_only=True)["global_step"]

@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 

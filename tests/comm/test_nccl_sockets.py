@@ -160,10 +160,10 @@ NO_NCCL = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU: the group
 
 @NO_NCCL
 @pytest.mark.parametrize("interface", ["trainer", "fabric"])
-def test_variables_are_set_before_the_group_is_made_and_rank_zero_says_so(interface: str, tmp_path: Path) -> None:
+def test_variables_are_set_while_the_group_is_made_and_rank_zero_says_so(interface: str, tmp_path: Path) -> None:
     with doomed_ranks(sockets.start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
         ended = ranks.wait()
-    expected = {"has_group": False, **(SETTINGS if can_be_tuned() else {})}
+    expected = {"has_group": False, "while made": [SETTINGS if can_be_tuned() else {}], "later": {}}
     assert ended.results == {"0": expected, "1": expected}, ended.output
     line = (
         "bucketddp: NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2, because NCCL sends through sockets between 2 hosts."
@@ -183,6 +183,6 @@ def test_nothing_is_set_for_gloo_nor_within_one_host(backend: str, same_host: bo
         sockets.start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host
     ) as ranks:
         ended = ranks.wait()
-    expected = {"has_group": backend == "gloo"}
+    expected = {"has_group": backend == "gloo", "while made": [{}], "later": {}}
     assert ended.results == {"0": expected, "1": expected}, ended.output
     assert "NCCL_NSOCKS_PERTHREAD" not in "".join(ended.output)

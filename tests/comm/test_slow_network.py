@@ -15,7 +15,8 @@ import pytest
 from benchmarks import loopback
 from benchmarks.hosts import HostsRefused, held
 from benchmarks.slow_network import main
-from tests.support.programs import REPOSITORY, RUN_VARIABLE, Program, no_process_left, processes_of, run_together
+from tests.support.programs import REPOSITORY, Program, no_process_left, processes_of, run_together
+from tests.support.warm import RUN_VARIABLE
 
 OPTIONS = ["--model", "gpt2_shapes", "--rate", "100mbit", "--local-steps", "4"]
 COMMAND = ["-m", "benchmarks.slow_network", *OPTIONS]
@@ -28,7 +29,7 @@ REMEDY = (
 
 @pytest.mark.long
 def test_steps_wait_for_the_network(tmp_path: Path) -> None:
-    options = [
+    options: list[str | Path] = [
         "--bucket-cap-mb",
         "0.1",
         "--repetitions",

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.ports import own_port
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.commands.doctor import (
@@ -38,11 +40,6 @@ from tests.support.programs import Program, no_process_left
 COMMAND = ["-m", "lightning_bucketddp.cli", "doctor"]
 # Where a hang would take minutes.
 AT_ONCE_S = 60
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as s:
-        return int(s.getsockname()[1])
 
 
 def start(*programs: Program, directory: Path) -> list[tuple[int, str, str]]:
@@ -129,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """Everything else is examined all the same."""
     began = time.monotonic()
     arguments = ["--timeout", "1", "--json", "--checkpoints", str(tmp_path)]
-    [(status, printed, _)] = start(launched(0, *arguments, port=free_port()), directory=tmp_path)
+    [(status, printed, _)] = start(launched(0, *arguments, port=own_port()), directory=tmp_path)
     assert time.monotonic() - began < AT_ONCE_S
     assert status == 1
     findings = json.loads(printed)["findings"]
@@ -140,7 +137,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_comes_and_is_silent_does_not_hold_it_up(tmp_path: Path) -> None:
-    port = free_port()
+    port = own_port()
     silent = """if True:
         import time
         from lightning_bucketddp.startup.store import StoreAddress
@@ -165,7 +162,7 @@ def test_what_differs_between_ranks_is_named(tmp_path: Path) -> None:
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning\nVersion: 9.9.9\n")
     path = f"{other.parent}:{os.environ.get('PYTHONPATH', '')}"
-    port = free_port()
+    port = own_port()
     programs = [
         launched(0, "--json", port=port, NCCL_HOSTID="a", LOCAL_RANK="0"),
         launched(1, "--json", port=port, NCCL_HOSTID="b", LOCAL_RANK="0", PYTHONPATH=path, NCCL_ALGO="Ring"),
@@ -198,7 +195,7 @@ def test_an_interface_that_is_not_there_is_named(
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProbeGroup:
     """One rank, whose process group is of gloo; torch may say that NCCL is part of it, as it is on a GPU."""
     monkeypatch.setattr(dist, "get_backend", lambda group=None: request.param)
-    point = StoreAddress(address="127.0.0.1", port=free_port(), rank=0, world_size=1, local_rank=0)
+    point = StoreAddress(address="127.0.0.1", port=own_port(), rank=0, world_size=1, local_rank=0)
     return ProbeGroup(store=point, is_spawned=True)
 
 
@@ -217,7 +214,7 @@ def test_no_process_group_is_left(alone: ProbeGroup, error: BaseException | None
 
 
 def test_no_process_group_is_left_that_cannot_be_used(alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_device: object) -> None:
+    def fail(_device: object, **_: object) -> None:
         raise RuntimeError("no average")
 
     monkeypatch.setattr(probe_group, "Collectives", fail)
@@ -239,7 +236,8 @@ def test_a_process_group_that_cannot_be_left_is_not_waited_for(
     alone: ProbeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     destroy = dist.destroy_process_group
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(60))
+    is_over = threading.Event()
+    monkeypatch.setattr(dist, "destroy_process_group", is_over.wait)
     try:
         with (
             pytest.raises(NeverEnded, match="lost"),
@@ -247,6 +245,7 @@ def test_a_process_group_that_cannot_be_left_is_not_waited_for(
         ):  # to come together, too, on a busy machine
             raise RuntimeError("lost")
     finally:
+        is_over.set()
         destroy()
 
 

@@ -94,7 +94,7 @@ def profile_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("cap", ["0.1", "25", "0.01,0.2"])
 def test_the_plan_is_what_the_reducer_makes_in_a_real_run(cap: str, capsys: pytest.CaptureFixture[str]) -> None:
     caps = [float(number) for number in cap.split(",")]
-    options = {"bucket_cap_mb": caps if len(caps) > 1 else caps[0]}
+    options: dict[str, Any] = {"bucket_cap_mb": caps if len(caps) > 1 else caps[0]}
     [buckets, _] = run_on_ranks(plan_of_reducer, name="Layers", **options)
     planned = plan(capsys, "Layers", "--bucket-cap-mb", cap)
     assert names(planned) == buckets
@@ -182,7 +182,7 @@ HEAD = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 5, "out_fe
 
 def printed_config(capsys: pytest.CaptureFixture[str], model: Any, *arguments: str) -> str:
     """What a LightningCLI prints for `--print_config`, and saves beside its checkpoints."""
-    kinds = {"subclass_mode_model": True} if model is LightningModule else {}
+    kinds: dict[str, Any] = {"subclass_mode_model": True} if model is LightningModule else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train.py"])
         with pytest.raises(SystemExit):
@@ -269,6 +269,7 @@ def test_predictions_are_the_simulators(cap: str, tmp_path: Path, capsys: pytest
     profile, arguments = layers_of_1_mib(tmp_path)
     networks = ["--network", "eth-10g", "--network", "measured", "--network", "25,10"]
     planned = plan(capsys, "NeedsArguments", *arguments, *networks, "--bucket-cap-mb", cap, "--ranks", 6)
+    assert profile.cost is not None
     expected_networks = [
         NETWORKS["eth-10g"],
         Network.measured(profile.cost, num_ranks=4),

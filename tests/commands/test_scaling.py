@@ -43,8 +43,17 @@ def test_one_rank_belongs_to_no_line_through_the_others() -> None:
 
 @pytest.mark.long
 def test_the_command_measures_against_everything(tmp_path: Path) -> None:
-    options = ["--repetitions", "1", "--steps", "1", "--settle", "2", "--json", tmp_path / "found.json"]
-    command = ["-m", "benchmarks.scaling", *SMALLEST, *options]
+    options: list[str | Path] = [
+        "--repetitions",
+        "1",
+        "--steps",
+        "1",
+        "--settle",
+        "2",
+        "--json",
+        tmp_path / "found.json",
+    ]
+    command: list[str | Path] = ["-m", "benchmarks.scaling", *SMALLEST, *options]
     finished = run(*command, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
     assert finished.returncode == 0, finished.output
     tables = finished.results["found"]["tables"]

@@ -63,7 +63,7 @@ def test_a_batch_is_split_where_others_have_one_more() -> None:
 
 def test_whole_batches_are_dealt_out_as_they_are() -> None:
     for num_samples, world_size, size in SETTINGS:
-        make = lambda n=num_samples, b=size: ByParity(range(n), b, False)  # type: ignore[misc]  # noqa: E731
+        make = lambda n=num_samples, b=size: ByParity(range(n), b, False)  # noqa: E731
         ranks = [list(share) for share in shares_of(make, ShareOfWholeBatches, world_size, repeats=False)]
         in_turns = [batch for turn in itertools.zip_longest(*ranks) for batch in turn if batch is not None]
         assert in_turns == list(make())
@@ -92,8 +92,9 @@ def test_a_share_looks_like_what_it_is_a_share_of() -> None:
             self.epoch = epoch
 
     original = Bucketing(range(9), 2, drop_last=False)
-    share = divided(DataLoader(Numbered(9), batch_sampler=original), Part(0, 2, seed=0)).batch_sampler
-    assert isinstance(share, BatchSampler)
+    exact = divided(DataLoader(Numbered(9), batch_sampler=original), Part(0, 2, seed=0))
+    assert isinstance(exact.batch_sampler, BatchSampler)
+    share: Any = exact.batch_sampler
     assert (share.batch_size, share.drop_last, share.buckets) == (2, False, 7)
     share.set_epoch(3)
     assert original.epoch == 3

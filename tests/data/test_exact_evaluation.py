@@ -72,11 +72,12 @@ def test_every_sample_counts_once(world_size: int) -> None:
         if name in CASES:
             seen = sorted(index for outcome in outcomes for batch in outcome["seen"] for index in batch)
             assert seen == sorted(index for batch in alone(name)["seen"] for index in batch), name
+            assert case.batch_size is not None
             assert all(len(batch) <= case.batch_size for outcome in outcomes for batch in outcome["seen"])
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: str) -> None:
+def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: Any) -> None:
     ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((21, 10), mode=mode)])]
     # 11 and 10 samples of the first loader, 5 and 5 of the second.
     assert [outcome["num_steps"] for outcome in ranks] == ([2, 2] if mode == "min_size" else [3, 3])
@@ -221,7 +222,8 @@ LAUNCHERS = ["popen", "fork", "torchrun", *(pytest.param(f"spawn {what}", marks=
 def test_every_launcher(launcher: str, tmp_path: Path) -> None:
     launcher, _, only = launcher.partition(" ")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher, *filter(None, [only])]
+    command: list[str | Path] = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher]
+    command += filter(None, [only])
     root = "pytorch_lightning" if launcher in ("spawn", "torchrun") else "lightning.pytorch"
     finished = run(*command, root=root, directory=tmp_path)
     assert finished.returncode == 0, finished.output

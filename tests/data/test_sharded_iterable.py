@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.utils.data
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, TensorDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import CombinedMessages, StepExchange
@@ -89,13 +90,15 @@ def test_workers_may_be_spawned() -> None:
 def test_a_loader_keeps_its_class_and_its_dataset_is_still_reached() -> None:
     class OwnLoader(DataLoader[Tensor]):
         color = "red"
+        owner: str
 
     loader = OwnLoader(Numbers(10), batch_size=2)
     loader.owner = "user"
     dealt = deal(loader)
     assert isinstance(dealt, OwnLoader)
     assert (type(dealt).__name__, dealt.color, dealt.owner, dealt.batch_size) == ("OwnLoader", "red", "user", 2)
-    assert dealt.dataset.num_samples == 10
+    dataset: Any = dealt.dataset
+    assert dataset.num_samples == 10
     assert not hasattr(dealt.dataset, "missing")
     # What the user has is as before.
     assert type(loader) is OwnLoader
@@ -217,7 +220,7 @@ class SplitByNode(Numbers):
 
 def test_a_dataset_that_is_dealt_already_is_left_as_it_is() -> None:
     said: list[str] = []
-    pipe = torch.utils.data.datapipes.iter.IterableWrapper(range(8)).sharding_filter()
+    pipe = IterableWrapper(range(8)).sharding_filter()
     for dataset in (pipe, SplitByNode(8)):
         loader: DataLoader[Any] = DataLoader(dataset)
         assert deal(loader, warnings=said) is loader
@@ -293,7 +296,7 @@ def test_a_run_that_is_resumed_reads_on(stream: Stream, step: int, tmp_path: Pat
 
 
 def test_a_run_reads_on_after_a_checkpoint_of_a_validation(tmp_path: Path) -> None:
-    job = {"stream": EVEN, "step": 3, "interrupted": "after a validation", "directory": tmp_path}
+    job: dict[str, Any] = {"stream": EVEN, "step": 3, "interrupted": "after a validation", "directory": tmp_path}
     for uninterrupted, before, after in run_on_ranks(resume, **job):
         assert before + after == uninterrupted
 
@@ -324,7 +327,7 @@ def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
 
 @pytest.mark.parametrize("later", [1, 3])
 def test_another_number_of_ranks_reads_on(later: int) -> None:
-    earlier = [
+    earlier: list[Any] = [
         IterableSharding(rank=rank, world_size=2, warn=print).prepare(
             DataLoader(Numbers(23), batch_size=2), num_batches_trained=lambda: 3
         )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm import connections
 from lightning_bucketddp.faults.progress import Progress
@@ -246,6 +246,8 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
     [behind] = stalls.find_stragglers([], can_ask=True)
     assert behind.what == "it has been there for 10 s"
+    here.close()
+    there.close()
 
 
 def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() -> None:
@@ -313,7 +315,7 @@ def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_wa
 
 @pytest.mark.long
 def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
-    options = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "stall_timeout_s": 2}
+    options: dict[str, Any] = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "stall_timeout_s": 2}
     with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
         assert ranks.wait().exit_codes == [0, 0]
 

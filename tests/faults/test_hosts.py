@@ -129,7 +129,13 @@ def test_a_run_goes_on_without_names_and_a_restart_says_that_there_is_none(tmp_p
     this_host = "127.0.0.1 localhost\n::1 localhost\n"
     names.write_text(f"{this_host}10.0.0.1 main\n")
     with hosts_on_a_switch(2) as network:
-        options = {"names": names, "hosts": network.hosts, "address": "main", "num_batches": 20, "pause_after_s": 0.05}
+        options: dict[str, Any] = {
+            "names": names,
+            "hosts": network.hosts,
+            "address": "main",
+            "num_batches": 20,
+            "pause_after_s": 0.05,
+        }
         (tmp_path / "first").mkdir()
         with doomed_ranks(fit_by_name, directory=tmp_path / "first", num_fits=2, **options) as ranks:
             ranks.wait_for("fit0/training.json")

@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,12 @@ def test_a_rank_that_waits_for_a_bucket_is_seen_to_wait() -> None:
     lock = threading.Lock()
     lock.acquire()
     seen: list[bool] = []
-    threading.Timer(0.3, lambda: (seen.append(progress.is_waiting), lock.release())).start()
+
+    def look() -> None:
+        seen.append(progress.is_waiting)
+        lock.release()
+
+    threading.Timer(0.3, look).start()
     # As torch's own: neither `wait` has a frame in Python.
     _PendingMean(0, SimpleNamespace(wait=lock.acquire)).wait()
     assert seen == [True]
@@ -49,7 +55,7 @@ def test_a_rank_that_waits_for_a_bucket_is_seen_to_wait() -> None:
 
 def test_a_rank_that_waits_for_a_communication_hook_is_seen_to_wait() -> None:
     progress = blocked()
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
     seen: list[bool] = []
 
     def look() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
@@ -42,13 +44,19 @@ class Ranks:
         store = HashStore()
         self._elections: list[SaverElection] = []
         self._stores: list[StoreAccess] = []
+        self._channels: list[SideChannel] = []
         for rank in range(WORLD_SIZE):
             channel = SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE)
+            self._channels.append(channel)
             local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
             access = StoreAccess(channel, local_ranks, Connections(), store_rank=0)
             claim = partial(claim_file, str(directory))
             self._stores.append(access)
             self._elections.append(SaverElection(channel, local_ranks, access, claim_file=claim))
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
 
     def lose_store(self) -> None:
         """Let no rank reach the store any more."""
@@ -67,47 +75,57 @@ class Ranks:
             return [rank for rank, is_won in zip(come, won, strict=True) if is_won]
 
 
-def test_the_lowest_rank_that_lives_saves(tmp_path: Path) -> None:
-    assert Ranks(tmp_path).savers(come=[5, 4, 3, 2, 1], failure=RANK_ZERO_DIED) == [1]
-    assert Ranks(tmp_path).savers(come=[4, 3, 2, 1, 0], failure=RANK_FIVE_RAISED) == [0]
+class MakeRanks(Protocol):
+    def __call__(self, *, name: str = "run") -> Ranks: ...
+
+
+@pytest.fixture
+def make_ranks(tmp_path: Path) -> Iterator[MakeRanks]:
+    with ExitStack() as stack:
+        yield lambda *, name="run": stack.enter_context(closing(Ranks(tmp_path, name=name)))
+
+
+def test_the_lowest_rank_that_lives_saves(make_ranks: MakeRanks, tmp_path: Path) -> None:
+    assert make_ranks().savers(come=[5, 4, 3, 2, 1], failure=RANK_ZERO_DIED) == [1]
+    assert make_ranks().savers(come=[4, 3, 2, 1, 0], failure=RANK_FIVE_RAISED) == [0]
     assert not any(tmp_path.iterdir())
 
 
-def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(tmp_path: Path) -> None:
-    assert Ranks(tmp_path).savers(come=[5], failure=RANK_FIVE_RAISED) == []
+def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(make_ranks: MakeRanks) -> None:
+    assert make_ranks().savers(come=[5], failure=RANK_FIVE_RAISED) == []
     rank_zero_raised = Failure(rank=0, kind=Kind.RAISED, what="ValueError")
-    assert Ranks(tmp_path).savers(come=[1, 0], failure=rank_zero_raised) == [0]
+    assert make_ranks().savers(come=[1, 0], failure=rank_zero_raised) == [0]
 
 
-def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, make_ranks: MakeRanks) -> None:
     monkeypatch.setattr(saver, "_COMES_WITHIN_S", 0.3)
-    ranks = Ranks(tmp_path)
+    ranks = make_ranks()
     # Rank 1 may be on the host of rank 0. All others believe that it is their turn.
     assert len(ranks.savers(come=[2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
     # It was only late.
     assert ranks.savers(come=[1], failure=RANK_ZERO_DIED) == []
 
 
-def test_one_saves_where_the_store_died_with_rank_zero(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
+def test_one_saves_where_the_store_died_with_rank_zero(make_ranks: MakeRanks, tmp_path: Path) -> None:
+    ranks = make_ranks()
     ranks.lose_store()
     assert len(ranks.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
-    other_run = Ranks(tmp_path, name="another run")
+    other_run = make_ranks(name="another run")
     other_run.lose_store()
     assert len(other_run.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
     assert len(list(tmp_path.iterdir())) == 2  # a file of each run has decided, not the store
 
 
-def test_one_saves_where_the_network_is_cut_in_two(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
+def test_one_saves_where_the_network_is_cut_in_two(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks()
     here = ranks.savers(come=[0, 1, 2], failure=Failure(rank=3, kind=Kind.LOST, what="its host no longer answers"))
     ranks.lose_store()
     there = ranks.savers(come=[3, 4, 5], failure=Failure(rank=0, kind=Kind.LOST, what="its host no longer answers"))
     assert (here, there) == ([0], [])
 
 
-def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
+def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks()
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
     ranks.look()
     ranks.lose_store()
@@ -115,8 +133,8 @@ def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_en
 
 
 def test_the_name_of_a_run_is_fit_for_a_file_whatever_is_in_the_store() -> None:
-    channel = SideChannel(HashStore(), name="../../../etc/passwd", rank=0, world_size=2)
-    assert re.fullmatch("[0-9a-f]{16}", channel.run_id)
+    with closing(SideChannel(HashStore(), name="../../../etc/passwd", rank=0, world_size=2)) as channel:
+        assert re.fullmatch("[0-9a-f]{16}", channel.run_id)
 
 
 def claim(directory: str) -> None:

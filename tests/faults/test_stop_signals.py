@@ -143,7 +143,7 @@ class Trial:
 
     def run(self, directory: Path) -> Ended:
         directory.mkdir()
-        options = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
+        options: dict[str, Any] = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
         with doomed_ranks(fit, directory=directory, **options) as ranks:
             ranks.wait_for("training.json")
             time.sleep(self.delay_s)

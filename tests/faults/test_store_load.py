@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place

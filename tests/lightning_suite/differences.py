@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 # By file and function: all parameters of the test.
-DIFFERENCES: dict[str, str] = {
-    "tests/tests_pytorch/overrides/test_distributed.py::test_params_synced_during_nonfit": (
-        "the suite permits no new variable in the environment; `GLOO_SOCKET_IFNAME` says which interface gloo takes"
-    ),
-}
+DIFFERENCES: dict[str, str] = {}
 
 
 def difference_of(test: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.jobs.outer_steps import refuse_gaps, step_beside_sgd
@@ -13,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 def test_an_outer_step_is_one_of_sgd_with_nesterov_momentum(
     world_size: int, counted: list[int], chunk_numbers: int
 ) -> None:
-    options = {"num_islands": 2, "counted": counted, "chunk_numbers": chunk_numbers}
+    options: dict[str, Any] = {"num_islands": 2, "counted": counted, "chunk_numbers": chunk_numbers}
     ranks = run_on_ranks(step_beside_sgd, world_size=world_size, **options)
     assert [len(differences) for differences in ranks] == [3] * world_size
 

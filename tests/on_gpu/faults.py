@@ -105,7 +105,7 @@ def train(what: str, rank: int, directory: str) -> None:
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 1))
+            self.layers: Any = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 1))
 
         def setup(self, stage: str) -> None:
             self.own_group = torch.distributed.new_group()

@@ -70,8 +70,8 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"channels_last {optimizer}",
             partial(run_on_ranks, parity_with_torch_ddp, case="channels_last", training=training),
         )
-    for name, options in REDUCING.items():
-        for kwargs in options:
+    for name, calls in REDUCING.items():
+        for kwargs in calls:
             yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
     for config in weighting.CONFIGS:
         for num_micro_batches in (1, 3):
@@ -82,8 +82,8 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     for way in WAYS:
         for on_nonfinite in ("warn", "raise", "skip"):
             for parameter in ("2.weight", None):
-                options = {"way": way, "on_nonfinite": on_nonfinite, "parameter": parameter}
-                yield f"nonfinite {options}", partial(nonfinite_is_told, **options)  # type: ignore[arg-type]
+                options: dict[str, Any] = {"way": way, "on_nonfinite": on_nonfinite, "parameter": parameter}
+                yield f"nonfinite {options}", partial(nonfinite_is_told, **options)
     for batches in SYNC_BATCHNORM:
         layer = nn.BatchNorm2d(3, dtype=torch.promote_types(batches.dtype, torch.float32))
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
@@ -129,7 +129,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
     for counted in ([0, 1], [1]):
         options = {"num_islands": 2, "counted": counted, "chunk_numbers": 8}
-        yield f"outer steps {counted}", partial(run_on_ranks, step_beside_sgd, **options)  # type: ignore[arg-type]
+        yield f"outer steps {counted}", partial(run_on_ranks, step_beside_sgd, **options)
     yield from sharded_tests()
     yield from quantized_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
@@ -169,7 +169,7 @@ def quantized_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
                 Training(reduce_dtype="int8", bucket_cap_mb=0.001, micro_batches=2),
                 Training(reduce_dtype="int8", all_alone=True),
             ):
-                setting = {"case": case, "training": training}
+                setting: dict[str, Any] = {"case": case, "training": training}
                 yield f"int8 {case} {training}", partial(run_on_ranks, parity_with_quantized_mean, **setting)
     for shard in (True, "parameters"):
         yield f"int8 sharded {shard}", partial(run_on_ranks, quantized.train_sharded, case="mlp", shard=shard)

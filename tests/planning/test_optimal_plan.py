@@ -59,6 +59,7 @@ def fits(plan: Sequence[BucketSpec], profile: Profile, ceiling: int) -> bool:
 
 
 def last_end(profile: Profile, plan: Sequence[BucketSpec]) -> float:
+    assert profile.cost is not None
     return simulate(profile, plan, profile.cost).buckets[-1].end_s
 
 
@@ -175,6 +176,7 @@ def test_no_other_stretches_of_several_kinds_end_earlier(num_params: int) -> Non
 
 def end_of_stretches(profile: Profile, stretches: Sequence[BucketSpec]) -> float:
     """When the last reduction ends if each stretch leaves as a whole, one bucket for each kind in it."""
+    assert profile.cost is not None
     end = ready = 0.0
     for stretch in stretches:
         ready = max(ready, *[profile.ready_s[i] for i in stretch.members])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_sparse_gradients_travel_alone_and_before_a_bucket_that_carries_the_flag
 
 
 @pytest.mark.parametrize("large", [{"sparse": True}, {"alone": True}], ids=str)
-def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, bool]) -> None:
+def test_a_bucket_that_is_not_small_does_not_wait_to_carry_the_flags(large: dict[str, Any]) -> None:
     params = [*specs(2**20 + 1), ParameterSpec("last", 4, "float32", **large)]
     plan = plan_buckets(params, arrived=[0, 1], missing=[], caps=uniform(2**21))
     assert plan == [BucketSpec((0,)), BucketSpec((1,), **large), BucketSpec(())]

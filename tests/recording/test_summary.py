@@ -70,6 +70,11 @@ def numbers(
     )
 
 
+def about(value: float) -> Any:
+    """`pytest.approx`, in the place of a number."""
+    return pytest.approx(value)
+
+
 def typical(*ranks: RankNumbers) -> TypicalStep:
     return TypicalStep(ranks, num_ranks=len(ranks))
 
@@ -161,7 +166,8 @@ def test_who_has_auto_is_told_of_no_other_size() -> None:
 @pytest.mark.parametrize("option", ["deterministic", "shard_optimizer"])
 @pytest.mark.parametrize("cap", ["auto", 50])
 def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any, option: str) -> None:
-    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, **{option: True})
+    options: dict[str, Any] = {option: True}
+    texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, **options)
     assert (
         "`bucket_cap_mb=1` (2 instead of 1 buckets) would hide 1.00 of the 4.00 ms exposed (4% of the step)." in texts
     )
@@ -172,10 +178,10 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
         replace(rank, phases={**rank.phases, "weights": 4 * MS}, exchange_s=6 * MS) for rank in (numbers(0), numbers(1))
     ]
     step = typical(*ranks)
-    assert (step.exposed_s, step.network_wait_s) == (pytest.approx(7 * MS), pytest.approx(7 * MS))
-    assert (ranks[0].own_s, step.straggler) == (pytest.approx(20 * MS), None)
+    assert (step.exposed_s, step.network_wait_s) == (about(7 * MS), about(7 * MS))
+    assert (ranks[0].own_s, step.straggler) == (about(20 * MS), None)
     assert step.fitted(PROFILE, TWO_BUCKETS).cost == typical(numbers(0)).fitted(PROFILE, TWO_BUCKETS).cost
-    assert step.late_bucket == (1, pytest.approx(0.7 * 3 * MS))
+    assert step.late_bucket == (1, about(0.7 * 3 * MS))
     lines = Summary.of(step, TWO_BUCKETS, suggestions=[], state=DividedState(MIB, 2 * MIB)).lines
     assert (
         "Weights: their exchange after a step takes 6.00 ms of that, and the next step waits 4.00 ms for it." in lines
@@ -192,7 +198,7 @@ def test_outer_steps_are_told() -> None:
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:
     # Rank 0 waits 8 ms more than rank 1, which waits for the network alone.
     ranks = [numbers(0, exposed=11), numbers(1, exposed=3, forward=25)]
-    assert typical(*ranks).straggler == Straggler(ranks[1], pytest.approx(8 * MS))
+    assert typical(*ranks).straggler == Straggler(ranks[1], about(8 * MS))
     texts = suggested(ranks)
     assert texts[0] == (
         "rank 1 on host1 makes the others wait 8.00 ms, most of it in forward (8.00 ms): see what else runs there, and"
@@ -268,7 +274,7 @@ def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> N
 
 def test_phases_add_up_to_the_steps_whatever_varies() -> None:
     # Steps of 9 seconds, of which the same phase is never twice the longest: each phase's median is that of the others.
-    spans = [("forward", 7, 1, 1), ("backward", 1, 7, 1), ("optimizer", 1, 1, 7)]
+    spans: list[tuple[Any, ...]] = [("forward", 7, 1, 1), ("backward", 1, 7, 1), ("optimizer", 1, 1, 7)]
     steps = []
     for n in range(3):
         ends = [sum(span[1 + n] for span in spans[:i]) for i in range(4)]
@@ -298,7 +304,7 @@ def test_the_only_bucket_takes_all_that_is_exposed() -> None:
         found = RankNumbers.of(RUN, steps)
         assert found.waits == pytest.approx(waits)
         late = TypicalStep([found], num_ranks=2).late_bucket
-        assert late == (len(waits) - 1, pytest.approx(5 * waits[-1]))
+        assert late == (len(waits) - 1, about(5 * waits[-1]))
 
 
 def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,7 @@ def test_several_weighted_losses_in_one_step_add_up() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.sampled(8)
 def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
     run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
 

@@ -42,7 +42,11 @@ def test_a_hook_gives_what_it_gives_in_torch_ddp(hook_name: str) -> None:
 
 @pytest.mark.parametrize("hook_name", [*(QUANTIZATION if ON_GLOO else []), "batched_power_sgd"])
 def test_a_hook_that_fails_in_torch_ddp_fails_here_for_the_same_reason(hook_name: str) -> None:
-    for theirs, ours in run_on_ranks(comm_hooks.failures, hook_name=hook_name):
+    failures = run_on_ranks(comm_hooks.failures, hook_name=hook_name)
+    if failures == [[None, None]] * 2:  # since torch 2.15
+        test_a_hook_gives_what_it_gives_in_torch_ddp(hook_name)
+        return
+    for theirs, ours in failures:
         assert [reason for reason in WHY_IT_FAILS[hook_name] if reason in theirs and reason in ours]
 
 

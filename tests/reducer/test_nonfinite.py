@@ -168,6 +168,7 @@ def test_warnings_become_rare() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("parameter", ["2.weight", None])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(14)
 def test_a_skipped_step_leaves_no_trace(way: str, parameter: str | None, micro_batches: int) -> None:
     bad = Bad(parameter, micro_batch=0)
     ranks = trained(bad=bad, steps=4, micro_batches=micro_batches, on_nonfinite="skip", **WAYS[way])

@@ -39,6 +39,7 @@ def test_plain_backward_equals_the_mean(case: str) -> None:
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 @pytest.mark.parametrize("case", ["mlp", "channels_last", "tied_transformer", "many_dtypes"])
+@pytest.mark.sampled(5)
 def test_accumulation_equals_torch_ddp(case: str, micro_batches: int) -> None:
     run_on_ranks(parity_with_torch_ddp, case=case, training=Training(micro_batches=micro_batches))
 
@@ -51,6 +52,7 @@ def test_accumulation_equals_the_mean(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["mlp", "tied_transformer", "unused_in_turns", "many_dtypes", "sparse_embedding"])
 @pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.0005, [0.001, 0.0001, 0.002]], ids=["one_each", "some", "list"])
+@pytest.mark.sampled(8)
 def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float]) -> None:
     ranks = run_on_ranks(parity_with_torch_ddp, case=case, training=Training(bucket_cap_mb=bucket_cap_mb))
     assert all(rank.num_buckets > 1 for rank in ranks)
@@ -58,6 +60,7 @@ def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float
 
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
+@pytest.mark.sampled(9)
 def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
     run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))
 
@@ -65,6 +68,7 @@ def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, mic
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused", "adamw_foreach"])
 @pytest.mark.parametrize("case", ["mlp", "channels_last"])
+@pytest.mark.sampled(5)
 def test_optimizers_and_clipping_equal_torch_ddp(case: str, optimizer: str, clip: str) -> None:
     training = Training(optimizer=optimizer, clip=clip, micro_batches=2, bucket_cap_mb=0.001)
     run_on_ranks(parity_with_torch_ddp, case=case, training=training)
@@ -75,6 +79,7 @@ def test_lbfgs_equals_torch_ddp() -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.sampled(10)
 def test_four_ranks(case: str) -> None:
     job = parity_with_torch_ddp if torch_ddp_can(case) else parity_with_mean
     tolerance = BF16_TOLERANCE if case == "many_dtypes" else FOUR_RANKS_TOLERANCE

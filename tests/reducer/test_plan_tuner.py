@@ -214,6 +214,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
     assert list(profile.ready_s) == sorted(profile.ready_s)
     assert 0 < profile.ready_s[0] < profile.ready_s[-1] <= profile.backward_s < 60
     assert (profile.num_ranks, profile.reduce_dtype) == (world_size, reduce_dtype)
+    assert profile.cost is not None
     assert profile.cost.seconds(0) >= 0
     assert profile.cost.seconds(2**20) > 0
 
@@ -222,7 +223,7 @@ def test_real_measurements_settle_in_time(world_size: int, reduce_dtype: str | N
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.sampled(2)
 def test_a_trainer_tunes_unless_it_is_deterministic_and_trains_as_ddp(deterministic: bool, accumulate: int) -> None:
-    options = {"deterministic": deterministic, "accumulate": accumulate}
+    options: dict[str, Any] = {"deterministic": deterministic, "accumulate": accumulate}
     theirs = run_on_ranks(fit_wide, strategy="ddp", **options)
     ours = run_on_ranks(fit_wide, strategy="bucketddp", **options)
     assert [rank.weights for rank in ours] == [rank.weights for rank in theirs]

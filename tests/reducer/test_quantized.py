@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lightning_bucketddp.reducer.quantization import Blocks
-from tests.reducer.test_nonfinite import RAISED, Bad, raised_on_all
+from tests.reducer.test_nonfinite import RAISED, raised_on_all
 from tests.reducer.test_sharding import in_short
 from tests.support.jobs import quantized
 from tests.support.jobs.models import CASES
+from tests.support.jobs.nonfinite import Bad
 from tests.support.jobs.parity import Training, parity_with_quantized_mean
 from tests.support.jobs.weighting import weighted_mean
 from tests.support.ranks import run_on_ranks

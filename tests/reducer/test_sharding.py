@@ -48,6 +48,7 @@ def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != NOT_DENSE])
+@pytest.mark.sampled(9)
 def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
 
@@ -70,14 +71,14 @@ def assert_whole(ranks: list[Outcome]) -> None:
 @pytest.mark.parametrize("shard", [True, "parameters"])
 @pytest.mark.parametrize("case", in_short(["mlp", *SPECIAL], "mlp", "channels_last"))
 def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
-    setting = {"case": case, "optimizer": "adamw", "shard": shard, "clip": 0.1}
+    setting: dict[str, Any] = {"case": case, "optimizer": "adamw", "shard": shard, "clip": 0.1}
     run_on_ranks(compare, world_size=4, **setting, is_double=True, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("optimizer", WHOLE_TENSOR_OPTIMIZERS)
 def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str, world_size: int) -> None:
-    setting = {"case": "mlp", "optimizer": optimizer, "is_double": True}
+    setting: dict[str, Any] = {"case": "mlp", "optimizer": optimizer, "is_double": True}
     ranks = run_on_ranks(compare, world_size=world_size, **setting, tolerance=TOLERANCE)
     assert_whole([sharded for _, sharded in ranks])
     assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel

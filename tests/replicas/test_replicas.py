@@ -47,7 +47,7 @@ def test_bad_modules_are_refused(build: object, expected: str) -> None:
     assert all(expected in error for error in errors), errors
 
 
-def wrapped_by(module_name: str, class_name: str) -> nn.Module:
+def wrapped_by(module_name: str, class_name: str) -> nn.Sequential:
     """A module in a wrapper of this name, which comes from a package that may not be installed."""
     wrapper = type(class_name, (nn.Sequential,), {"__module__": module_name})
     return nn.Sequential(nn.Linear(2, 2), wrapper(nn.Linear(2, 2)))

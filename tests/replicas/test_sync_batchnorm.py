@@ -20,6 +20,7 @@ KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)),
 
 @pytest.mark.parametrize("split", [(4, 4), (5, 3), (7, 1), (8, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize(("layer_class", "spatial_size"), KINDS)
+@pytest.mark.sampled(10)
 def test_trains_like_one_process_however_the_batch_is_split(
     layer_class: type[nn.Module], spatial_size: tuple[int, ...], split: tuple[int, int]
 ) -> None:
@@ -181,6 +182,7 @@ def test_pickle_is_an_ordinary_layer_that_needs_no_group_and_not_this_package(pr
     assert b"lightning_bucketddp" not in pickled
     layer = pickle.loads(pickled)
     assert type(layer) is nn.BatchNorm2d
+    assert layer.running_mean is not None
     assert torch.equal(layer.running_mean, running_mean)
     layer(torch.randn(2, NUM_CHANNELS, 4, 5))
 

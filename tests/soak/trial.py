@@ -73,7 +73,8 @@ class Fault:
             target: int | str = rank
             if what == "clock":
                 details = {"jump_s": generator.choice(_JUMPS_S), "dies": generator.choice([None, rank])}
-                target = generator.choice([rank, "all"])
+                either: list[int | str] = [rank, "all"]
+                target = generator.choice(either)
             return cls(what=what, target=target, step=step, where=where, details=details)
         delay_s = generator.uniform(0, 0.1)
         if what == "flip-file":
@@ -82,13 +83,14 @@ class Fault:
             return cls(what=what, target=rank, step=step, delay_s=delay_s, details=details)
         if what in ("kill", "sigterm", "sigint") and launcher != "hosts":
             others = {"script": ["all"], "slurm": ["all"], "elastic": ["ranks", "launcher"]}
-            choices = [rank, rank, *others.get(launcher, ["all", "launcher"])]
+            choices: list[int | str] = [rank, rank, *others.get(launcher, ["all", "launcher"])]
             if launcher not in ("slurm", "elastic") and generator.random() < 0.2:
                 late = generator.uniform(0.2, 8)
                 return cls(what=what, target=generator.choice(["launcher", "newest"]), step=None, delay_s=late)
             return cls(what=what, target=generator.choice(choices), step=step, delay_s=delay_s)
         if what == "requeue":
-            return cls(what=what, target=generator.choice([rank, "ranks"]), step=step, delay_s=delay_s)
+            targets: list[int | str] = [rank, "ranks"]
+            return cls(what=what, target=generator.choice(targets), step=step, delay_s=delay_s)
         return cls(what=what, target=rank, step=step, delay_s=delay_s)
 
     @property

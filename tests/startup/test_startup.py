@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.startup import store
 from lightning_bucketddp.startup.child_processes import ChildProcesses
@@ -38,14 +39,9 @@ AT_ONCE_S = 20
 HOST = re.escape(socket.gethostname())
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as s:
-        return int(s.getsockname()[1])
-
-
 def outcomes(**options: Any) -> list[str]:
     """What comes of a meeting of two processes, which must come at once unless a time-out is given."""
-    results = run_on_ranks(meet, port=options.pop("port", None) or free_port(), **options)
+    results = run_on_ranks(meet, port=options.pop("port", None) or own_port(), **options)
     limit_s = options.get("start_timeout_s", 0) + AT_ONCE_S
     assert all(result["seconds"] < limit_s for result in results)
     return [result["outcome"] for result in results]
@@ -75,7 +71,7 @@ def test_ranks_ask_again_soon_at_first_but_thousands_never_too_often(
 
 
 def test_ranks_that_are_missing_are_named_on_every_rank_that_is_there() -> None:
-    port = free_port()
+    port = own_port()
     expected = (
         rf"Ranks 1, 2, 4, 5, 6, 7, 8, 9 and 2 more of 12 did not join at 127\.0\.0\.1:{port} within 1\.5 s\. 2 did,"
         rf" from host {HOST}\. Look at the output of the missing ranks; .* pass a larger `start_timeout_s`\."
@@ -91,7 +87,7 @@ def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
 
 @pytest.mark.long
 def test_rank_zero_stays_until_the_others_know_why() -> None:
-    port = free_port()
+    port = own_port()
     alone = f"""if True:
         from tests.support.jobs.meetings import *
         try:
@@ -117,7 +113,7 @@ def test_another_world_size_is_refused_at_once_by_all() -> None:
 
 
 def test_two_processes_of_one_rank_are_refused_at_once_by_all() -> None:
-    port = free_port()
+    port = own_port()
     with futures.ThreadPoolExecutor() as pool:
         rank_0 = pool.submit(meet_alone, port, rank=0, world_size=3, timeout_s=60)
         everywhere = {*outcomes(port=port, ranks=[1, 1], world_sizes=[3, 3]), str(rank_0.exception())}
@@ -136,7 +132,7 @@ def test_a_failure_that_one_rank_finds_is_every_ranks_error_at_once() -> None:
 
 def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(store, "_REPORTS_S", (0.2, 0.8))
-    port = free_port()
+    port = own_port()
     with pytest.raises(StartError, match=r"Rank 1 of 2 did not join"):
         meet_alone(port, rank=0, world_size=2, timeout_s=1.7)
     texts = [
@@ -150,22 +146,22 @@ def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 
 @pytest.fixture
-def agent() -> dist.TCPStore:
-    return dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+def agent() -> TCPStore:
+    return TCPStore("localhost", own_port(), is_master=True, wait_for_workers=False)
 
 
-def test_ranks_meet_at_the_agent_again_and_again(agent: dist.TCPStore) -> None:
+def test_ranks_meet_at_the_agent_again_and_again(agent: TCPStore) -> None:
     options: dict[str, Any] = {"ranks": [0, 1], "world_sizes": [2, 2], "agent": True, "num_meetings": 3}
     assert outcomes(port=agent.port, **options) == [ALL_THERE] * 2
 
 
-def test_two_rank_zeros_are_refused_at_once(agent: dist.TCPStore) -> None:
+def test_two_rank_zeros_are_refused_at_once(agent: TCPStore) -> None:
     both = set(outcomes(port=agent.port, ranks=[0, 0], world_sizes=[2, 2], agent=True))
     assert len(both) == 1
     assert re.fullmatch(two_processes(rank=0), both.pop())
 
 
-def test_what_an_earlier_start_has_left_does_not_count(agent: dist.TCPStore) -> None:
+def test_what_an_earlier_start_has_left_does_not_count(agent: TCPStore) -> None:
     options: dict[str, Any] = {"port": agent.port, "world_sizes": [3, 3], "agent": True}
     # Neither that it failed, nor that it was not decided.
     outcomes(ranks=[0, 1], start_timeout_s=0.5, **options)
@@ -178,14 +174,14 @@ def test_what_an_earlier_start_has_left_does_not_count(agent: dist.TCPStore) -> 
 
 @pytest.mark.parametrize("written", ["nonsense", "[" * 100_000, "{}", '{"rank": 0, "world_size": "2"}'], ids=len)
 def test_what_no_rank_has_written_is_named(written: str) -> None:
-    keys = dist.HashStore()
+    keys = HashStore()
     keys.set("round", written)
     with pytest.raises(StartError, match=r"^The store at the main address holds data that no rank wrote"):
         RendezvousRound.find(keys)
 
 
 def test_reasons_of_others_command_no_terminal() -> None:
-    rdzv = RendezvousRound(dist.HashStore(), RankInfo(rank=0, world_size=2))
+    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2))
     rdzv.object("\x1b[2J")
     assert rdzv.objection() == "\\x1b[2J"
     rdzv.decide("\x1b[2J")
@@ -193,7 +189,7 @@ def test_reasons_of_others_command_no_terminal() -> None:
         rdzv.is_accepted(RankInfo(rank=1, world_size=2))
 
 
-def test_rank_zero_may_be_what_is_missing(agent: dist.TCPStore) -> None:
+def test_rank_zero_may_be_what_is_missing(agent: TCPStore) -> None:
     for outcome in outcomes(port=agent.port, ranks=[1, 2], world_sizes=[3, 3], start_timeout_s=1.5, agent=True):
         assert outcome.startswith("Rank 0 of 3 did not join")
 
@@ -202,7 +198,7 @@ def test_rank_zero_may_be_what_is_missing(agent: dist.TCPStore) -> None:
 
 
 def test_an_address_where_nobody_listens_is_named() -> None:
-    port = free_port()
+    port = own_port()
     with pytest.raises(StartError) as raised:
         meet_alone(port, rank=1, timeout_s=1)
     assert str(raised.value) == (
@@ -240,7 +236,7 @@ def another_program(answer: bytes) -> Iterator[int]:
 
 
 def test_strangers_at_the_port_keep_nobody_from_starting() -> None:
-    port = free_port()
+    port = own_port()
     connections: list[socket.socket] = []
     # Among them half a greeting of torch's, and after a whole one half a question.
     said = [b"", b"\x00", b"\x00\xce\xf7\x85\x3c\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100]
@@ -401,7 +397,7 @@ def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest
 
 
 def test_a_port_that_the_user_chose_for_programs_that_find_a_free_one_is_kept(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("STANDALONE_PORT", str(free_port()))
+    environment.setenv("STANDALONE_PORT", str(own_port()))
     launcher = make_launcher()
     assert open_port(launcher) == int(os.environ["STANDALONE_PORT"])
     launcher.take_listener().close()
@@ -409,7 +405,7 @@ def test_a_port_that_the_user_chose_for_programs_that_find_a_free_one_is_kept(en
 
 @pytest.mark.parametrize("variable", ["NODE_RANK", "LOCAL_RANK"])
 def test_only_who_launches_rank_zero_keeps_the_port(variable: str, environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("MASTER_PORT", str(free_port()))
+    environment.setenv("MASTER_PORT", str(own_port()))
     environment.setenv(variable, "1")
     launcher = make_launcher()
     assert open_port(launcher) == int(os.environ["MASTER_PORT"])
@@ -495,13 +491,13 @@ def test_a_node_that_is_missing_ends_the_others(tmp_path: Path) -> None:
         "--start-timeout-s",
         8,
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(own_port()),
     )
     assert_ended(finished, r"Ranks (1, )?2, 3 of 4 did not join at 127\.0\.0\.1:\d+ within 8 s\. \d did")
 
 
 def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> None:
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     nodes = [
         Program(
             [SCRIPTS / "starts.py", "--num-nodes", "2", "--devices", str(devices)],

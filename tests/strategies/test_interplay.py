@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import own_port
 from tests.support.ranks import RankPool, run_on_ranks
 from tests.support.scripts.interplay import ask, log, talk, train_over_backend
 
@@ -44,7 +43,7 @@ def test_a_process_group_backend_of_the_user_is_used() -> None:
     pool = RankPool(2, "gloo")
     try:
         in_use = {
-            backend: pool.run(train_over_backend, 60, {"backend": backend, "ports": _free_ports(2)})
+            backend: pool.run(train_over_backend, 60, {"backend": backend, "ports": [own_port(), own_port()]})
             for backend in ("gloo", "cpu:gloo")
         }
     finally:
@@ -53,11 +52,3 @@ def test_a_process_group_backend_of_the_user_is_used() -> None:
         assert rank["BucketDDPStrategy"] == rank["DDPStrategy"]
     for backends, _ in (rank["BucketDDPStrategy"] for rank in in_use["cpu:gloo"]):
         assert backends == "cpu:gloo"
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as open_sockets:
-        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

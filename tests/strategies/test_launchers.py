@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.support.programs import REPOSITORY, SCRIPTS, assert_trained, run, weights_on_one_host
 from tests.support.ranks import run_on_ranks
@@ -86,6 +86,7 @@ def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path)
     finished = run(program, "fit", "--config", config, "--print_config", root=root, directory=tmp_path)
     assert finished.returncode == 0, finished.output
     text = finished.output[finished.output.index("seed_everything:") :]
+    text = text.partition("nanobind:")[0]  # a library of torch 2.15 tells at the end what it has leaked
     printed = yaml.safe_load(text)["trainer"]["strategy"]
     assert printed["class_path"].endswith("BucketDDPStrategy")
     expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90}
@@ -140,7 +141,7 @@ def test_an_argument_overrides_the_strategy_of_a_config(tmp_path: Path) -> None:
 
 def test_ranks_that_differ_end_every_process(tmp_path: Path) -> None:
     config = write_config(tmp_path, strategy="bucketddp")
-    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.extra_layer_on_rank", "1"]
+    command: list[str | Path] = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.extra_layer_on_rank", "1"]
     finished = run(*command, root="lightning.pytorch", directory=tmp_path)
     assert finished.returncode != 0
     # Once from each rank.
@@ -149,7 +150,7 @@ def test_ranks_that_differ_end_every_process(tmp_path: Path) -> None:
 
 def test_a_rank_that_runs_out_of_data_ends_every_process(tmp_path: Path) -> None:
     config = write_config(tmp_path, strategy="bucketddp", use_distributed_sampler=False)
-    command = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.short_of_data_on_rank", "1"]
+    command: list[str | Path] = [SCRIPTS / "cli.py", "fit", "--config", config, "--model.short_of_data_on_rank", "1"]
     finished = run(*command, root="lightning.pytorch", directory=tmp_path)
     assert finished.returncode != 0
     # Once from each rank.

@@ -25,7 +25,7 @@ from tests.support.scripts.local_steps import (
     train_unevenly,
 )
 
-APART = {"islands": "rank"}
+APART: dict[str, Any] = {"islands": "rank"}
 
 
 def test_a_round_of_one_plain_step_equals_ddp_bit_for_bit() -> None:

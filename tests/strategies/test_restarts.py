@@ -45,7 +45,9 @@ def test_torchrun_restarts_from_the_last_whole_checkpoint(
     plan = [{"rank": 1, "step": 5}, {"rank": 0, "step": 12, "while": "saving"}]
     finished = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
-        *(SCRIPTS / "restarts.py", json.dumps(plan), *way),
+        SCRIPTS / "restarts.py",
+        json.dumps(plan),
+        *way,
         root="lightning.pytorch",
         directory=tmp_path,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.ports import own_port
 from tests.support.disks import forbidden_directory, small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
 from tests.support.ranks import run_on_ranks
@@ -116,7 +117,7 @@ def test_training_can_go_on_after_a_save_that_fails_on_every_rank(cause: str, tm
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    ranks = run_on_ranks(save_alone, path=path, rendezvous=tmp_path / "rendezvous", async_checkpoints=is_async)
+    ranks = run_on_ranks(save_alone, path=path, port=own_port(), async_checkpoints=is_async)
     assert [raised for raised, _ in ranks] == ["RuntimeError: some rank has failed"] * 2
     assert ranks[0][1] == [
         "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of the"

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.hosts import Host
+from benchmarks.ports import own_port
 from tests.support.forks import PROCESSES
 
 TIMEOUT_S = 200
@@ -100,7 +99,7 @@ def doomed_ranks(
 
     On `hosts` each has as many; `address` is the main one, if it is not that of the first host.
     """
-    port = _free_port()
+    port = own_port()
     local_world_size = world_size // max(len(hosts), 1)
     address = address or (hosts[0].address if hosts else "127.0.0.1")
     processes: list[BaseProcess] = []
@@ -123,9 +122,9 @@ def doomed_ranks(
             processes.append(process)
         yield DoomedRanks(processes, directory)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for started in processes:
+            started.kill()
+            started.join()
 
 
 def _run(
@@ -141,11 +140,3 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     torch.set_num_threads(1)
     job(directory=directory, **kwargs)
-
-
-def _free_port() -> int:
-    """Return one that the kernel gives to nobody who asks for any, as tests do that run at the same time."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

@@ -88,7 +88,8 @@ class EndOfFault:
 
 def let_happen(faults: dict[str, HostFault], directory: Path) -> dict[str, EndOfFault]:
     """Let all of it happen in networks that know nothing of each other, a few at a time."""
-    names, ends = list(faults), {}
+    names = list(faults)
+    ends: dict[str, EndOfFault] = {}
     for first in range(0, len(names), _AT_A_TIME):
         ends |= _let_happen_together({name: faults[name] for name in names[first : first + _AT_A_TIME]}, directory)
     return ends
@@ -102,7 +103,7 @@ def _let_happen_together(faults: dict[str, HostFault], directory: Path) -> dict[
             network = stack.enter_context(hosts_on_a_switch(fault.num_hosts))
             fault.before(network)
             options = {"pause_after_s": 0.05, **fault.options}
-            placed = {"hosts": network.hosts, "world_size": fault.num_hosts}
+            placed: dict[str, Any] = {"hosts": network.hosts, "world_size": fault.num_hosts}
             ranks = stack.enter_context(doomed_ranks(fit, directory=directory / name, **placed, **options))
             running[name] = network, ranks
         happened_at = {}

@@ -14,7 +14,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ports import own_port
 from tests.support.forks import PROCESSES
 
 _GRACE_AFTER_FAILURE_S = 5.0
@@ -50,7 +50,7 @@ class RankPool:
     def __init__(self, world_size: int, backend: str) -> None:
         # A process that is forked can use a GPU only if the one that it is forked from has not looked for any.
         context = PROCESSES if device().type == "cpu" else multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = own_port()
         # Where each process writes what all its threads do when it is made to end.
         self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
         self._pipes: list[Connection] = []
@@ -150,6 +150,11 @@ def close_pools() -> None:
 atexit.register(close_pools)
 
 
+def pids_of_pools() -> list[int]:
+    """The processes of all pools that are open."""
+    return [pid for pool in _pools.values() for pid in pool.pids]
+
+
 def device() -> torch.device:
     """Where jobs put their tensors: `BUCKETDDP_TEST_DEVICE`, or the CPU."""
     return torch.device(os.environ.get("BUCKETDDP_TEST_DEVICE", "cpu"))
@@ -157,12 +162,6 @@ def device() -> torch.device:
 
 def _default_backend() -> str:
     return "nccl" if device().type == "cuda" else "gloo"
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:

@@ -55,6 +55,10 @@ class _Server:
         return str(path)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
@@ -84,6 +88,11 @@ def _server(imported: str) -> _Server:
         if imported not in _servers:
             _servers[imported] = _Server(imported)
         return _servers[imported]
+
+
+def pids() -> list[int]:
+    """The servers' processes."""
+    return [server.pid for server in _servers.values()]
 
 
 def close() -> None:

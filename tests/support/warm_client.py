@@ -1,5 +1,7 @@
 """What `warm.py` writes as `python`: asks the server beside it for a process, and ends as that one does."""
 
+from __future__ import annotations
+
 import array
 import json
 import os
@@ -8,6 +10,10 @@ import signal
 import socket
 import sys
 
+TYPE_CHECKING = False  # `typing` takes longer to import than all of the above
+if TYPE_CHECKING:
+    from typing import Any
+
 REAL_PYTHON = sys.executable
 OURS = os.path.abspath(sys.argv[0])
 # Signals that a process can get from others, or from a terminal.
@@ -15,7 +21,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 NAMESPACES = ("user", "net", "mnt", "uts", "ipc")
 
 
-def main(arguments):
+def main(arguments: list[str]) -> None:
     with open(os.path.join(os.path.dirname(OURS), "server.json")) as file:
         server = json.load(file)
     how = how_to_run(arguments)
@@ -37,19 +43,19 @@ def main(arguments):
     }
     sent = [*numbers, *(os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in namespaces)]
     connection.connect(os.path.join(os.path.dirname(OURS), "socket"))
-    early = []
-    for number in HANDED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: early.append(number))
+    early: list[int] = []
+    for handed_on in HANDED_ON:
+        if signal.getsignal(handed_on) is not signal.SIG_IGN:
+            signal.signal(handed_on, lambda number, _: early.append(number))
     content = json.dumps(request).encode()
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))]
     connection.sendmsg([len(content).to_bytes(8, "little")], ancillary)
     connection.sendall(content)
     answers = connection.makefile()
     pid = int(answers.readline())
-    for number in HANDED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+    for handed_on in HANDED_ON:
+        if signal.getsignal(handed_on) is not signal.SIG_IGN:
+            signal.signal(handed_on, lambda number, _: os.kill(pid, number))
     for number in early:
         os.kill(pid, number)
     # What others wait to see closed must be closed by the script alone.
@@ -59,7 +65,7 @@ def main(arguments):
     end(int(answers.readline()))
 
 
-def how_to_run(arguments):
+def how_to_run(arguments: list[str]) -> dict[str, Any] | None:
     """What the first arguments of Python say; None for what is left to the ordinary interpreter."""
     is_unbuffered = False
     for index, argument in enumerate(arguments):
@@ -77,7 +83,7 @@ def how_to_run(arguments):
     return None
 
 
-def differs(server):
+def differs(server: dict[str, Any]) -> bool:
     """Whether a fresh interpreter would not be as the server is."""
     names = set(server["variables"])
     names.update(name for name in os.environ if name.startswith(tuple(server["prefixes"])))
@@ -87,7 +93,7 @@ def differs(server):
     return os.readlink("/proc/self/ns/pid") != server["namespaces"]["pid"] or os.getuid() != server["user"]
 
 
-def is_open(number):
+def is_open(number: int) -> bool:
     try:
         os.fstat(number)
     except OSError:
@@ -95,13 +101,13 @@ def is_open(number):
     return True
 
 
-def current_umask():
+def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def end(status):
+def end(status: int) -> None:
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

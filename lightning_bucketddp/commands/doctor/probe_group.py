@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.gloo_interface import gloo_between_hosts
-from lightning_bucketddp.comm.nccl_sockets import open_more_sockets
+from lightning_bucketddp.comm.gloo_interface import gloo_interface
+from lightning_bucketddp.comm.nccl_sockets import more_sockets
+from lightning_bucketddp.comm.process_group import tried_nccl
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.startup.child_processes import LAUNCHER_PID, ChildProcesses
 from lightning_bucketddp.startup.rendezvous import Rendezvous
@@ -131,19 +132,21 @@ class ProbeGroup:
         has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > self.store.local_rank
         store.set(f"{_HAS_GPU}/{rank}", json.dumps(has_gpu))
         on_gpus = all(json.loads(has) for has in store.multi_get([f"{_HAS_GPU}/{r}" for r in range(world_size)]))
-        if on_gpus:
-            open_more_sockets(store, rank=rank, world_size=world_size)
-            torch.cuda.set_device(self.store.local_rank)
-        with gloo_between_hosts():
+        device = torch.device("cuda", self.store.local_rank) if on_gpus else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        settings = more_sockets(store, rank=rank, world_size=world_size) if on_gpus else nullcontext()
+        with settings, tried_nccl(), gloo_interface(on_one_host=self.is_spawned):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
                 store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
+                device_id=device,
             )
-        hosts = Collectives(torch.device("cpu"))
-        return hosts, Collectives(torch.device("cuda", self.store.local_rank)) if on_gpus else hosts
+            hosts = Collectives(torch.device("cpu"), on_one_host=self.is_spawned)
+            return hosts, hosts if device is None else Collectives(device)  # which connects it
 
 
 def _destroy_group(*, timeout_s: float, is_broken: bool) -> None:

@@ -44,16 +44,25 @@ def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tens
         for _ in range(3):
             model.zero_grad()
             attached.model(x).square().mean().backward()
-        reduced = torch.cat([param.grad.flatten() for param in model.parameters()])
+        reduced = _gradient(model)
         with attached.no_sync():
             model.zero_grad()
             attached.model(x).square().mean().backward()
-        exact = torch.cat([param.grad.flatten() for param in model.parameters()])
+        exact = _gradient(model)
         dist.all_reduce(exact)
         means[variant.name] = (exact / dist.get_world_size(), reduced)
         if attached.reducer is not None:
             attached.reducer.close()
     return means
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """All of them, one behind the other."""
+    parts = []
+    for param in model.parameters():
+        assert param.grad is not None
+        parts.append(param.grad.flatten())
+    return torch.cat(parts)
 
 
 def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:

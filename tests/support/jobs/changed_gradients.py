@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def change() -> dict[str, str]:
         optimizer.zero_grad()
         with reducer.backward():
             model(torch.full((2, 6), collectives.rank + 1.0)).square().mean().backward()
-        expected = shards.full_gradient(model.weight)
+        expected = shards.full_gradient(cast(nn.Parameter, model.weight))
         assert expected is not None
         assert model.weight.grad is not None
         try:
@@ -62,7 +62,7 @@ def change() -> dict[str, str]:
     return outcomes
 
 
-def _stepped(weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
+def _stepped(weight: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """Return the gradient that all ranks together have stepped `weight` by."""
     with torch.no_grad():
         weight.zero_()

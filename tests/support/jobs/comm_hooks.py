@@ -137,7 +137,7 @@ def _resizing_hook(_state: Any, bucket: Any) -> Any:
     buffer = bucket.buffer()
     size = buffer.numel()
     buffer.resize_(2 * size + 1000)[size:].zero_()
-    mean = default_hooks.allreduce_hook(None, bucket)
+    mean = default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # the default group
     return mean.then(lambda _: buffer.resize_(size))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class ManyDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()
+            x = layer(x.to(cast(Tensor, layer.weight).dtype)).tanh()
         return x
 
 
@@ -224,6 +224,9 @@ def freeze_and_unfreeze(model: nn.Module, step: int) -> None:
 
 class Queue(nn.Module):
     """A buffer that forward writes and reads, different on every rank unless someone keeps it equal."""
+
+    queue: Tensor
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -232,7 +232,7 @@ class _TheirSide:
 def _step(
     side: _OurSide | _TheirSide, optimizer: torch.optim.Optimizer, case: Case, training: Training, step: int
 ) -> None:
-    def closure() -> Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         for micro_batch in range(training.micro_batches):
             last = micro_batch == training.micro_batches - 1

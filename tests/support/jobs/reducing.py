@@ -24,7 +24,7 @@ from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand
 from tests.support.ranks import device
 
 
-def _model_and_copy() -> tuple[nn.Module, nn.Module]:
+def _model_and_copy() -> tuple[Any, Any]:
     torch.manual_seed(3)
     model = mlp().to(device())
     return model, copy.deepcopy(model)
@@ -58,8 +58,8 @@ def calling_a_submodule_synchronises() -> None:
     model, reference = _model_and_copy()
     build_reducer(model)
     x = batch(dist.get_rank(), 0)
-    model[0](x).square().mean().backward()  # type: ignore[index]
-    reference[0](x).square().mean().backward()  # type: ignore[index]
+    model[0](x).square().mean().backward()
+    reference[0](x).square().mean().backward()
     average_by_hand(reference)
     _assert_same_gradients(model, reference)
 
@@ -100,12 +100,12 @@ def parameter_unfrozen_after_setup_is_reduced() -> int:
     """torch DDP leaves it unsynchronised."""
     model, reference = _model_and_copy()
     for module in (model, reference):
-        module[0].requires_grad_(False)  # type: ignore[index]
+        module[0].requires_grad_(False)
     reducer = build_reducer(model)
     for step, frozen in enumerate([True, True, False, False, True, False]):
         for module in (model, reference):
             module.zero_grad()
-            module[0].requires_grad_(not frozen)  # type: ignore[index]
+            module[0].requires_grad_(not frozen)
             module(batch(dist.get_rank(), step)).square().mean().backward()
         average_by_hand(reference)
         _assert_same_gradients(model, reference)
@@ -116,11 +116,11 @@ def parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
     """Nothing but a parameter that could not be trained at set-up takes part in a plain backward."""
     model, reference = _model_and_copy()
     for module in (model, reference):
-        module[0].requires_grad_(False)  # type: ignore[index]
+        module[0].requires_grad_(False)
     build_reducer(model)
     for module in (model, reference):
         module.requires_grad_(False)
-        module[0].requires_grad_(True)  # type: ignore[index]
+        module[0].requires_grad_(True)
         module(batch(dist.get_rank(), 0)).square().mean().backward()
     average_by_hand(reference)
     _assert_same_gradients(model, reference)
@@ -184,7 +184,7 @@ def plans_are_forgotten_after_a_while() -> list[int]:
     num_plans: list[int] = []
     for frozen, times in ((0, 1), (2, 66), (4, 1), (0, 1)):
         model.requires_grad_(True)
-        model[frozen].requires_grad_(False)  # type: ignore[index]
+        model[frozen].requires_grad_(False)
         for step in range(times):
             model(batch(dist.get_rank(), step)).square().mean().backward()
             model.zero_grad()
@@ -215,7 +215,7 @@ def training_continues_after_an_exception_in_backward(marked: bool, failing_rank
     for step in range(5):
         x = batch(dist.get_rank(), step)
         fails = step == 2 and dist.get_rank() in failing_ranks
-        loss = model[1:](Fails.apply(model[0](x), fails)).square().mean()  # type: ignore[index]
+        loss = model[1:](Fails.apply(model[0](x), fails)).square().mean()
         _run_backward(loss, reducer if marked else None, must_fail=fails)
         if step != 2:
             reference(x).square().mean().backward()
@@ -224,7 +224,7 @@ def training_continues_after_an_exception_in_backward(marked: bool, failing_rank
             for module in (model, reference):
                 with torch.no_grad():
                     for param in module.parameters():
-                        param -= 0.1 * param.grad  # type: ignore[operator]
+                        param -= 0.1 * param.grad
         model.zero_grad()
         reference.zero_grad()
     assert_equal_on_all_ranks(model)
@@ -238,12 +238,12 @@ def buffers_after_a_backward_that_died(failing_rank: int) -> tuple[list[float], 
     totals = []
     for step in range(4):
         model.zero_grad()
-        model.total += 1 + 10 * dist.get_rank()  # type: ignore[operator]
+        model.total += 1 + 10 * dist.get_rank()
         fails = step == 2 and dist.get_rank() == failing_rank
-        loss = model[1:](Fails.apply(model[0](batch(dist.get_rank(), step)), fails)).square().mean()  # type: ignore[index]
+        loss = model[1:](Fails.apply(model[0](batch(dist.get_rank(), step)), fails)).square().mean()
         _run_backward(loss, None, must_fail=fails)
         if step != 2:
-            totals.append(model.total.item())  # type: ignore[operator]
+            totals.append(model.total.item())
     reducer.close()
     return totals, reducer.stats.num_backwards
 
@@ -335,7 +335,8 @@ def gradients_live_in_the_buckets() -> None:
 
     def assert_views() -> None:
         assert reducer.bucket_set is not None
-        buffers = [bucket.buffer for bucket in reducer.bucket_set.buckets]  # type: ignore[union-attr]
+        buckets: Any = reducer.bucket_set.buckets
+        buffers = [bucket.buffer for bucket in buckets]
         for name, param in model.named_parameters():
             assert param.grad is not None
             start = param.grad.data_ptr()
@@ -366,14 +367,14 @@ def gradients_that_were_moved_with_the_module_are_reduced() -> None:
         reference(batch(rank, step)).sum().backward()
     average_by_hand(reference)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def a_large_gradient_stays_where_it_is() -> None:
     """It is reduced where autograd has put it, and nobody keeps it when the user lets it go."""
     model = nn.Linear(1024, 1024).to(device())
     seen: list[int] = []
-    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))  # type: ignore
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))
     # As large as that is on a host; on a GPU it would be a small one.
     reducer = build_reducer(model, bucket_cap_mb=1, all_alone=device().type == "cuda")
     for step in range(3):
@@ -460,7 +461,7 @@ def other_layers(rank: int) -> nn.Module:
 
 def other_strides(rank: int) -> nn.Module:
     conv = nn.Conv2d(3, 4, 3)
-    return conv.to(memory_format=torch.channels_last) if rank == 1 else conv  # type: ignore[call-overload,no-any-return]
+    return conv.to(memory_format=torch.channels_last) if rank == 1 else conv  # type: ignore[call-overload]
 
 
 def other_buffer(rank: int) -> nn.Module:
@@ -480,7 +481,7 @@ def freeze_on_one_rank_only() -> str:
     """The trainable sets differ when the plan for them is made: refused, with the parameter's name."""
     model, _ = _model_and_copy()
     build_reducer(model)
-    model[2].weight.requires_grad_(dist.get_rank() != 1)  # type: ignore[index]
+    model[2].weight.requires_grad_(dist.get_rank() != 1)
     try:
         model(batch(0, 0)).sum().backward()
     except ReplicaMismatchError as error:
@@ -492,7 +493,7 @@ def weights_and_buffers_come_from_rank_zero() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
     model.register_buffer("table", torch.randn(3, device=device()))
-    model[1].running_mean.normal_()  # type: ignore[union-attr,operator]
+    model[1].running_mean.normal_()  # type: ignore[operator]
     build_reducer(model)
     for tensor in model.state_dict().values():
         reference = tensor.clone()
@@ -503,19 +504,19 @@ def weights_and_buffers_come_from_rank_zero() -> None:
 def ignored_names_are_left_alone() -> None:
     """Also at the root of the module, where torch DDP cannot ignore by name."""
     torch.manual_seed(dist.get_rank())
-    model = nn.Module()
+    model: Any = nn.Module()
     model.local = nn.Parameter(torch.randn(3, device=device()))
     model.register_buffer("mine", torch.randn(3, device=device()))
     model.linear = nn.Linear(3, 3, device=device())
-    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]  # type: ignore[assignment]
-    local, mine = model.local.detach().clone(), model.mine.clone()  # type: ignore[operator]
+    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]
+    local, mine = model.local.detach().clone(), model.mine.clone()
     build_reducer(model)
-    (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()  # type: ignore[operator]
+    (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()
     assert torch.equal(model.local, local)
-    assert torch.equal(model.mine, mine)  # type: ignore[arg-type]
-    summed = model.local.grad.clone()  # type: ignore[union-attr,operator]
+    assert torch.equal(model.mine, mine)
+    summed = model.local.grad.clone()
     dist.all_reduce(summed)
-    assert not torch.equal(summed, 2 * model.local.grad)  # type: ignore[operator]
+    assert not torch.equal(summed, 2 * model.local.grad)
 
 
 def norm_statistics_are_shared_on_demand() -> None:
@@ -525,7 +526,7 @@ def norm_statistics_are_shared_on_demand() -> None:
     replicas = Replicas(model, Collectives(device()))
     reducer = Reducer(replicas, ReducerConfig())
     model(batch(dist.get_rank(), 0)).square().mean().backward()
-    statistics = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    statistics = model[1].running_mean.clone()  # type: ignore[operator]
     from_rank_zero = statistics.clone()
     dist.broadcast(from_rank_zero, src=0)
     assert dist.get_rank() == 0 or not torch.equal(statistics, from_rank_zero)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ def flip_in_a_loop(*, on_divergence: str, on_rank: int) -> str:
         for number in range(10):
             training.step(batch(dist.get_rank(), number))
             if number == 2 and dist.get_rank() == on_rank:
-                weight = training.model[0].weight  # type: ignore[index]
+                weight: Any = training.model[0].weight
                 flip_bit(training.optimizer.state[weight]["exp_avg_sq"], 8 * 100 + 4)
     except ReplicaDivergedError as error:
         return str(error)

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.dlpack import from_dlpack
 
 from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives
@@ -39,7 +41,7 @@ class Muonlike(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -83,7 +85,7 @@ class Signs(Optimizer):
         super().__init__(params, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -203,7 +205,7 @@ def foreign_parts_spoiled() -> Iterator[None]:
                 numbers[: shard.own[0]], numbers[shard.own[1] :] = float("nan"), float("nan")
         keep_share(bucket, publish=publish)
 
-    ShardedBucket._keep_share = spoil  # type: ignore[method-assign]
+    ShardedBucket._keep_share = spoil  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -332,8 +334,8 @@ def keep_a_gradient() -> list[str]:
     run.inner.step()
     errors = []
     for step in (2, 3):
-        errors += [raised_by(lambda one=one: one.mean()) for one in kept]  # type: ignore[misc,union-attr]
-        errors += [raised_by(lambda one=one: one.norm()) for one in kept]  # type: ignore[misc,union-attr]
+        errors += [raised_by(lambda one=one: one.mean()) for one in kept]  # type: ignore[misc]
+        errors += [raised_by(lambda one=one: one.norm()) for one in kept]  # type: ignore[misc]
         run.inner.zero_grad()
         run.differentiate(step)
     return errors
@@ -367,7 +369,7 @@ def look_at_gradients(*, shard: ShardOption) -> dict[str, Any]:
         for name, norm in NORMS.items():
             torch.testing.assert_close(norm(mine.grad), norm(others.grad), msg=name)  # type: ignore[arg-type]
     assert (gradient.shape, gradient.dtype, len(gradient)) == (expected.shape, expected.dtype, len(expected))
-    errors = {name: raised_by(lambda read=read: read(gradient)) for name, read in READS.items()}
+    errors = {name: raised_by(partial(read, gradient)) for name, read in READS.items()}
     return {**errors, "repr": repr(gradient)}
 
 
@@ -381,7 +383,7 @@ ACCESSES: dict[str, Callable[[Any, Tensor], Any]] = {
     "detach": lambda _, param: param.detach(),
     "numpy": lambda _, param: torch.from_numpy(param.detach().numpy()),
     "array": lambda _, param: torch.from_numpy(np.asarray(param.requires_grad_(False))),
-    "dlpack": lambda _, param: torch.from_dlpack(param.requires_grad_(False)),
+    "dlpack": lambda _, param: from_dlpack(param.requires_grad_(False)),
     "tolist": lambda _, param: torch.tensor(param.tolist()),
     "functional": lambda _, param: nn.functional.linear(torch.eye(len(param)), param).t(),
     "operator": lambda _, param: torch.ops.aten.clone(param),
@@ -550,7 +552,8 @@ def compile_steps(*, of: str, shard: ShardOption) -> int:
         with numbers_of(torch.float64):  # compiled optimizers round otherwise
             whole, run = Run(shard=False).train(range(4)), Run(shard=shard)
             if of == "method":
-                run.inner.step = torch.compile(run.inner.step, backend="eager")  # type: ignore[method-assign]
+                inner: Any = run.inner
+                inner.step = torch.compile(inner.step, backend="eager")
                 run.train(range(4))
             else:
                 step = torch.compile(lambda: run.inner.step(), backend="eager")

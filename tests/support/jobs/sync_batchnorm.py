@@ -21,7 +21,7 @@ from tests.support.ranks import device
 
 NUM_CHANNELS = 3
 # The one process computes in double precision on the same values: what differs is the rounding of our results.
-TOLERANCES = {
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-12},
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.float16: {"rtol": 2e-3, "atol": 2e-4},
@@ -133,6 +133,7 @@ def train_far_from_zero() -> None:
     inputs[:32] += 2
     layer(inputs[Batches(split=(32, 32)).mine])
     one_process(inputs.double())
+    assert layer.running_var is not None
     assert_close(layer.running_var.double(), one_process.running_var, rtol=1e-4, atol=0)
 
 
@@ -219,13 +220,15 @@ def assert_same_training(model: nn.Module, one_process: nn.Module, *, batches: B
         _assert_close(output, expected[batches.mine])
         _assert_close(input_grads, expected_input_grads[batches.mine])
         for ours, theirs in zip(model.parameters(), one_process.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
             summed = ours.grad.clone()
             dist.all_reduce(summed)
             # As means, and to the inputs' precision: torch's kernels round sums of half-precision values to it.
             num_values = max(1, inputs.numel() // NUM_CHANNELS)
             _assert_close((summed / num_values).to(batches.dtype), theirs.grad / num_values)
-        for ours, theirs in zip(model.buffers(), one_process.buffers(), strict=True):
-            _assert_close(ours, theirs)
+        for our_buffer, their_buffer in zip(model.buffers(), one_process.buffers(), strict=True):
+            _assert_close(our_buffer, their_buffer)
 
 
 def random_rows() -> Tensor:
@@ -243,6 +246,7 @@ def _step(model: nn.Module, inputs: Tensor, output_grads: Tensor) -> tuple[Tenso
     inputs = inputs.detach().requires_grad_()
     output = model(inputs)
     output.backward(output_grads)
+    assert inputs.grad is not None
     return output.detach(), inputs.grad
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ def convert_train_and_revert() -> None:
     """Keep every object of a model, and what training did to it."""
     model = TwiceNormalized().to(device())
     layer, weight, running_var = model.norm, model.norm.weight, model.norm.running_var
-    layer.note = "mine"
+    assert running_var is not None
+    noted: Any = layer
+    noted.note = "mine"
     called: list[nn.Module] = []
     layer.register_forward_hook(lambda module, *_: called.append(module))
     keys = list(model.state_dict())
@@ -45,7 +48,8 @@ def convert_train_and_revert() -> None:
     revert_sync_batchnorm(model)
 
     assert type(layer) is nn.BatchNorm2d
-    assert model.norm is model.block[1][0] is layer
+    block: Any = model.block
+    assert model.norm is block[1][0] is layer
     assert layer.weight is weight
     assert layer.running_var is running_var
     assert torch.equal(running_var, trained_var)
@@ -78,10 +82,12 @@ def train_torch_sync_batchnorm() -> None:
 def train_deep_copy() -> None:
     """Train a copy of a converted layer; after the layer's revert use it alone, then convert it as well."""
     layer, one_process = _layer_and_copy()
-    layer.references = [layer]
+    referring: Any = layer
+    referring.references = [layer]
     copied = copy.deepcopy(layer)
     assert copied.references == [copied]
     assert_same_training(copied, one_process)
+    assert layer.num_batches_tracked is not None
     assert int(layer.num_batches_tracked) == 0
 
     revert_sync_batchnorm(layer)
@@ -95,7 +101,9 @@ def pickle_trained_layer(*, protocol: int) -> tuple[bytes, Tensor]:
     layer = nn.BatchNorm2d(NUM_CHANNELS).to(device())
     convert_sync_batchnorm(layer, Collectives(device()))
     layer(random_rows())
-    return pickle.dumps(layer.cpu(), protocol=protocol), layer.running_mean
+    pickled = pickle.dumps(layer.cpu(), protocol=protocol)
+    assert layer.running_mean is not None
+    return pickled, layer.running_mean
 
 
 def convert_lazy_layers() -> tuple[str, list[str]]:
@@ -130,7 +138,7 @@ def _layer_and_copy() -> tuple[nn.BatchNorm2d, nn.Module]:
     return layer, convert_and_copy(layer)
 
 
-def _assert_trains_alone(layer: nn.Module) -> None:
+def _assert_trains_alone(layer: Any) -> None:
     """Train on one rank only, which ends in time only if it asks no other."""
     inputs = random_rows().to(layer.weight.dtype)
     if dist.get_rank() > 0:

@@ -14,7 +14,7 @@ from tests.support.ranks import device
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
     "all_reduce": dist.all_reduce,
-    "async": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),  # type: ignore[union-attr]
+    "async": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
     "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
     "all_gather": lambda tensor: dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor),
     "into_tensor": lambda tensor: dist.all_gather_into_tensor(torch.cat([tensor, tensor]), tensor),
@@ -47,7 +47,7 @@ def attempt(*, kinds: list[str]) -> dict[tuple[str, str], str]:
     """What is raised here by the trials that fail on rank 1, by how they fail and what rank 0 waits in."""
     collectives = Collectives(device())
     trials = Trials(collectives, is_out_of_memory=_is_out_of_memory)
-    _FURTHER[:] = [dist.new_group()]  # type: ignore[list-item]
+    _FURTHER[:] = [dist.new_group()]
     _REDUCE[:] = [DoublingReduce(collectives.host_group(), needs_all=lambda _: False)]
     outcomes = {}
     for kind in kinds:

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core import rank_zero
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
@@ -235,7 +235,7 @@ def load_while_training(*, path: Path) -> int:
 def save_with_fabric(*, path: Path, root: str) -> dict[str, Any]:
     """Save, change the weights while nothing is written yet, and load what was saved."""
     fabric = fabrics.make_fabric(fabrics.strategy_of(root, async_checkpoints=True), root=root)
-    module = fabric.setup_module(models.nn.Linear(2, 2))
+    module = fabric.setup_module(nn.Linear(2, 2))
     saved = module.weight.tolist()
     fabric.save(path, {"module": module})
     _zero(module.weight)

@@ -67,7 +67,7 @@ class Hungry(LightningModule):
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._memory.use("backward", batch[0], self))
         outputs = self.net[3:](hidden)
-        everywhere = self.all_gather(outputs.detach())
+        everywhere: Any = self.all_gather(outputs.detach())
         self.log("mean", everywhere.mean(), sync_dist=True)
         return outputs.square().mean()
 
@@ -173,7 +173,7 @@ def find(*, search: Search, directory: Path) -> Found:
     trainer = _make_trainer(search, directory, module, [] if finder is None else [finder])
     size = None
     if search.by == "tuner":
-        size = lightning_bucketddp.Tuner(trainer).scale_batch_size(module, method=search.method, mode=search.mode)  # type: ignore[arg-type]
+        size = lightning_bucketddp.Tuner(trainer).scale_batch_size(module, method=search.method, mode=search.mode)
     tried = list(module.sizes)
     getattr(trainer, search.method)(module)
     if finder is not None:

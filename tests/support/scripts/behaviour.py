@@ -33,6 +33,7 @@ def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
     trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=buckets)
     with all_reduced() as reduced:
         trainer.fit(modules[module](), models.loader())
+    assert strategy.reducer is not None
     return {
         "steps": trainer.global_step,
         "reductions_by_bucket": [sum(tensor is buffer for tensor in reduced) for buffer in buckets.buffers],
@@ -42,7 +43,8 @@ def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
 
 class _Buckets(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.buffers = [bucket.wire for bucket in trainer.strategy.reducer.bucket_set.buckets]
+        strategy: Any = trainer.strategy
+        self.buffers = [bucket.wire for bucket in strategy.reducer.bucket_set.buckets]
 
 
 @like_torchrun()
@@ -66,6 +68,7 @@ def run_stages(*, stages: list[str], strategy: str) -> dict[str, Any]:
     trainer = make_trainer(strategy, max_epochs=0)
     results = []
     for stage in stages:
+        assert trainer.fit_loop.max_epochs is not None
         trainer.fit_loop.max_epochs += stage == "fit"
         results.append(getattr(trainer, stage)(module, models.loader()))
     return {
@@ -96,7 +99,7 @@ def fit_with_sync_batchnorm() -> dict[str, Any]:
 class _ClassOfBatchNorm(Callback):
     seen = ""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.seen = type(pl_module.layers[2]).__name__
 
 
@@ -112,7 +115,7 @@ def batchnorm_after_failed_fit() -> str:
 class _AddsLayer(Callback):
     """Gives the model another layer at the start of the second epoch, different on every rank."""
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 1:
             torch.manual_seed(dist.get_rank())
             layer = nn.Linear(pl_module.layers[-1].out_features, pl_module.layers[-1].out_features)

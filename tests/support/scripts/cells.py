@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 # %%
 class Regression(L.LightningModule):
+    pids: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -22,7 +24,8 @@ class Regression(L.LightningModule):
         return (self.layer(batch[0]) - batch[1]).square().mean()
 
     def on_train_end(self) -> None:
-        self.pids.copy_(self.all_gather(torch.tensor(os.getpid())))
+        gathered: Any = self.all_gather(torch.tensor(os.getpid()))
+        self.pids.copy_(gathered)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)

@@ -59,10 +59,10 @@ class MeanTeacher(NormRegression):
 class LayerByLayer(callbacks.BaseFinetuning):
     """Unfreezes one more layer at the start of each epoch."""
 
-    def freeze_before_training(self, pl_module: LightningModule) -> None:
+    def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze([pl_module.backbone, pl_module.layers[0]])
 
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         layer = {1: pl_module.layers[0], 2: pl_module.backbone}.get(epoch)
         if layer is not None:
             self.unfreeze_and_add_param_group(layer, optimizer, lr=0.05)
@@ -80,7 +80,7 @@ class FreezesByHand(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._switch("after", pl_module, batch_idx)
 
-    def _switch(self, hook: str, pl_module: LightningModule, batch_idx: int) -> None:
+    def _switch(self, hook: str, pl_module: Any, batch_idx: int) -> None:
         if hook == self._hook:
             pl_module.layers[0].requires_grad_(batch_idx % 2 == 0)
 
@@ -160,7 +160,8 @@ class _Planned(Callback):
         self.num_parameters: list[int] = []
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        bucket_set = trainer.strategy.reducer.bucket_set  # one rank alone plans nothing
+        strategy: Any = trainer.strategy
+        bucket_set = strategy.reducer.bucket_set  # one rank alone plans nothing
         self.num_parameters.append(0 if bucket_set is None else len(bucket_set.index_of_bucket))
 
 
@@ -183,7 +184,8 @@ class _Counts(Callback):
         self.reductions_per_bucket = [0.0]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reducer = trainer.strategy.reducer
+        strategy: Any = trainer.strategy
+        reducer = strategy.reducer
         self.steps.append(trainer.global_step)
         self.reductions_per_bucket.append(reducer.stats.num_reductions / len(reducer.bucket_set.buckets))
 

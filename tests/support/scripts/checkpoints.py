@@ -131,7 +131,7 @@ class LosesTheOthers(Callback):
 
 
 @like_torchrun()
-def save_alone(*, path: Path, rendezvous: Path, **options: Any) -> tuple[str | None, list[str]]:
+def save_alone(*, path: Path, port: int, **options: Any) -> tuple[str | None, list[str]]:
     """Save when there is no process group any more; what the fit raises, and what is warned of."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     strategy = BucketDDPStrategy(**HOOKS["power_sgd"](), rank_seeds=True, **options)
@@ -142,7 +142,7 @@ def save_alone(*, path: Path, rendezvous: Path, **options: Any) -> tuple[str | N
             raised = raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
         finally:
             # For the next job.
-            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     return raised, [str(warning.message) for warning in caught if "bucketddp" in str(warning.message)]
 
 

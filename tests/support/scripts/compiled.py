@@ -53,7 +53,7 @@ class Deep(LightningModule):
 
     def __init__(self, *, compiled: str, checkpointed: bool = False, **compile_options: Any) -> None:
         super().__init__()
-        self.net = Layers(checkpointed=checkpointed)
+        self.net: Any = Layers(checkpointed=checkpointed)
         self._compiled = compiled
         self._compile_options = compile_options
         if compiled == "submodule":
@@ -207,7 +207,7 @@ def train_with_fabric(*, compiled: bool, reapply: bool = True) -> Compiled:
     fabric.launch()
     layers = Layers()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    given = torch.compile(layers, backend=recorder.backend) if compiled else layers
+    given: Any = torch.compile(layers, backend=recorder.backend) if compiled else layers
     module, optimizer = fabric.setup(given, optimizer, _reapply_compile=reapply)
     with recorder.recording():
         for (inputs,) in list(loader())[dist.get_rank() :: dist.get_world_size()]:

@@ -109,7 +109,7 @@ class _Sizes(Callback):
         self.num_bytes: dict[str, int] = {}
         self._directory = directory
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.global_step == 3:
             small = pl_module.layers[2].bias
             checkpoint = self._directory / "model.ckpt"

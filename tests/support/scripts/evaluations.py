@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class Case:
     drop_last: bool = False
     shuffle: bool = False
     num_workers: int = 0
-    mode: str = "sequential"
+    mode: Literal["min_size", "max_size_cycle", "max_size", "sequential"] = "sequential"
     exact: bool = True
     trainer: dict[str, Any] = field(default_factory=dict)
 

@@ -13,10 +13,13 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.strategies.options import StartMethod
 from tests.support.scripts.soaked import write
 
 
-def main(*, directory: str, start_method: str, timeout_s: float, faults: list[dict[str, Any]], **_: Any) -> None:
+def main(
+    *, directory: str, start_method: StartMethod, timeout_s: float, faults: list[dict[str, Any]], **_: Any
+) -> None:
     [fault] = faults
     strategy = BucketDDPStrategy(start_method=start_method, timeout=timedelta(seconds=timeout_s))
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)

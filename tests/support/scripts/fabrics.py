@@ -128,6 +128,8 @@ def _idle_rank(fabric: Any, *, uses_parameters: bool) -> list[Any]:
 
 
 class _Scaled(nn.Linear):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__(4, 1)
         self.register_buffer("scale", torch.ones(1))
@@ -245,6 +247,7 @@ def talk(*, strategy: str) -> dict[str, Any]:
     mine = torch.tensor([1.0 + fabric.global_rank, 10.0], requires_grad=True)
     gathered = fabric.all_gather(mine, sync_grads=True)
     (gathered * torch.tensor([[1.0], [2.0]])).sum().backward()
+    assert mine.grad is not None
     return {
         "gathered": gathered.tolist(),
         "gradient": mine.grad.tolist(),

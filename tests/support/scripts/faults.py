@@ -106,7 +106,7 @@ class Model(LightningModule):
         self, fault: Fault | None, directory: Path, *, pause_s: float, slow_from: int, pause_after_s: float
     ) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.layers: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.mean = torchmetrics.MeanMetric()
         self._fault = fault
         self._directory = directory
@@ -218,7 +218,7 @@ def fit(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     strategy = BucketDDPStrategy(timeout=timedelta(seconds=timeout_s), bucket_cap_mb=1e-4, **options)
     can_save_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters  # Lightning 2.6
-    on_exception = {"save_on_exception": True} if can_save_on_exception else {}
+    on_exception: dict[str, Any] = {"save_on_exception": True} if can_save_on_exception else {}
     saving = ModelCheckpoint(directory / "saved", every_n_train_steps=save_every, **on_exception)
     num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     trainer = Trainer(
@@ -262,7 +262,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def _deep_in_torch(function: Callable[[Any], Any]) -> nn.Module:
     """A module that calls `function` below more of torch's frames than a stack is shown with."""
     module: nn.Module = nn.Identity()
-    module.forward = function  # type: ignore[method-assign]
+    module.forward = function
     for _ in range(5):
         module = nn.Sequential(module)
     return module

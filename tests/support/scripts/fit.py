@@ -27,7 +27,7 @@ class Regression(lightning.LightningModule):
         self, width: int = 2, extra_layer_on_rank: int | None = None, short_of_data_on_rank: int | None = None
     ) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 1))
+        self.layers: Any = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 1))
         self._extra_layer_on_rank = extra_layer_on_rank
         self._short_of_data_on_rank = short_of_data_on_rank
 
@@ -85,7 +85,7 @@ def weights(module: nn.Module) -> dict[str, str]:
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in module.state_dict().items()}
 
 
-def write(name: str, result: dict[str, Any]) -> None:
+def write(name: str, result: dict[str, Any] | list[str]) -> None:
     Path(os.environ["RESULTS"], f"{name}.json").write_text(json.dumps(result))
 
 

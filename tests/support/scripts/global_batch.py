@@ -122,7 +122,7 @@ class Setting:
         steps = []
         for epoch in range(num_epochs):
             shuffles = not (self.is_stream or self.is_in_order)
-            order = DistributedSampler(range(self.num_samples), 1, 0, shuffle=shuffles)  # type: ignore[arg-type]
+            order: DistributedSampler[int] = DistributedSampler(range(self.num_samples), 1, 0, shuffle=shuffles)  # type: ignore[arg-type]
             order.set_epoch(epoch)
             indices = list(order)
             steps += [indices[first : first + self.size] for first in range(0, self.num_samples, self.size)]
@@ -133,7 +133,7 @@ class Setting:
         return DataLoader(
             data,
             batch_size=self.batch_size,
-            sampler=DistributedSampler(data, shuffle=False) if self.is_in_order else None,  # type: ignore[arg-type]
+            sampler=DistributedSampler(data, shuffle=False) if self.is_in_order else None,
             drop_last=self.drop_last,
             num_workers=self.num_workers,
             multiprocessing_context="fork" if self.num_workers else None,
@@ -221,10 +221,11 @@ def refusal(*, setting: Setting, case: str) -> str:
         "no_loader": lambda: iter([]),
         "several": lambda: [setting.loader(), setting.loader()],
     }
-    options: dict[str, Any] = {
+    options_of: dict[str, dict[str, Any]] = {
         "accumulates": {"accumulate_grad_batches": 2},
         "schedules": {"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})},
-    }.get(case, {})
+    }
+    options = options_of.get(case, {})
     strategy = BucketDDPStrategy(global_batch_size=setting.size)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=case != "own_sampler", **options)
     try:

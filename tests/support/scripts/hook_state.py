@@ -94,7 +94,10 @@ class OwnState:
 
     def __init__(self, seed: int) -> None:
         self.number = seed
-        self.nested = {"tensors": [torch.full((2,), float(seed)), (torch.tensor(seed), None)], 3: "text"}
+        self.nested: dict[Any, Any] = {
+            "tensors": [torch.full((2,), float(seed)), (torch.tensor(seed), None)],
+            3: "text",
+        }
         self.array = np.arange(seed, seed + 3, dtype=np.uint32)
         self.random = np.random.RandomState(seed)
         self.torch_random = torch.Generator().manual_seed(seed)
@@ -131,7 +134,7 @@ class StateWithProtocol:
 
 def _train_with_state(state: Any, *, max_epochs: int, resume_from: Path | None) -> Trainer:
     def hook(_state: Any, bucket: Any) -> Any:
-        return default_hooks.allreduce_hook(None, bucket)
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # the default group
 
     strategy = BucketDDPStrategy(ddp_comm_hook=hook, ddp_comm_state=state)
     trainer = make_trainer(strategy, max_epochs=max_epochs)

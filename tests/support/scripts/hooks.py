@@ -19,10 +19,11 @@ class DDPWithHooksOnCPU(DDPStrategy):
     """Lightning registers hooks on a GPU only."""
 
     def _register_ddp_hooks(self) -> None:
-        hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
+        hook: Any = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
 
         # Wrapped, because torch DDP refuses the bf16 hooks on a CPU by their names.
-        self.model.register_comm_hook(self._ddp_comm_state, lambda state, bucket: hook(state, bucket))
+        model: Any = self.model
+        model.register_comm_hook(self._ddp_comm_state, lambda state, bucket: hook(state, bucket))
 
 
 class PlainSGD(models.Regression):

@@ -56,7 +56,7 @@ class Contrastive(Regression):
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         outputs = self.layers[1](self.layers[0](batch[0]))
-        everywhere = self.all_gather(outputs, sync_grads=True)
+        everywhere: Any = self.all_gather(outputs, sync_grads=True)
         return self.loss(batch) + (outputs @ everywhere.flatten(0, 1).T).logsumexp(dim=1).mean()
 
 
@@ -82,14 +82,16 @@ class Asking(Regression):
         self.answers: dict[str, Any] = {}
 
     def on_train_start(self) -> None:
-        trainer, strategy, rank = self.trainer, self.trainer.strategy, self.global_rank
+        trainer, rank = self.trainer, self.global_rank
+        strategy: Any = trainer.strategy
+        module: Any = self
         mine = torch.tensor([rank + 1.0, 10.0 * rank])
         strategy.barrier("here")
         self.answers = {
             "mean": strategy.reduce(mine.clone()).tolist(),
             "sum": strategy.reduce(mine.clone(), reduce_op="sum").tolist(),
             "all_gather": strategy.all_gather(mine).tolist(),
-            "all_gather_by_module": {k: v.tolist() for k, v in self.all_gather({"a": mine, "b": mine.int()}).items()},
+            "all_gather_by_module": {k: v.tolist() for k, v in module.all_gather({"a": mine, "b": mine.int()}).items()},
             "broadcast": strategy.broadcast({"from": rank}, src=1),
             "all_agree": [strategy.reduce_boolean_decision(rank >= least) for least in (0, 1, 2)],
             "any_agrees": [strategy.reduce_boolean_decision(rank >= least, all=False) for least in (0, 1, 2)],

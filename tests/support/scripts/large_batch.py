@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def train(
     max_epochs: int = 2,
     accumulate: int | dict[int, int] = 1,
     precision: str = "32-true",
-    monitor_interval: str = "step",
+    monitor_interval: Literal["step", "epoch"] = "step",
     directory: Path | None = None,
     save_every: int = 10,
     resume_from: Path | None = None,
@@ -77,11 +77,12 @@ def train(
             trainer.fit_loop.max_epochs = fit * max_epochs
             data = _Growing() if reload_every else _Fixed()
             trainer.fit(module, datamodule=data, ckpt_path=resume_from if fit == 1 else None)
+    optimizers: list[Any] = trainer.optimizers
     return Rates(
         of_steps=used,
         in_monitor={name: [float(rate) for rate in rates] for name, rates in monitor.lrs.items()},
         at_the_end=_rates(trainer),
-        num_tensors=sum(len(optimizer.tensors) for optimizer in trainer.optimizers),
+        num_tensors=sum(len(optimizer.tensors) for optimizer in optimizers),
         weights={name: value.tolist() for name, value in module.state_dict().items()},
         lines=lines,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
 from tests.support.scripts.models import Regression, loader
@@ -110,7 +110,7 @@ def train_with_monitor(*, monitor: str, strategy: str, directory: Path) -> dict[
     module = Regression()
     seen: list[str] = []
     logger = CSVLogger(directory, name="", version=f"{strategy}-{monitor}")
-    callback = MONITORS[monitor](seen)
+    callback: Any = MONITORS[monitor](seen)
     trainer = make_trainer(strategy, max_epochs=2, callbacks=callback, logger=logger, log_every_n_steps=5)
     trainer.fit(module, loader(), loader())
     log = Path(logger.log_dir) / "metrics.csv"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.participation import make_loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
-PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 DECAY = 0.75
 Weights = dict[str, Any]
 
@@ -241,10 +241,10 @@ def save_and_resume(
     # Between two batches Lightning saves before it steps schedules, so that a run that is resumed is a step behind.
     module = Adaptive(has_schedule=False)
     at_start = _AtStart()
-    plugins = []
+    plugins: list[Any] = []
     if with_scaler:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + dist.get_rank()), growth_interval=4)
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]  # type: ignore[arg-type]
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     trainer = make_trainer(
         strategy or BucketDDPStrategy(**options),
         max_epochs=3,
@@ -273,7 +273,7 @@ class Spoiled(Adaptive):
 
 
 @like_torchrun()
-def spoil(*, on_nonfinite: str) -> dict[str, Any]:
+def spoil(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> dict[str, Any]:
     module = Spoiled()
     strategy = BucketDDPStrategy(local_steps=3, islands="rank", on_nonfinite=on_nonfinite)
     trainer = make_trainer(strategy, max_epochs=1)

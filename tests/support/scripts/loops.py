@@ -64,7 +64,8 @@ class Scheduled(Watching):
         self.rates: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        optimizer: Any = self.optimizers()
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -72,7 +73,7 @@ class Scheduled(Watching):
         if self._kind == "each_epoch":
             return [optimizer], [schedulers.StepLR(optimizer, step_size=1, gamma=0.5)]
         if self._kind == "each_second_step":
-            scheduler = schedulers.ExponentialLR(optimizer, gamma=0.9)
+            scheduler: Any = schedulers.ExponentialLR(optimizer, gamma=0.9)
             return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
         if self._kind == "one_cycle":
             steps = self.trainer.estimated_stepping_batches

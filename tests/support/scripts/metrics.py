@@ -39,7 +39,7 @@ class Classifier(LightningModule):
         outputs = self.layer(inputs)
         loss = F.cross_entropy(outputs, labels)
         for name, values in {"accuracy": (outputs, labels), "mean": (inputs,)}.items():
-            metric = self.metrics[f"{stage}_{name}"]
+            metric: Any = self.metrics[f"{stage}_{name}"]
             metric(*values)
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True)
         self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, sync_dist=True)

@@ -28,7 +28,8 @@ def loader(*, batch_size: int = 4) -> DataLoader[Any]:
 class Regression(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+        # Subclasses have others, and look into them.
+        self.layers: Any = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         inputs, targets = batch
@@ -73,7 +74,7 @@ def wrap(module: Regression, how: str) -> None:
         try:
             from torch.distributed.fsdp import fully_shard
         except ImportError:  # before torch 2.6
-            from torch.distributed._composable.fsdp import fully_shard
+            from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     elif how == "tensor_parallel":
         from torch.distributed.device_mesh import init_device_mesh
@@ -91,12 +92,13 @@ class ManualRegression(Regression):
         self._through_lightning = through_lightning
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
+        strategy: Any = self.trainer.strategy
         optimizer.zero_grad()
-        micro_batches = list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
+        micro_batches: list[Any] = list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
         for micro_batch in micro_batches:
             is_last = micro_batch is micro_batches[-1]
-            with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
+            with nullcontext() if is_last else strategy.block_backward_sync():
                 loss = self.loss(micro_batch)
                 self.manual_backward(loss) if self._through_lightning else loss.backward()
         optimizer.step()
@@ -138,6 +140,8 @@ class ConvBatchNorm(Regression):
 
 class RankZeroBuffer(Regression):
     """Every rank changes its buffer in its own way, in a hook; what rank 0 made of it counts from the next step on."""
+
+    scale: Tensor
 
     def __init__(self, *, changes_in: str) -> None:
         super().__init__()

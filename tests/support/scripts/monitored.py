@@ -87,7 +87,7 @@ class Failing(models.Regression):
 
 
 class FetchesItself(models.Regression):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Tensor:
         return self.loss(next(dataloader_iter)[0])
 
 
@@ -197,7 +197,7 @@ def fit(
         times_between=busy.times,
         num_marks=marks[0],
         num_monitors=sum(isinstance(callback, BucketDDPMonitor) for callback in trainer.callbacks),  # type: ignore[attr-defined]
-        in_progress_bar=metrics.get("overlap_pct"),  # type: ignore[arg-type]
+        in_progress_bar=metrics.get("overlap_pct"),
         state_bytes=sum(
             value.nbytes
             for optimizer in trainer.optimizers

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,7 @@ def fit(
     """One epoch."""
     module = Module(setting)
     observer = _Observer()
-    hook = {"ddp_comm_hook": default_hooks.allreduce_hook} if setting.hook else {}
+    hook: dict[str, Any] = {"ddp_comm_hook": default_hooks.allreduce_hook} if setting.hook else {}
     trainer = make_trainer(
         BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **hook, **setting.options),
         max_epochs=1,
@@ -217,11 +217,14 @@ def spoil(module: nn.Module, name: str) -> None:
 
 
 @like_torchrun()
-def save(*, path: Path, spoiled: str | None, on_nonfinite: str, weights_only: bool = False) -> tuple[str, list[str]]:
+def save(
+    *, path: Path, spoiled: str | None, on_nonfinite: Literal["warn", "raise", "skip"], weights_only: bool = False
+) -> tuple[str, list[str]]:
     """Save, make a weight bad, and save again: the error and the warnings of that."""
     module = WithBuffers()
     trainer = make_trainer(BucketDDPStrategy(on_nonfinite=on_nonfinite), max_epochs=1)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=4))
+    samples: Any = torch.randn(8, 2)
+    trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=4))
     trainer.save_checkpoint(path)
     if spoiled is not None:
         spoil(module, spoiled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +19,7 @@ from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 
 @like_torchrun()
-def save(*, path: Path, spoiled: str | None, on_nonfinite: str) -> tuple[str, list[str]]:
+def save(*, path: Path, spoiled: str | None, on_nonfinite: Literal["warn", "raise", "skip"]) -> tuple[str, list[str]]:
     """Save, make a weight bad, and save again: the error and the warnings of that."""
     fabric = make_fabric(BucketDDPStrategy(on_nonfinite=on_nonfinite))
     linear = nn.Linear(2, 2)
@@ -33,7 +33,11 @@ def save(*, path: Path, spoiled: str | None, on_nonfinite: str) -> tuple[str, li
 
 @like_torchrun()
 def train(
-    *, on_nonfinite: str, bad: str = "", loop: str = "backward", leaves_out: Sequence[int] = ()
+    *,
+    on_nonfinite: Literal["warn", "raise", "skip"],
+    bad: str = "",
+    loop: str = "backward",
+    leaves_out: Sequence[int] = (),
 ) -> tuple[str, list[Tensor]]:
     """The error of some steps with Fabric, of which rank 1's third is bad, and the weights."""
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, on_nonfinite=on_nonfinite)
@@ -76,4 +80,4 @@ def train(
 
 
 def _scaler() -> Any:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))  # type: ignore[arg-type]
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))

@@ -98,7 +98,7 @@ class Module(LightningModule):
         return None if (self.global_rank, batch_idx) in setting.skipped else loss
 
     def _optimize(self, batch: Batch) -> None:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         if self._setting.manual == "plain":
             self.net.loss(batch).backward()
@@ -152,7 +152,7 @@ def scale_after_skipped_steps(*, skipped: Sequence[tuple[int, int]]) -> tuple[fl
     """The scale of a GradScaler that doubles it at every step that is taken, and the weights at the end."""
     module = Module(Setting([[4] * 5] * 2, skipped=skipped)).float()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
-    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)  # type: ignore[arg-type]
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), [4] * 5)]
     make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision).fit(
         module, _Batches(batches)

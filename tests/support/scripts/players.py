@@ -37,7 +37,8 @@ class Gan(Regression):
         self._discriminator_every = discriminator_every
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        generator_optimizer, discriminator_optimizer = self.optimizers()
+        optimizers: Any = self.optimizers()
+        generator_optimizer, discriminator_optimizer = optimizers
         with self._turn(generator_optimizer):
             generator_optimizer.zero_grad()
             self._differentiate(batch[0], sign=-1)
@@ -115,7 +116,8 @@ class _WatchedGan(Gan):
 
     @contextmanager
     def _turn(self, optimizer: Any) -> Iterator[None]:
-        reducer = self.trainer.strategy.reducer
+        strategy: Any = self.trainer.strategy
+        reducer = strategy.reducer
         before = reducer.stats.bytes_reduced
         with all_reduced() as reduced, super()._turn(optimizer):
             yield

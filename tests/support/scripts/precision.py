@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def option(precision: str) -> dict[str, Any]:
     plugins = {
         "plugin": ScaledLoss,
         # What 16-mixed is on a GPU.
-        "scaler": lambda: MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
+        "scaler": lambda: MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")),
     }
     return {"plugins": plugins[precision]()} if precision in plugins else {"precision": precision}
 
@@ -57,7 +57,9 @@ class _Dtypes(Callback):
 
 
 @like_torchrun()
-def train(*, precision: str, like_ddp: bool, reduce_dtype: str | None = None) -> dict[str, Any]:
+def train(
+    *, precision: str, like_ddp: bool, reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
+) -> dict[str, Any]:
     """The weights at the end, and which dtypes the gradients had and travelled as."""
     torch.manual_seed(dist.get_rank())
     strategy = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, reduce_dtype=reduce_dtype)

@@ -25,6 +25,8 @@ from tests.support.scripts.trainers import like_torchrun, make_trainer
 class Adam(models.Regression):
     """Has state of every kind: tensors and counters per parameter, numbers per group, a buffer."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(3))
@@ -36,15 +38,15 @@ class Adam(models.Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def _weight(trainer: Trainer) -> None:
+def _weight(trainer: Any) -> None:
     flip_bit(trainer.model.layers[0].weight, 5)
 
 
-def _moment(trainer: Trainer) -> None:
+def _moment(trainer: Any) -> None:
     flip_bit(trainer.optimizers[0].state[trainer.model.layers[0].weight]["exp_avg"], 5)
 
 
-def _counter(trainer: Trainer) -> None:
+def _counter(trainer: Any) -> None:
     trainer.optimizers[0].state[trainer.model.layers[0].weight]["step"] += 1
 
 
@@ -52,11 +54,11 @@ def _learning_rate(trainer: Trainer) -> None:
     trainer.optimizers[0].param_groups[0]["lr"] = 0.02
 
 
-def _buffer(trainer: Trainer) -> None:
+def _buffer(trainer: Any) -> None:
     flip_bit(trainer.model.scale, 5)
 
 
-def _state(trainer: Trainer) -> None:
+def _state(trainer: Any) -> None:
     del trainer.optimizers[0].state[trainer.model.layers[0].weight]["exp_avg"]
 
 
@@ -161,7 +163,7 @@ class _GroupsOfRank(Adam):
 
 
 class _FreezesOneRank(Callback):
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 and trainer.global_rank == 1:
             pl_module.layers[0].requires_grad_(False)
 
@@ -345,7 +347,7 @@ def drift_in_fabric(*, of: str, directory: Path, **options: Any) -> tuple[str | 
     """Four steps; then a weight or a moment changes on rank 1. What six more steps say, or a checkpoint."""
     fabric = make_fabric(FabricStrategy(**options))
     torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    bare: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
 
     def step(number: int) -> None:

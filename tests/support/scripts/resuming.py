@@ -115,7 +115,7 @@ class Seeing(LightningModule):
         self._pending: list[int] = []
 
     def on_fit_start(self) -> None:
-        self.outcome.resumed_from = self.trainer.ckpt_path and Path(self.trainer.ckpt_path).name
+        self.outcome.resumed_from = Path(self.trainer.ckpt_path).name if self.trainer.ckpt_path else None
 
     def on_train_start(self) -> None:
         self.outcome.begun_at = self.trainer.global_step

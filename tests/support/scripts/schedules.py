@@ -70,12 +70,14 @@ class Manual(Scheduled):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        first, second = self.optimizers()
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        first, second = optimizers
         for optimizer in (first, second, second):
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
-        for scheduler in self.lr_schedulers():
+        for scheduler in schedulers:
             scheduler.step()
 
 

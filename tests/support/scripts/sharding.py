@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,8 @@ class ModuleZeroGrad(styles.Manual):
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
         self.zero_grad()
         self.differentiate(batch)
-        self.optimizers().step()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
 
 
 class Penalised(Wide):
@@ -300,7 +301,7 @@ def train(scenario: Scenario, *, shard: ShardOption) -> Trained:
         trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return Trained(weights, metrics, getattr(module, "norms", []), trainer.global_step, trainer.strategy.shards)
+    return Trained(weights, metrics, getattr(module, "norms", []), trainer.global_step, strategy.shards)
 
 
 @like_torchrun()
@@ -309,7 +310,7 @@ def compare(*, scenario: str, shard: ShardOption = True) -> int:
     how = SCENARIOS[scenario]
     whole, sharded = (train(how, shard=value) for value in (False, shard))
     assert sharded.num_steps == whole.num_steps > 0
-    same = {"rtol": how.tolerance, "atol": how.tolerance}
+    same: dict[str, Any] = {"rtol": how.tolerance, "atol": how.tolerance}
     torch.testing.assert_close(sharded.weights, whole.weights, **same)
     torch.testing.assert_close(sharded.metrics, whole.metrics, **same)
     torch.testing.assert_close(sharded.norms, whole.norms, rtol=1e-4, atol=1e-6)
@@ -388,7 +389,7 @@ def overflow() -> tuple[float, dict[str, Tensor]]:
             strategy,
             max_epochs=1,
             gradient_clip_val=0.1,
-            plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler),  # type: ignore[arg-type]
+            plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler),
         )
         trainer.fit(module, models.loader())
         outcomes.append((scaler.get_scale(), dict(module.state_dict())))
@@ -401,7 +402,7 @@ def overflow() -> tuple[float, dict[str, Tensor]]:
 
 
 @like_torchrun()
-def fit_with_bad_gradient(*, on_nonfinite: str) -> tuple[str, list[str]]:
+def fit_with_bad_gradient(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> tuple[str, list[str]]:
     """What is raised and warned of when rank 1 has a gradient that is not finite, with and without sharding alike."""
     results = []
     for shard in (False, True):
@@ -481,6 +482,7 @@ class _SavesInEpoch(Callback):
         self._path = path.with_suffix(".inside")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert trainer.max_epochs is not None
         if batch_idx == 1 and trainer.current_epoch == trainer.max_epochs - 1:
             trainer.save_checkpoint(self._path)
 

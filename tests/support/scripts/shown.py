@@ -119,7 +119,7 @@ def _layers() -> nn.Module:
 
 
 def _module(lightning: Any) -> Any:
-    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layers = _layers()
@@ -150,7 +150,8 @@ def _trainer(lightning: Any, strategy: Any, directory: str, **options: Any) -> A
 
 
 def _loader(num_samples: int) -> Any:
-    return torch.utils.data.DataLoader(torch.ones(num_samples, 300))
+    samples: Any = torch.ones(num_samples, 300)
+    return torch.utils.data.DataLoader(samples)
 
 
 def _train_with_trainer(lightning: Any, strategy: Any, directory: str) -> None:

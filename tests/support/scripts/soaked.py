@@ -140,10 +140,10 @@ class Accident(Callback):
     def _slow(self, fault: dict[str, Any], trainer: Trainer) -> None:
         time.sleep(3)
 
-    def _flip_weight(self, fault: dict[str, Any], trainer: Trainer) -> None:
+    def _flip_weight(self, fault: dict[str, Any], trainer: Any) -> None:
         _flip(trainer.lightning_module.layers[0].weight.data, fault["bit"])
 
-    def _flip_gradient(self, fault: dict[str, Any], trainer: Trainer) -> None:
+    def _flip_gradient(self, fault: dict[str, Any], trainer: Any) -> None:
         # It is the mean over the ranks by now.
         _flip(trainer.lightning_module.layers[0].weight.grad, fault["bit"])
 
@@ -177,7 +177,7 @@ def jump_clock(seconds: float) -> None:
             os.utime(target, (time.time(), time.time()))
 
     time.time = lambda: tell() + seconds
-    os.replace = replace_and_date
+    os.replace = replace_and_date  # type: ignore[assignment]
 
 
 class Pace(Callback):
@@ -293,7 +293,7 @@ def main(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    numbers = torch.arange(SAMPLES_PER_STEP * STEPS_PER_EPOCH)
+    numbers: Any = torch.arange(SAMPLES_PER_STEP * STEPS_PER_EPOCH)
     trainer.fit(
         Model(is_by_sample=resume == "auto"),
         DataLoader(numbers, batch_size=SAMPLES_PER_STEP, shuffle=True),

@@ -75,7 +75,7 @@ class Reader(LightningModule):
         strategy: Any = self.trainer.strategy
         if not strategy._state.weighting.is_idle:
             self._see("train", batch)
-        return self.layer(batch / 100).square().mean()  # type: ignore[no-any-return]
+        return self.layer(batch / 100).square().mean()
 
     def validation_step(self, batch: Tensor) -> None:
         self._see("val", batch)

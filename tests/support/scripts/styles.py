@@ -26,7 +26,7 @@ class Manual(Regression):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.differentiate(batch)
         optimizer.step()
@@ -43,7 +43,8 @@ class TwoLosses(Manual):
         self._first_stays_here = first_stays_here
 
     def differentiate(self, batch: list[Tensor]) -> None:
-        with self.trainer.strategy.block_backward_sync() if self._first_stays_here else nullcontext():
+        strategy: Any = self.trainer.strategy
+        with strategy.block_backward_sync() if self._first_stays_here else nullcontext():
             self.manual_backward(self.loss(batch))
         self.manual_backward(self.layers(batch[0]).abs().mean())
 
@@ -71,7 +72,8 @@ class KeptGradients(Manual):
 
     def _gradients(self, loss: Tensor) -> list[Any]:
         self.manual_backward(loss)
-        return [param.grad.clone() if self._copies else param.grad for param in self.parameters()]
+        gradients: list[Any] = [param.grad for param in self.parameters()]
+        return [gradient.clone() if self._copies else gradient for gradient in gradients]
 
 
 class GraphOfBackward(Manual):
@@ -90,7 +92,7 @@ class Closure(Manual):
         self._through_lightning = through_lightning
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -109,7 +111,7 @@ class LineSearch(Manual):
         self.evaluations: list[float] = []
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -151,7 +153,8 @@ class GradientHooks(Regression):
 class ManualClipping(Manual):
     def differentiate(self, batch: list[Tensor]) -> None:
         super().differentiate(batch)
-        self.clip_gradients(self.optimizers(), gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer: Any = self.optimizers()
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
 class OwnClipping(Regression):
@@ -220,12 +223,12 @@ def train_in_style(*, style: str, like_ddp: bool) -> dict[str, Any]:
     how = STYLES[style]
     torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
     module = (how.ddp_module if like_ddp and how.ddp_module else how.module)()
-    strategy = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    strategy: Any = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
     trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=how.accumulate)
     trainer.fit(module, loader())
     return {
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
         "norms": getattr(module, "norms", None),
         "evaluations": getattr(module, "evaluations", None),
-        "synchronised_backwards": None if like_ddp else trainer.strategy.reducer.stats.num_backwards,
+        "synchronised_backwards": None if like_ddp else strategy.reducer.stats.num_backwards,
     }

@@ -21,7 +21,7 @@ def fit(*, like_ddp: bool, manual: bool = False, accumulate: int = 1) -> dict[st
     """The weights at the end, and whether hooks were left out then."""
     torch.manual_seed(dist.get_rank())
     with patch.object(grad_hooks, "_FIRST_COUNTED", 1):
-        strategy = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+        strategy: Any = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
         trainer = make_trainer(strategy, max_epochs=3, accumulate_grad_batches=1 if manual else accumulate)
         module = models.ManualRegression(through_lightning=True) if manual else models.Regression()
         watching: list[bool] = []
@@ -29,7 +29,7 @@ def fit(*, like_ddp: bool, manual: bool = False, accumulate: int = 1) -> dict[st
             end = module.on_train_batch_end
 
             def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-                watching.append(trainer.strategy.reducer._hooks.is_watching)
+                watching.append(strategy.reducer._hooks.is_watching)
                 end(*args, **kwargs)
 
             module.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]

@@ -1,0 +1,118 @@
+"""What a run leaves behind in the process of the user: nothing that `ddp` does not leave, too."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Fabric, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from tests.support.leaks import ProcessState, wait_until_empty
+from tests.support.programs import REPOSITORY, run
+
+
+def use_trainer(strategy: str, *, action: str) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        limit_val_batches=2,
+        limit_test_batches=2,
+        limit_predict_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    getattr(trainer, action)(BoringModel())
+
+
+def use_fabric(strategy: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    module = torch.nn.Linear(2, 2)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(2):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.barrier()
+
+
+RUNS: dict[str, list[Callable[[str], None]]] = {
+    "trainer": [partial(use_trainer, action=action) for action in ("fit", "validate", "test", "predict", "fit")],
+    "fabric": [use_fabric] * 3,
+}
+
+
+def open_descriptors() -> Counter[str]:
+    """How many descriptors there are of each kind, such as `socket` and `pipe`; files by their paths."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one of the listing
+            found[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+    return found
+
+
+def new_descriptors(before: Counter[str]) -> list[str]:
+    """What more is open than `before`, and stays so: threads of torch's close connections a moment later."""
+    return wait_until_empty(lambda: [f"descriptor {name}" for name in open_descriptors() - before])
+
+
+def main(strategy: str, kind: str) -> None:
+    """Write down what each run leaves behind, and all of them when the group is gone."""
+    torch.set_num_threads(1)
+    at_first, descriptors = ProcessState.now(), open_descriptors()
+    left: list[list[str]] = []
+    for use in RUNS[kind]:
+        before, were_open = ProcessState.now(), open_descriptors()
+        use(strategy)
+        gc.collect()
+        lines = before.left_behind(known_children=lambda: ProcessState.now().children)  # ranks end with the script
+        # Without what they were and are: ports differ from run to run.
+        left.append([line.partition(":")[0] for line in lines])
+        if len(left) > 1:  # the first makes the group, with its connections
+            left[-1] += new_descriptors(were_open)
+    rank = os.environ.get("LOCAL_RANK", "0")
+    dist.destroy_process_group()
+    gc.collect()
+    lines = at_first.left_behind(known_children=lambda: ProcessState.now().children)
+    at_last = [line.partition(":")[0] for line in lines]
+    at_last += new_descriptors(descriptors)
+    Path(os.environ["RESULTS"], f"rank{rank}.json").write_text(json.dumps({"runs": left, "at last": at_last}))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_leaves_behind_what_ddp_leaves(kind: str, tmp_path: Path) -> None:
+    found = {}
+    for strategy in ("ddp", "bucketddp"):
+        directory = tmp_path / strategy
+        directory.mkdir()
+        program = ["-m", "tests.strategies.test_leftovers", strategy, kind]
+        finished = run(*program, root="lightning.pytorch", directory=directory, cwd=REPOSITORY)
+        assert finished.returncode == 0, finished.output
+        found[strategy] = finished.results
+    assert found["bucketddp"].keys() == {"rank0", "rank1"}
+    for rank, ours in found["bucketddp"].items():
+        theirs = found["ddp"][rank]
+        for in_ours, in_theirs in zip(ours["runs"], theirs["runs"], strict=True):
+            assert set(in_ours) <= set(in_theirs)
+        # No thread, logger or handler of signals, whatever `ddp` does; and once, descriptors of what all runs share.
+        at_last = [line for line in ours["at last"] if not line.startswith("descriptor ")]
+        assert set(at_last) <= {line for line in theirs["at last"] if line.startswith("variable ")}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

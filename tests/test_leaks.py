@@ -1,0 +1,155 @@
+"""The check behind every test notices whatever one could leave to the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from tests.support import leaks
+from tests.support.forks import PROCESSES
+from tests.support.leaks import ProcessState
+
+REPOSITORY = Path(__file__).parents[1]
+
+Leak = Callable[[ExitStack], object]
+
+
+def leave_level(undo: ExitStack) -> None:
+    logger = logging.getLogger("lightning_bucketddp")
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.ERROR)
+
+
+def leave_handler(undo: ExitStack) -> None:
+    handler = logging.NullHandler()
+    logging.getLogger("lightning_bucketddp").addHandler(handler)
+    undo.callback(logging.getLogger("lightning_bucketddp").removeHandler, handler)
+
+
+def leave_disabled_logging(undo: ExitStack) -> None:
+    undo.callback(logging.disable, logging.NOTSET)
+    logging.disable(logging.INFO)
+
+
+def leave_thread(undo: ExitStack) -> None:
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, name="left")
+    thread.start()
+    undo.callback(thread.join)
+    undo.callback(is_over.set)
+
+
+def leave_child(undo: ExitStack) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    undo.callback(child.wait)
+    undo.callback(child.kill)
+
+
+def leave_child_of_fork_server(undo: ExitStack) -> None:
+    is_over = PROCESSES.Event()
+    process = PROCESSES.Process(target=is_over.wait)
+    process.start()
+    undo.callback(process.join)
+    undo.callback(is_over.set)
+
+
+def leave_signal_handler(undo: ExitStack) -> None:
+    undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: None))
+
+
+def leave_process_group(undo: ExitStack) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    undo.callback(dist.destroy_process_group)
+
+
+def leave_other_generator(undo: ExitStack) -> None:
+    np_random: Any = np.random
+    undo.callback(np_random.set_bit_generator, np_random.get_bit_generator())
+    np_random.set_bit_generator(np.random.PCG64())
+
+
+def leave_filter(undo: ExitStack) -> None:
+    undo.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+
+
+def change(get: Callable[[], object], set_: Callable[..., object], value: object) -> Leak:
+    def leave(undo: ExitStack) -> None:
+        undo.callback(set_, get())
+        set_(value)
+
+    return leave
+
+
+LEAKS: dict[str, Leak] = {
+    "logger lightning_bucketddp:": leave_level,
+    "logger lightning_bucketddp: ": leave_handler,
+    "logger disabled up to:": leave_disabled_logging,
+    "warnings filters:": leave_filter,
+    "variable LEFT:": lambda undo: undo.enter_context(patch.dict(os.environ, LEFT="1")),
+    "thread 'left'": leave_thread,
+    "child ": leave_child,
+    "child": leave_child_of_fork_server,
+    f"signal {signal.SIGUSR1:d}:": leave_signal_handler,
+    "process groups open:": leave_process_group,
+    "torch threads:": change(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+    "torch dtype:": change(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "torch device:": change(lambda: None, torch.set_default_device, "meta"),
+    "torch deterministic algorithms:": change(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "torch precision of products:": change(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "random numbers numpy:": leave_other_generator,
+}
+
+
+@pytest.mark.parametrize("told", LEAKS)
+def test_what_is_left_is_told(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "_ENDS_WITHIN_S", 0.0)
+    before = ProcessState.now()
+    assert before.left_behind() == []
+    with ExitStack() as undo:
+        LEAKS[told](undo)
+        [line] = before.left_behind()
+        assert line.startswith(told)
+    monkeypatch.undo()
+    assert before.left_behind() == []
+
+
+def test_what_may_differ_is_not_told() -> None:
+    before = ProcessState.now()
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+    logging.getLogger("tests.a_new_one").setLevel(logging.ERROR)
+    assert before.left_behind() == []
+
+
+def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
+    leaky = "import logging, os\ndef test_level(): logging.getLogger('lightning_bucketddp').setLevel(50)\n"
+    leaky += "def test_variable(): os.environ['LEFT'] = '1'\ndef test_nothing(): assert 'LEFT' not in os.environ\n"
+    (tmp_path / "test_leaky.py").write_text(leaky)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-q", str(tmp_path), "--rootdir", str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert "test_leaky.py::test_level" in ended.stdout, ended.stdout + ended.stderr
+    assert "test_leaky.py::test_variable" in ended.stdout
+    assert ended.stdout.rstrip().splitlines()[-1].startswith("3 passed, 2 errors")
