@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tests.support import leaks
+from tests.support import leaks, warm
 from tests.support.forks import PROCESSES
 from tests.support.leaks import ProcessState
 
@@ -124,7 +123,7 @@ LEAKS: dict[str, Leak] = {
 
 @pytest.mark.parametrize("told", LEAKS)
 def test_what_is_left_is_told(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "_ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(leaks, "ENDS_WITHIN_S", 0.0)
     before = ProcessState.now()
     assert before.left_behind() == []
     with ExitStack() as undo:
@@ -148,7 +147,7 @@ def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
     leaky = "import logging, os\ndef test_level(): logging.getLogger('lightning_bucketddp').setLevel(50)\n"
     leaky += "def test_variable(): os.environ['LEFT'] = '1'\ndef test_nothing(): assert 'LEFT' not in os.environ\n"
     (tmp_path / "test_leaky.py").write_text(leaky)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-q", str(tmp_path), "--rootdir", str(tmp_path)]
+    command = [warm.python(), "-m", "pytest", "-p", "tests.conftest", "-q", str(tmp_path), "--rootdir", str(tmp_path)]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert "test_leaky.py::test_level" in ended.stdout, ended.stdout + ended.stderr
     assert "test_leaky.py::test_variable" in ended.stdout

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning_suite.differences import DIFFERENCES
 from tests.support import warm
 from tests.support.programs import REPOSITORY
 
@@ -87,10 +86,6 @@ def test_lightnings_tests_run_with_our_strategy_on_every_rank(tmp_path: Path) ->
     assert "test_small.py::test_wrapper` | failed | " in ended.stdout
     assert "test_without_ddp" not in ended.stdout
     assert ended.returncode == 1
-
-
-def test_every_difference_has_a_reason() -> None:
-    assert all("::" in test and reason for test, reason in DIFFERENCES.items())
 
 
 def test_a_directory_without_lightnings_tests_is_refused(tmp_path: Path) -> None:

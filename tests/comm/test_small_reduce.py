@@ -16,6 +16,7 @@ def log2_rounded_up(number: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [*range(1, 71), 1024])
+@pytest.mark.sampled(20)
 def test_every_rank_hears_of_every_other_once_in_log_n_rounds(world_size: int) -> None:
     rounds = [rounds_of(rank, world_size) for rank in range(world_size)]
     is_power = world_size & (world_size - 1) == 0

@@ -42,6 +42,7 @@ def assert_weights(ranks: list[Outcome], expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("largest", [1, 5, 16, 1000])
 @pytest.mark.parametrize("per_rank", [1, 7, 12, 60])
+@pytest.mark.sampled(16)
 def test_the_fewest_batches_that_are_small_enough_make_a_step(num_ranks: int, largest: int, per_rank: int) -> None:
     division = divide(num_ranks * per_rank, num_ranks=num_ranks, largest=largest)
     assert division.batch_size * division.batches_per_step == per_rank
@@ -69,6 +70,7 @@ def test_a_size_that_is_no_number_of_samples_is_refused(size: Any) -> None:
 
 @pytest.mark.parametrize("num_samples", range(1, 40))
 @pytest.mark.parametrize("division", [Division(4, 1), Division(4, 3), Division(1, 5)])
+@pytest.mark.sampled(30)
 def test_each_sample_counts_the_same_in_its_step(division: Division, num_samples: int) -> None:
     for limit in (1.0, 0.7):
         sampler = StepSampler(range(num_samples), division, drop_last=False)

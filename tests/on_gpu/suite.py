@@ -89,6 +89,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"sync_batchnorm {batches}", partial(run_on_ranks, sync_batchnorm.train, model=layer, batches=batches)
     for world_size in (1, 2):
         yield f"doctor of {world_size}", partial(doctor_leaves_no_group, world_size)
+    yield "sockets", partial(more_sockets_and_no_variables, 2)
     yield "sync_batchnorm beside buckets", partial(run_on_ranks, sync_batchnorm.train_beside_gradient_bucket)
     for dtype in replicas.DTYPES:
         yield f"every bit counts {dtype}", partial(run_on_ranks, replicas.every_bit_counts, dtype=dtype)
@@ -275,6 +276,26 @@ def doctor_leaves_no_group(world_size: int) -> list[None]:
     for said, errors in [rank.communicate(timeout=200) for rank in ranks]:
         assert "destroy_process_group" not in errors, errors
         assert "cannot talk" not in said, said
+    return []
+
+
+def more_sockets_and_no_variables(world_size: int) -> list[None]:
+    """NCCL has read its numbers of sockets, in a second group, too; they are not in the environment any more."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714", "LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "lo"}
+    debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.on_gpu.sockets"],
+            env={**os.environ, **place, **debug, "NODE_RANK": str(rank), "NCCL_HOSTID": f"host{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    for said in [rank.communicate(timeout=200)[0] for rank in ranks]:
+        assert "no variable is left" in said, said
+        assert said.count("Using 2 threads and 4 sockets per thread") >= 2, said
     return []
 
 

@@ -83,6 +83,7 @@ def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_
 
 @pytest.mark.parametrize("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)], ids=str)
 @pytest.mark.parametrize("caps", [uniform(4), BucketCaps(by_position=(1, 10), last=1)], ids=["uniform", "edges"])
+@pytest.mark.sampled(36)
 def test_every_parameter_is_placed_once_in_order_and_within_the_cap(sizes: list[int], caps: BucketCaps) -> None:
     plan = plan_buckets(specs(*sizes), arrived=[2, 0, 3], missing=[1], caps=caps)
     assert list(itertools.chain(*members(plan))) == [2, 0, 3, 1]

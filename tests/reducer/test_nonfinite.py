@@ -39,6 +39,7 @@ def raised_on_all(**options: Any) -> str:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(14)
 def test_a_gradient_is_named_with_its_rank(way: str, value: float) -> None:
     error = raised_on_all(bad=Bad("2.weight", value), **WAYS[way])
     assert error == RAISED.format("the gradient of `2.weight` on rank 1")
@@ -46,6 +47,7 @@ def test_a_gradient_is_named_with_its_rank(way: str, value: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(14)
 def test_a_loss_is_told_with_its_rank(way: str, value: float) -> None:
     assert raised_on_all(bad=Bad(None, value), **WAYS[way]) == RAISED.format(f"the loss on rank 1 ({value})")
 

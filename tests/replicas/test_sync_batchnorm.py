@@ -59,6 +59,7 @@ def test_trains_like_one_process_without_bias() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("half_parameters", [False, True])
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.sampled(6)
 def test_trains_like_one_process_in_half_precision(
     dtype: torch.dtype, half_parameters: bool, autocast: bool, split: tuple[int, int]
 ) -> None:

@@ -235,26 +235,33 @@ def another_program(answer: bytes) -> Iterator[int]:
         connection.close()
 
 
-def test_strangers_at_the_port_keep_nobody_from_starting() -> None:
+def test_strangers_at_the_port_keep_nobody_from_starting(tmp_path: Path) -> None:
     port = own_port()
     connections: list[socket.socket] = []
+    is_over = threading.Event()
     # Among them half a greeting of torch's, and after a whole one half a question.
     said = [b"", b"\x00", b"\x00\xce\xf7\x85\x3c\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100]
 
     def knock() -> None:
-        while len(connections) < 40:
-            time.sleep(0.01)
+        while not is_over.wait(0.01):
             with suppress(ConnectionRefusedError):
                 # From another address, or it may meet itself.
                 connections.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
                 connections[-1].sendall(said[len(connections) % len(said)])
+            if len(connections) == 2 * len(said):
+                (tmp_path / "all was said").touch()
 
     stranger = threading.Thread(target=knock, daemon=True)
     stranger.start()
-    assert outcomes(port=port, ranks=[0, 1], world_sizes=[2, 2], late_s=[0, 0.5]) == [ALL_THERE] * 2
-    stranger.join()
-    for connection in connections:
-        connection.close()
+    try:
+        everything = tmp_path / "all was said"
+        there = outcomes(port=port, ranks=[0, 1], world_sizes=[2, 2], rank_one_waits_for=everything)
+        assert there == [ALL_THERE] * 2
+    finally:
+        is_over.set()
+        stranger.join()
+        for connection in connections:
+            connection.close()
 
 
 def test_rank_zero_says_at_once_that_its_port_is_in_use() -> None:

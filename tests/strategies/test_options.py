@@ -50,6 +50,7 @@ def launched_by(strategy: Any) -> str:
 @pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_false", "_find_unused_parameters_true"])
 @pytest.mark.parametrize("name", START_METHOD_OF)
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.sampled(16)
 def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: str) -> None:
     strategy = strategy_of(root, f"bucketddp{name}{suffix}")
     assert type(strategy) is strategy_class(root)
@@ -256,6 +257,7 @@ def test_a_keyword_like_no_other_is_answered_with_all() -> None:
 @pytest.mark.parametrize(
     "value", [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "Auto", ["auto"], True]
 )
+@pytest.mark.sampled(12)
 def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
     with pytest.raises(ValueError, match="bucket_cap_mb") as raised:
         strategy_class(root)(bucket_cap_mb=value)

@@ -25,14 +25,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_bucketddp.processes import is_running
+
 # A thread or a process that was told to end may need a moment, on a machine that is busy many.
-_ENDS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 20.0
 # Loggers whose settings other tests depend on.
 _LOGGERS = ("lightning_bucketddp", "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 # pytest sets it anew for each phase of a test.
 _CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
 # Started with the first file that is read through fsspec, or sent to another process, and there to the end.
 _THREADS_FOR_GOOD = ("fsspecIO", "(_serve)")
+# Not SIGALRM: pytest-timeout stops its clock when a test has failed. Nor SIGCHLD: torch sets a handler with the
+# first worker of a DataLoader.
+_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGCONT, signal.SIGTSTP, signal.SIGPIPE, signal.SIGWINCH, signal.SIGSEGV, signal.SIGVTALRM),
+)
 # Python's own, which end with this process.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
@@ -77,7 +85,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def wait_until_empty(look: Callable[[], list[Any]]) -> list[Any]:
-    deadline = time.monotonic() + _ENDS_WITHIN_S
+    deadline = time.monotonic() + ENDS_WITHIN_S
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
@@ -89,12 +97,12 @@ def _children() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             found.update(map(int, (task / "children").read_text().split()))
-    own = {pid for pid in found if (line := _command_line(pid)) and not any(helper in line for helper in _HELPERS)}
+    own = {pid for pid in found if is_running(pid) and not any(helper in _command_line(pid) for helper in _HELPERS)}
     return own | {pid for process in multiprocessing.active_children() if (pid := process.pid) is not None}
 
 
 def _command_line(pid: int) -> bytes:
-    """Return how a process was started; nothing if it has ended."""
+    """Return how a process was started; nothing if it has ended, or is only just starting."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except (FileNotFoundError, ProcessLookupError):
@@ -104,21 +112,21 @@ def _command_line(pid: int) -> bytes:
 def _loggers() -> dict[str, Any]:
     for name in _LOGGERS:
         logging.getLogger(name)  # from the start, whoever is the first to log
-    names = [name for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
-    found = {name: _logger(logging.getLogger(name)) for name in names}
+    found = {
+        name: _logger(one) for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)
+    }
     return {**found, "root": _logger(logging.root), "disabled up to": logging.root.manager.disable}
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...]:
-    # pytest's own handlers come and go with each phase.
-    handlers = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest.")]
-    return logger.level, handlers, list(logger.filters), logger.propagate, logger.disabled
+    handlers = logger.handlers
+    if handlers:  # pytest's own come and go with each phase
+        handlers = [handler for handler in handlers if not type(handler).__module__.startswith("_pytest.")]
+    return logger.level, list(handlers), list(logger.filters), logger.propagate, logger.disabled
 
 
 def _signals() -> dict[str, Any]:
-    # pytest-timeout's clock stops when a test has failed. torch sets a handler with the first worker of a DataLoader.
-    numbers = signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD}
-    found: dict[str, Any] = {str(number): signal.getsignal(number) for number in numbers}
+    found: dict[str, Any] = {str(int(number)): signal.getsignal(number) for number in _SIGNALS}
     if threading.current_thread() is threading.main_thread():
         found["wakeup descriptor"] = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(found["wakeup descriptor"])

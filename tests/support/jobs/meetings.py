@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,10 +26,13 @@ def meet(
     failure_on: int | None = None,
     agent: bool = False,
     num_meetings: int = 1,
+    rank_one_waits_for: Path | None = None,
 ) -> dict[str, Any]:
     """Meet as rank `ranks[r]` of `world_sizes[r]`: the outcome in words, and how long it took."""
     me = dist.get_rank()
     time.sleep(late_s[me] if late_s else 0)
+    while me == 1 and rank_one_waits_for is not None and not rank_one_waits_for.exists():
+        time.sleep(0.01)
     point = StoreAddress(
         address="127.0.0.1", port=port, rank=ranks[me], world_size=world_sizes[me], local_rank=ranks[me]
     )
