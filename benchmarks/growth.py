@@ -15,7 +15,6 @@ import argparse
 import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import time
 import traceback
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.command import write
+from benchmarks.ports import own_port
 from benchmarks.report import Table
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.small_reduce import rounds_of
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here (needs matplotlib)")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     tables = []
     if args.exchange:
         tables.append(exchange_table(args.exchange, repetitions=args.repetitions))
@@ -266,8 +265,7 @@ def run_forked(job: Callable[..., Any], num_ranks: int, **kwargs: Any) -> list[A
     """Return what `job` returns on each rank, in processes that need not import anything."""
     context = multiprocessing.get_context("fork")
     # No store here: a process that is forked while threads run may wait for ever for what they had locked.
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = own_port()
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -290,6 +288,7 @@ def run_forked(job: Callable[..., Any], num_ranks: int, **kwargs: Any) -> list[A
 
 
 def _serve(pipe: Connection, job: Callable[..., Any], place: tuple[int, int, int], kwargs: Mapping[str, Any]) -> None:
+    torch.set_num_threads(1)  # they share the cores
     try:
         pipe.send(job(*place, **kwargs))
     except BaseException:

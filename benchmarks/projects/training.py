@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from lightning.fabric import seed_everything
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from benchmarks.ports import own_port
 from benchmarks.projects.comparison import NUM_RANKS
 from lightning_bucketddp.bindings.registration import strategy_class
 
@@ -93,7 +93,7 @@ def main(project: str, folder: str, *strategies: str) -> None:
     context = multiprocessing.get_context("fork")
     for strategy in strategies:
         print(f"==== {strategy}", flush=True)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(find_free_network_port())
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(own_port())
         ranks = []
         for rank in range(NUM_RANKS):
             os.environ["LOCAL_RANK"] = str(rank)
