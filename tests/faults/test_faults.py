@@ -253,22 +253,26 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
 def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
+    channel: SideChannel | None = None
     try:
         store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
         channel = SideChannel(store, name="run", rank=0, world_size=1)
         channel.is_silent = lambda: process_state(server.pid) == "T"
         channel.leave()
         server.send_signal(signal.SIGSTOP)
+        while not channel.is_silent():  # it may still answer until the signal has arrived
+            time.sleep(0.01)
         with pytest.raises(StoreSilentError, match="does not answer rank 0"):
             channel.has_left(0)
         server.send_signal(signal.SIGCONT)
         while channel.is_silent():
             time.sleep(0.01)
         assert channel.has_left(0)
-        channel.close()
     finally:
         server.kill()
         server.wait()
+        if channel is not None:
+            channel.close()
 
 
 def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_that_waits_warns(tmp_path: Path) -> None:
