@@ -21,7 +21,6 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.wire_cost import Codecs
 from lightning_bucketddp.reducer.clock import clock_of
 from lightning_bucketddp.reducer.codec_speed import measure_codecs
-from lightning_bucketddp.reducer.grad_hooks import hook_on_parameter
 from lightning_bucketddp.reducer.plan_cache import spec_of
 
 
@@ -74,7 +73,7 @@ class CountedSteps(Limits):
         self._now_on_all_ranks()
         with ExitStack() as hooks:
             for name, param in params.items():
-                hooks.enter_context(hook_on_parameter(param, partial(mark, name)))
+                hooks.enter_context(param.register_post_accumulate_grad_hook(partial(mark, name)))  # type: ignore[no-untyped-call]
             mark("begin")
             training.step(mark)
         ready_s = {name: clock.seconds(marks["forward"], marks[name]) for name in params}

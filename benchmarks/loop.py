@@ -121,8 +121,6 @@ class Loop:
         before = bytes_sent_on(_INTERFACE)
         for _ in range(self._settings.steps):
             training.step()
-        for param in training.workload.model.parameters():
-            param.sum()  # its weights may still be on their way
         self._now_on_all_ranks()
         return (bytes_sent_on(_INTERFACE) - before) / self._settings.steps
 

@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_sharding PROFILE.json [...] [--ranks 8 16 64 256 1024] [--json FILE]
 
 The profiles and networks are those of `benchmarks.simulated_networks`, and so is the model, with what sharding adds to
-it (Note: halves, in `planning/all_reduce_cost.py`; Note: weights in the next forward, in `planning/simulation.py`).
+it (Note: halves, in `planning/all_reduce_cost.py`; Note: weights at the end of a step, in `planning/simulation.py`).
 State is that of AdamW, two tensors like each parameter; of the ranks the one that has most counts. Without sharding the
 plan is the one that `bucket_cap_mb="auto"` computes for the network; with it the first one stays, with buckets of up to
 25 MiB.
@@ -30,7 +30,7 @@ RANKS = [8, 16, 64, 256, 1024]
 class Row:
     """One model on one network: state on each rank and exposed time, without and with sharding.
 
-    `weights_ms` is the part of the latter in which forward waits for weights.
+    `weights_ms` is the part of the latter in which the step waits for weights.
     """
 
     model: str

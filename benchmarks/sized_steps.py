@@ -75,7 +75,8 @@ class SizedSteps:
         dist.barrier()
         start = self._clock()
         attached.model.zero_grad()
-        loss.backward()
+        with attached.backward():
+            loss.backward()
         synchronize(self._device)
         return self._clock() - start
 

@@ -165,11 +165,9 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     # As the Trainer's strategy has it.
     weighting = None
     if world_size > 1:
-        weighting = Weighting(StepExchange(collectives), by_weight=False, needs_every_weight=False)
-    reducer = Reducer(replicas, ReducerConfig(**options), weighting=weighting, shards=shards, all_are_marked=True)
+        weighting = Weighting(StepExchange(collectives), by_weight=False)
+    reducer = Reducer(replicas, ReducerConfig(**options), weighting=weighting, shards=shards)
     model.register_forward_pre_hook(lambda *_: reducer.give_back_memory())
-    if shards is not None:
-        shards.watch(model)
     collectives.world_size = world_size
 
     def bucket_bytes() -> list[int]:

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+# Both set filters of warnings and levels of loggers, which the first test to import them would leave behind.
+import lightning.pytorch  # noqa: F401
 import pytest
-import pytorch_lightning  # noqa: F401  (it sets filters of warnings, which the first test to import it would leave behind)
+import pytorch_lightning  # noqa: F401
 
 # Their assertions are those of the tests that call them.
 pytest.register_assert_rewrite("tests.support.programs", "tests.support.commands")
@@ -33,7 +35,8 @@ _FIRST = (
     *("faults/test_faults.py", "bindings/test_autoload.py", "replicas/test_consistency.py"),
     *("faults/test_stop_signals.py", "strategies/test_launchers.py", "reducer/test_plan_tuner.py"),
     *("startup/test_startup.py", "reducer/test_parity.py", "test_documents.py", "strategies/test_notebook.py"),
-    *("callbacks/test_large_batch.py", "test_install.py", "test_examples.py", "reducer/test_compile.py"),
+    *("fuzz/test_fuzz.py", "callbacks/test_large_batch.py", "test_install.py", "test_examples.py"),
+    "reducer/test_compile.py",
 )
 
 

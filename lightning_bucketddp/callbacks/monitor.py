@@ -100,8 +100,6 @@ class RecordedFit:
     def begin_batch(self) -> None:
         """End the phase `data`: the batch has arrived."""
         self._begin_if_due()
-        if not self.is_recording and (self._num_rounds + 2) % self._every_n_rounds == 0:
-            self._strategy.watch_gathers(self._recorder)
         self._num_batches += 1
         if self.is_recording and self._recorder.phase == "data":
             self._recorder.turn_to(None)

@@ -117,9 +117,11 @@ class Collectives:
         Nothing may be under way in them: destroying a group waits for it, and all threads of the program wait then.
         """
         for name, further in list(self._further.items()):
+            further.close_host_groups()
             if self.is_open and further.has_all_tensors_back():
                 del self._further[name]
                 dist.destroy_process_group(further.group)
+                del further.group  # whose connections last as long as it is held
 
     def has_all_tensors_back(self) -> bool:
         """Wait a little until no tensor is lent; return whether that is so. False in groups that are never closed."""
@@ -144,6 +146,16 @@ class Collectives:
     def side_group(self) -> Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
         return self._further_group("side", self.device, backend=None)
+
+    def gradient_group(self) -> Collectives:
+        """Return the same ranks for reductions that run beside a backward, in which users may have collectives, too.
+
+        Those of gloo have connections of their own: when a rank reduces depends on which parameters it uses. NCCL's
+        kernels of two groups may wait for each other where ranks start them in different order.
+        """
+        if self.device.type != "cpu" or self.world_size == 1:
+            return self
+        return self._further_group("gradient", self.device, backend=None)
 
     def follow_up_group(self) -> Collectives:
         """Return the same ranks over connections of their own, for a thread that goes on with what others began."""
@@ -217,7 +229,8 @@ class Collectives:
         """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_share`."""
         work: dist.Work
         if owner is not None:
-            work = dist.broadcast(tensor, src=self.global_ranks[owner], group=self.group, async_op=True)
+            [lent] = self._lend(tensor)
+            work = dist.broadcast(lent, src=self.global_ranks[owner], group=self.group, async_op=True)
         else:
             all_of_it, own = self._lend(tensor, tensor.view(self.world_size, -1)[self.rank])
             work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
@@ -230,6 +243,7 @@ class Collectives:
             owner: the rank that gets all that is sent; None: each rank gets one of equal parts.
         """
         work: dist.Work
+        received, sent = self._lend(received, sent)
         if owner is None:
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         else:
@@ -301,6 +315,8 @@ class Collectives:
 
     def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
         """Overwrite `tensors` with those of `source`, many at a time."""
+        if self.world_size == 1:
+            return
         with torch.no_grad():
             for chunk in chunks_of_one_dtype(tensors):
                 flat = torch.cat([t.reshape(-1) for t in chunk])
@@ -328,7 +344,7 @@ class Collectives:
             work.wait()
 
     def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        work: dist.Work = self.group.allreduce([tensor], self._asynchronously[op])
+        work: dist.Work = self.group.allreduce(list(self._lend(tensor)), self._asynchronously[op])
         return work
 
     def _probe_average(self) -> bool:

@@ -40,6 +40,8 @@ _COUNTED_WITHIN_S = 0.3
 _BROKEN_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
 # In a phase that has lasted no longer, nobody looks at the stack.
 _BRIEF_S = 0.5
+# The key among an exception's attributes under which `Progress.during` keeps the phase that it has left.
+_RAISED_IN = "_bucketddp_raised_in"
 # Held by the thread that has turned garbage collection off: no other may turn it on.
 _COLLECTION_IS_OFF = threading.Lock()
 
@@ -83,11 +85,26 @@ class Progress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in `phase` inside the block; afterwards the phase around it goes on."""
+        """Be in `phase` inside the block; afterwards the phase around it goes on, also if the block raises."""
         outer = self.phase
         self.enter(phase)
-        yield
+        try:
+            yield
+        except BaseException as error:
+            # Whoever reports the error does so later, when another phase goes on.
+            vars(error).setdefault(_RAISED_IN, self.describe())
+            self._begin(outer)
+            raise
         self.enter(outer)
+
+    def describe_origin(self, error: BaseException) -> str:
+        """Return in which phase `error`, or what it was raised from, was raised; where nobody knows, the one of now."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if _RAISED_IN in vars(cause):
+                return str(vars(cause)[_RAISED_IN])
+            cause = cause.__cause__
+        return self.describe()
 
     @property
     def may_be_interrupted(self) -> bool:

@@ -180,6 +180,11 @@ class Watchdog:
         return self._shutdown.has_aborted
 
     @property
+    def failed_rank(self) -> int | None:
+        """Return which rank has failed first; None: none has, or a signal has stopped all."""
+        return None if self._failure is None or self._failure.kind is Kind.STOPPED else self._failure.rank
+
+    @property
     def is_saver(self) -> bool:
         """Return whether this rank, which has aborted, saves for all (Note: one saver). May wait for lower ranks."""
         assert self._failure is not None
@@ -190,7 +195,7 @@ class Watchdog:
 
         Waits until it is settled whether the ranks abort, and returns the first failure.
         """
-        own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe())
+        own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
         self._shutdown.begin_ending()

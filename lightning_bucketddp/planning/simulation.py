@@ -11,13 +11,9 @@ Note: codecs in a step
     by as much. When backward has ended, buckets are decoded in launch order, each as soon as it has come. Both count as
     waiting.
 
-Note: weights in the next forward
-    A bucket that is sharded is reduce-scattered, and all-gathered after the optimizer's step; each costs half of an
-    all-reduce. The gathers run one after the other, the bucket that was reduced last first, and begin with the next
-    forward: loading data, which may hide them, is not counted. A layer is taken to need the same share of forward as of
-    backward, in the opposite order. So the weights of a gradient that is ready after a share s of backward are needed
-    after a share 1 - s of forward, and all others when the next backward begins. A forward whose time is not known is
-    taken to last half as long as backward. That an optimizer steps a share of its parameters only makes it faster; that
+Note: weights at the end of a step
+    A bucket that is sharded is reduce-scattered, and all-gathered at the end of the optimizer's step, which waits for
+    it; each costs half of an all-reduce. That an optimizer steps a share of its parameters only makes it faster; that
     is not counted.
 """
 
@@ -36,7 +32,7 @@ _LARGEST_SCALE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBucket:
-    """One reduction, or gather of weights. Times are seconds since backward began, or forward."""
+    """One reduction, or gather of weights. Times are seconds since backward began, or the gathers."""
 
     num_bytes: int
     ready_s: float
@@ -46,14 +42,13 @@ class SimulatedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step, simulated (Note: timeline); `gathers` are those of the weights that the step before has changed."""
+    """One step, simulated (Note: timeline); `gathers` are those of the weights that it has changed."""
 
     buckets: Sequence[SimulatedBucket]
     forward_s: float
     backward_s: float
     optimizer_s: float
     gathers: Sequence[SimulatedBucket] = ()
-    weights_s: float = 0.0  # that forward waits for them
     decoded_s: float = 0.0  # when the last bucket was decoded, counted from the start of backward
 
     @property
@@ -64,8 +59,13 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Return how long the step waits for reductions after backward, and for weights in forward."""
+        """Return how long the step waits for reductions after backward, and for weights at its end."""
         return self.end_s - self.backward_s + self.weights_s
+
+    @property
+    def weights_s(self) -> float:
+        """Return how long the step waits for weights (Note: weights at the end of a step)."""
+        return self.gathers[-1].end_s if self.gathers else 0.0
 
     @property
     def compute_s(self) -> float:
@@ -117,24 +117,19 @@ def simulate(
     decoded = profile.backward_s + encoding
     for reduced in buckets:
         decoded = max(decoded, reduced.end_s) + reduced.num_bytes * codec.decode_s_per_byte
-    gathers, weights_s = _simulate_gathers(profile, plan, (cost_of_weights or cost).halved())
-    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, weights_s, decoded)
+    gathers = _simulate_gathers(profile, plan, (cost_of_weights or cost).halved())
+    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, decoded)
 
 
-def _simulate_gathers(
-    profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost
-) -> tuple[list[SimulatedBucket], float]:
-    """Return the gathers, and how long forward waits for them (Note: weights in the next forward)."""
+def _simulate_gathers(profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost) -> list[SimulatedBucket]:
     gathers: list[SimulatedBucket] = []
-    end = wait = 0.0
-    for bucket in reversed(plan):
+    end = 0.0
+    for bucket in plan:
         if bucket.sharded is not None:
             num_bytes = _num_bytes(profile, bucket)
             start, end = end, end + cost.seconds(num_bytes)
             gathers.append(SimulatedBucket(num_bytes, 0.0, start, end))
-            # Forward has been late by `wait` so far; so it is by more, or this bucket makes no difference.
-            wait = max(wait, end - _needed(profile, bucket))
-    return gathers, wait
+    return gathers
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) -> AllReduceCost:
@@ -152,13 +147,6 @@ def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) ->
 
 def _num_bytes(profile: Profile, bucket: BucketSpec) -> int:
     return 0 if bucket.sparse else sum(profile.specs[i].num_bytes for i in bucket.members)
-
-
-def _needed(profile: Profile, bucket: BucketSpec) -> float:
-    """Return when the weights of a bucket are needed in a forward that waits for nothing."""
-    forward_s = profile.forward_s or profile.backward_s / 2
-    arrived = [profile.ready_s[i] for i in bucket.members if i < len(profile.ready_s)]
-    return forward_s * (1 - max(arrived) / profile.backward_s) if arrived else forward_s
 
 
 def _ready(profile: Profile, bucket: BucketSpec) -> float:

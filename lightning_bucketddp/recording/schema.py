@@ -134,7 +134,7 @@ class Step:
     num_unused: int = 0  # parameters without a gradient on this rank
     num_skipped: int = 0  # ranks that had no batch to contribute
     memory_bytes: int = 0  # the peak so far
-    # Exchanges of the weights that the step before has changed, in order (Note: weights of the step before).
+    # Exchanges of the weights that the step has changed, in order.
     gathers: Sequence[GatherTimes] = field(default_factory=list)
 
     @property

@@ -135,7 +135,7 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
 
 def _describe_exchange(typical: TypicalStep) -> str:
     return (
-        f"Weights: their exchange after a step takes {_ms(typical.exchange_s)} of that, and the next step waits"
+        f"Weights: their exchange ends a step and takes {_ms(typical.exchange_s)} of that; the step waits"
         f" {_ms(typical.phases.get('weights', 0.0))} for it."
     )
 

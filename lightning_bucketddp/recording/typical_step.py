@@ -146,7 +146,7 @@ def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> di
     return arrivals
 
 
-PHASES = ("data", "weights", "forward", "backward", "exposed", "optimizer")
+PHASES = ("data", "forward", "backward", "exposed", "optimizer", "weights")
 # Only the last ones of each rank count.
 NUM_STEPS = 1000
 _LATE_BY = 0.03

@@ -40,7 +40,7 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
     if not marked.spans or any(bucket.launched is None or not bucket.ends for bucket in marked.buckets.values()):
         return None
     gathers = [gather for gather in marked.gathers.values() if gather.ends]
-    axis.move_to(gathers[0].started if gathers else marked.spans[0].start)
+    axis.move_to(marked.spans[0].start)
     buckets: list[BucketTimes] = []
     for _, bucket in sorted(marked.buckets.items()):
         ready_s, launched_s = axis.seconds(bucket.ready), axis.seconds(bucket.launched)

@@ -35,7 +35,7 @@ _ALIGN_BYTES = 64
 
 # A smaller buffer is not worth the time.
 _GIVE_BACK_FROM_BYTES = 1 * MIB
-# More gradients than ever come: a bucket that expects so many leaves when its backward ends.
+# More gradients than ever come: nothing is acted on.
 UNKNOWN = sys.maxsize
 
 
@@ -47,31 +47,17 @@ class LateGradientError(RuntimeError):
 class Arrivals:
     """How many gradients a bucket waits for in a backward, how many of them are still to come, and whether it has left.
 
-    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing). `last` is
-    the index of the parameter whose gradient came last when all were counted; None: they never all came. Where only
-    that one is watched, `version_when_complete` is what the bucket's version then has to be at least.
+    One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
     """
 
     expected: int
-    pending: int = 0
+    pending: int = UNKNOWN
     launched: bool = False
-    last: int | None = None
-    version_when_complete: int = 0
 
     def begin(self) -> None:
         """Expect the gradients of a backward that begins."""
         self.pending = self.expected
         self.launched = False
-
-    def watch(self, version_when_complete: int) -> None:
-        """Expect the gradient that came last, in a backward that begins."""
-        self.pending = UNKNOWN if self.last is None else 1
-        self.launched = False
-        self.version_when_complete = version_when_complete
-
-    def rest(self) -> None:
-        """Have the next gradient acted on: no backward runs, so it begins one."""
-        self.pending = 0
 
 
 class Bucket(Protocol):
@@ -92,16 +78,6 @@ class Bucket(Protocol):
     def gradients(self) -> list[Tensor]:
         """The gradients, by member; none if they are gone."""
 
-    @property
-    def version(self) -> int:
-        """A number that grows with each change of a gradient in place, if there are several."""
-
-    def version_when_complete(self) -> int | None:
-        """Return the version at which a backward that begins will have added to all gradients; 0: they will be new.
-
-        None if that cannot be told; also 0 for a gradient that is alone and need not be told.
-        """
-
     def collect(self) -> list[int]:
         """Take the gradients from the parameters, and return the positions of members without one."""
 
@@ -117,8 +93,8 @@ class Bucket(Protocol):
     def attach(self, position: int) -> None:
         """Give a member the gradient that is here."""
 
-    def release(self, *, publish: bool) -> None:
-        """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
+    def release(self) -> None:
+        """End a backward: see that parameters have the reduced gradients, and keep no others."""
 
     def give_back(self) -> None:
         """Let go of memory that no gradient is in (Note: memory between steps)."""
@@ -253,16 +229,6 @@ class BufferedBucket:
     def gradients(self) -> list[Tensor]:
         return self.views if self._storage.nbytes() else []
 
-    @property
-    def version(self) -> int:
-        return self.buffer._version
-
-    def version_when_complete(self) -> int | None:
-        grads = [param.grad for param in self.params]
-        if not any(map(_IS_THERE, grads)):
-            return 0
-        return self.version + len(grads) if all(map(operator.is_, grads, self.views)) else None
-
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return the members' gradients in a buffer with the layout of this bucket's."""
         return [self._view(buffer, position) for position in range(len(self.params))]
@@ -280,25 +246,29 @@ class BufferedBucket:
         return []
 
     def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients are there, none of them here, and nobody has kept any of those here."""
+        """Return whether all gradients are there, none of them here, and nobody has kept or moved any of those here."""
         return (
             bool(grads)
             and all(map(_IS_THERE, grads))
             and not any(map(operator.is_, grads, self.views))
             and max(map(sys.getrefcount, self.views)) <= self._references_of_ours
+            and [view.data_ptr() for view in self.views] == self._addresses()
         )
 
-    def _collect_some(self, grads: Sequence[Tensor | None]) -> list[int]:
-        views = self.views
+    def _addresses(self) -> list[int]:
         start, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        return [start + offset * itemsize for offset in self._offsets]
+
+    def _collect_some(self, grads: Sequence[Tensor | None]) -> list[int]:
+        views, addresses = self.views, self._addresses()
         outside = [
             position
             for position, grad in enumerate(grads)
-            if grad is not views[position] or grad.data_ptr() != start + self._offsets[position] * itemsize
+            if grad is not views[position] or grad.data_ptr() != addresses[position]
         ]
         references = list(map(sys.getrefcount, views))
         for position in outside:
-            if grads[position] is views[position]:
+            if views[position].data_ptr() != addresses[position]:
                 views[position] = self._view(self.buffer, position)  # torch has moved the other, with the module
             elif references[position] > self._references_of_ours:
                 self._part_with(position)
@@ -322,7 +292,7 @@ class BufferedBucket:
         param = self.params[position]
         offset = buffer.storage_offset() + self._offsets[position]
         strides = gradient_strides(param)
-        # It has the version of the buffer, whatever its storage is.
+        # No view of autograd's, which cannot be detached in place.
         view = buffer.detach()
         if self._shares_storage:
             view.data = buffer.as_strided(param.shape, strides, offset)
@@ -364,7 +334,7 @@ class BufferedBucket:
     def attach(self, position: int) -> None:
         self.params[position].grad = self.views[position]
 
-    def release(self, *, publish: bool) -> None:
+    def release(self) -> None:
         pass  # the parameters have views of the buffer
 
     def clear(self) -> None:

@@ -116,11 +116,6 @@ class BucketSet:
             self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
-        # Several gradients for one parameter need a hook on each (Note: watched gradients, in `grad_hooks`).
-        self.can_be_watched = max(num_firings.values(), default=0) <= 1
-        # Whether the graph has told rightly what would not come (Note: foreseen gradients, in `foresight`); None: it
-        # has not been asked.
-        self.graph_was_right: bool | None = None
         self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
         for bucket in self.buckets:
             if isinstance(bucket, BufferedBucket):
@@ -131,10 +126,10 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.scale(factor)
 
-    def release(self, *, publish: bool) -> None:
-        """End a backward: if `publish`, see that parameters have the reduced gradients; keep no others."""
+    def release(self) -> None:
+        """End a backward: see that parameters have the reduced gradients, and keep no others."""
         for bucket in self.buckets:
-            bucket.release(publish=publish)
+            bucket.release()
 
     def give_back(self) -> None:
         """Let go of memory that no gradient is in."""

@@ -1,16 +1,26 @@
-"""Which optimizers can be divided among ranks, and how."""
+"""Which optimizers can be divided among ranks, and how: by elements, by whole parameters, or not at all.
+
+Note: tried on small tensors
+    No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
+    gradients and DoG with the way from the first weights: each rank would have another one, and no error would say so.
+    So only those are taken that are known, or whose author says what they do (`elementwise`, `per_parameter`). All but
+    torch's own are tried before training begins: a twin steps small tensors together, others step parts of them, and
+    the weights must be the same. That is no proof, but it finds what is wrong in the first steps.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Each element of a parameter is stepped by its own gradient and its own state. Torch's own classes, and one that every
-# package has under the same name.
+# Each element of a parameter is stepped by its own gradient and its own state.
 _ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -24,44 +34,70 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+# Each parameter is; not all versions of torch have them.
+_PER_PARAMETER = tuple(kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None)
+# Those of other packages, by the name that they have in all of them. Of `Lion` some have options that are not
+# element-wise, which is tried.
 _ELEMENTWISE_NAMES = {"Lion"}
+_PER_PARAMETER_NAMES = {"Adafactor", "AdafactorBigVision", "LARS", "Lars", "Lion", "Shampoo", "SOAP"}
+# They change weights by state of which each rank has a part, outside of a step.
+_OTHER_STEPS = ("train", "eval")
 
-# A number that is computed over all parameters, which would be another on each rank.
-_GLOBAL_NAMES = {
-    **dict.fromkeys(
-        ("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "DAdaptAdan"),
-        "it computes one step size from all parameters, and each rank would have another",
-    ),
-    **dict.fromkeys(
-        ("SAM", "ASAM", "GSAM", "WSAM", "LookSAM"),
-        "it moves all weights by the norm of all gradients between two backwards, and each rank would have another",
-    ),
-    "SparseAdam": "its gradients are sparse, and no rank could own the rows of a gradient before it is there",
-    "ZeroRedundancyOptimizer": "it divides its state by itself",
-}
+# Of the steps, so that what is clipped, or compared with steps before, is so in some of them.
+_SCALES = (0.1, 10.0, 1.0, 3.0)
+_NUM_GROUPS, _NUM_PER_GROUP, _LARGEST_SIZE = 4, 2, 6
 
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` may see any part of a parameter: torch's own, or one with `elementwise = True`."""
-    kind = type(optimizer)
-    says = getattr(optimizer, "elementwise", None)
-    if says is not None:
-        return bool(says)
-    if kind.__name__ in _ELEMENTWISE_NAMES:
-        return True
-    # A class of the user's may change more than the numbers of torch's.
-    return any(isinstance(optimizer, known) and _step_of(kind) is _step_of(known) for known in _ELEMENTWISE)
+_CLAIMS = (
+    "If each element is stepped by its own gradient and state alone, set `elementwise = True` on the class; if each"
+    " parameter is, set `per_parameter = True`. Otherwise use another optimizer, or `shard_optimizer=False`"
+)
+_NO_CLAIM = "Use another optimizer, or `shard_optimizer=False`"
 
 
-def explain_refusal(optimizer: Optimizer) -> str | None:
-    """Return why dividing the state of `optimizer` could not give the same numbers; None: it does."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "it searches along a direction of all parameters together, and each rank would have another"
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _GLOBAL_NAMES:
-            return _GLOBAL_NAMES[kind.__name__]
+def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool:
+    """Return whether ranks may have any part of a parameter; if not, each has whole ones.
+
+    Args:
+        whole_parameters: they have in any case.
+
+    Raises:
+        ValueError: if neither gives the same numbers; the text says why.
+    """
+    if (reason := _explain_refusal(optimizer)) is not None:
+        raise _refusal(optimizer, reason, _NO_CLAIM)
+    if any(_is_of(optimizer, kind) for kind in _ELEMENTWISE) and getattr(optimizer, "elementwise", True):
+        return not whole_parameters
+    if any(_is_of(optimizer, kind) for kind in _PER_PARAMETER):
+        return False
+    name = type(optimizer).__name__
+    claims_elements = bool(getattr(optimizer, "elementwise", False))
+    if claims_elements or getattr(optimizer, "per_parameter", False) or name in _PER_PARAMETER_NAMES:
+        if not whole_parameters and (claims_elements or name in _ELEMENTWISE_NAMES):
+            reason = _try(optimizer, by_elements=True)
+            if reason is None or claims_elements:
+                return _taken(optimizer, reason)
+        return not _taken(optimizer, _try(optimizer, by_elements=False))
+    reason = "it is not known whether its step computes anything over several parameters, of which each rank has some"
+    raise _refusal(optimizer, reason, _CLAIMS)
+
+
+def _taken(optimizer: Optimizer, reason: str | None) -> bool:
+    if reason is not None:
+        raise _refusal(optimizer, reason, _CLAIMS)
+    return True
+
+
+def _refusal(optimizer: Optimizer, reason: str, remedy: str) -> ValueError:
+    name = type(optimizer).__name__
+    return ValueError(f"`shard_optimizer` cannot divide the state of `{name}`: {reason}. {remedy}.")
+
+
+def _explain_refusal(optimizer: Optimizer) -> str | None:
+    """Return why dividing the state of `optimizer` cannot be right, whatever its step does; None: it can."""
     if hasattr(optimizer, "consolidate_state_dict"):
-        return _GLOBAL_NAMES["ZeroRedundancyOptimizer"]
+        return "it divides its state by itself"
+    if others := [name for name in _OTHER_STEPS if callable(getattr(optimizer, name, None))]:
+        return f"its `{others[0]}()` changes weights outside of a step, by state of which each rank has a part"
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if any(isinstance(param, Tensor) and param not in params for param in optimizer.state):
         return "it has a part of the state that an earlier run has divided; make a new one, and load a checkpoint"
@@ -70,6 +106,114 @@ def explain_refusal(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _step_of(kind: Any) -> Any:
-    # Each class with an instance gets a wrapper of its own around the same function.
-    return inspect.unwrap(kind.step)
+def _is_of(optimizer: Optimizer, known: type[Optimizer]) -> bool:
+    """Return whether `optimizer` is a `known` one, or of a subclass that changes no method and adds none."""
+    if not isinstance(optimizer, known):
+        return False
+    kinds = type(optimizer).__mro__
+    methods = {
+        (name, inspect.unwrap(value))  # torch wraps the step of each class that has an instance
+        for kind in kinds[: kinds.index(known)]
+        for name, value in vars(kind).items()
+        if callable(value) and not name.startswith("__")
+    }
+    return methods <= {("step", inspect.unwrap(known.step))}
+
+
+# --- Note: tried on small tensors
+
+
+def _try(optimizer: Optimizer, *, by_elements: bool) -> str | None:
+    """Return what speaks against dividing `optimizer`, by trying it on small tensors; None: nothing does."""
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(0)
+        trial = _Trial(optimizer, device)
+        try:
+            whole, divided = trial.step_whole(), trial.step_elements() if by_elements else trial.step_parameters()
+        except Exception as error:
+            return f"a step of it on small tensors, without a closure, has raised `{type(error).__name__}: {error}`"
+    way = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
+    if _distance(whole, divided) <= 1e-3 * way:
+        return None
+    return f"its step computes something over several {'elements' if by_elements else 'parameters'}"
+
+
+class _Trial:
+    """Steps of small tensors by twins of an optimizer, in its groups and by its settings."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._groups = [(group, group["params"][:_NUM_PER_GROUP]) for group in optimizer.param_groups[:_NUM_GROUPS]]
+        shapes = [[min(size, _LARGEST_SIZE) for size in param.shape] for _, like in self._groups for param in like]
+        self.tensors = [0.02 * torch.randn(shape).to(device) for shape in shapes]
+        self._gradients = [[scale * torch.randn(shape).to(device) for shape in shapes] for scale in _SCALES]
+
+    def step_whole(self) -> list[Tensor]:
+        """Return the elements of each tensor after steps of all of them."""
+        return self._step([slice(None)] * len(self.tensors))
+
+    def step_elements(self) -> list[Tensor]:
+        """Return the same after steps of halves, by two optimizers."""
+        halves = [tensor.numel() // 2 for tensor in self.tensors]
+        both = self._step([slice(half) for half in halves]), self._step([slice(half, None) for half in halves])
+        return [torch.cat(parts) for parts in zip(*both, strict=True)]
+
+    def step_parameters(self) -> list[Tensor]:
+        """Return the same after steps of each second tensor, by two optimizers."""
+        places = range(len(self.tensors))
+        both = [self._step([slice(None) if place % 2 == turn else slice(0) for place in places]) for turn in (0, 1)]
+        return [torch.cat(parts) for parts in zip(*both, strict=True)]
+
+    def _step(self, parts: Sequence[slice]) -> list[Tensor]:
+        params = [nn.Parameter(_part(tensor, part)) for tensor, part in zip(self.tensors, parts, strict=True)]
+        memory = [param.data_ptr() for param in params]
+        twin = self._twin(params)
+        for gradients in self._gradients:
+            for param, gradient, part in zip(params, gradients, parts, strict=True):
+                param.grad = _part(gradient, part)
+            twin.step()
+            if any(param.grad is None for param in params):
+                raise RuntimeError("It sets gradients to None, which other ranks would not see")
+        if [param.data_ptr() for param in params] != memory:
+            raise RuntimeError("It gives parameters other memory, instead of changing them in place")
+        return [param.detach().flatten() for param in params]
+
+    def _twin(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        """Return an optimizer like the real one, without state, of `params`; empty ones are another rank's."""
+        twin = object.__new__(type(self._optimizer))
+        remaining = iter(params)
+        mine = [[next(remaining) for _ in like] for _, like in self._groups]
+        # Whatever else refers to parameters refers to none that counts.
+        nothing = nn.Parameter(torch.empty(0))
+        memo: dict[int, Any] = {id(p): nothing for group in self._optimizer.param_groups for p in group["params"]}
+        for (_, like), own in zip(self._groups, mine, strict=True):
+            memo.update({id(param): twin_param for param, twin_param in zip(like, own, strict=True)})
+        for name, value in vars(self._optimizer).items():
+            if name.endswith("_hooks"):
+                twin.__dict__[name] = OrderedDict()
+            elif name not in ("step", "state", "param_groups"):  # a scheduler has wrapped its step
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [
+            {**_settings(group, memo), "params": [param for param in own if param.numel()]}
+            for (group, _), own in zip(self._groups, mine, strict=True)
+        ]
+        return twin
+
+
+def _settings(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    settings = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+    lr = settings.get("lr")
+    if lr is not None and not lr:  # a warm-up begins with no rate: nothing would happen
+        settings["lr"] = lr + (settings.get("initial_lr") or 0.01)
+    return settings
+
+
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    return tensor.clone() if part == slice(None) else tensor.flatten()[part].clone()
+
+
+def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    apart = [float((one - other).abs().max()) for one, other in zip(ones, others, strict=True) if one.numel()]
+    return max(apart, default=0.0)

@@ -1,37 +1,27 @@
-"""Hooks on parameters, which tell when a gradient has arrived.
+"""Hooks that tell when a gradient has arrived.
 
 Note: counted gradients
-    A hook runs for each parameter in each step, so it does nothing but count. Only the gradient that completes a bucket
-    is acted on. Between backwards all counts are at zero, so that the first gradient of a backward is acted on, too:
-    it may be the first word of it (see the note in `backward_pass`). So is each gradient as long as there is no plan.
+    A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
+    bucket, and each one as long as there is no plan.
 
-Note: watched gradients
-    A hook costs more than all else that is done for a small parameter: the autograd engine takes the interpreter's lock
-    for it. But gradients come in the order of the backward before, as a rule. So of each bucket only that one is
-    watched that came last. When it comes, the others are there: parameters that had no gradients have some, or the
-    version of the buffer says that as many were added to those they had. If not, the bucket leaves when the backward
-    ends, and in the next ones all gradients are counted again.
+Note: told backwards
+    Only gradients of a backward that the reducer was told of are acted on. Other backwards, which users start for
+    pictures, adversarial examples or losses of their own, leave nothing behind but a count that has changed.
 
-    A gradient that comes after its bucket has left, which a hook would tell, has changed the version of the buffer, and
-    is found when the backward ends.
-
-    All backwards must be marked from outside (Note: scope of a backward): another one might touch no parameter that is
-    watched, and its gradients would be averaged by nobody.
-
-Note: hooks that can be taken off
-    torch keeps asking a parameter for its hooks when the last one is gone, which costs half as much as a hook. A hook
-    on the node of the graph that adds up the gradient is gone for good, because the next graph has another node, unless
-    somebody keeps it. But such a node is replaced when a module is moved, and its hook is lost, so only backwards that
-    are marked from outside can do with it: they are complete when they end, in any case.
+Note: last hooks
+    Users register hooks on parameters, too, at any time, and what those make of a gradient is what is to be reduced. So
+    when a backward begins, ours is moved behind all others of its parameter. torch DDP has its hooks on the nodes that
+    add up gradients, which run behind those of parameters. But who holds such a node also keeps the stream on which it
+    was made, and steps could not be captured on another one.
 """
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -41,151 +31,104 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_bucketddp.reducer.bucket import UNKNOWN, Arrivals
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 
-# After so many backwards gradients are watched.
-_FIRST_COUNTED = 20
-# When that was given up, after so many; the next time after so many times as many.
-_PATIENCE = 1000
-_IMPATIENCE = 8
-
-# Whose hooks a parameter has.
+# Whose hooks a parameter has; a weak reference, because they hold the parameter.
 _owners: Any = WeakIdKeyDictionary()
 
 
 class GradientHooks:
-    """Counts gradients as they arrive (Note: counted gradients), or watches some (Note: watched gradients).
+    """Counts gradients as they arrive (Note: counted gradients).
 
     Args:
         params: all parameters of the module; they get hooks, trainable or not.
         act: called with the index of a parameter whose gradient is to be acted on.
         close: has this closed by its owner.
-        may_watch: all backwards are marked from outside.
     """
 
-    def __init__(
-        self, params: Sequence[Tensor], act: Callable[[int], None], close: Callable[[], None], *, may_watch: bool
-    ) -> None:
+    def __init__(self, params: Sequence[Tensor], act: Callable[[int], None], close: Callable[[], None]) -> None:
         self.close = close
         self.param_ids = {id(param) for param in params}
-        self.is_watching = False
         self._params = params
         self._act = act
-        self._hook_on = hook_on_node if may_watch else hook_on_parameter
         self._bucket_set: BucketSet | None = None
-        self._unplanned = Arrivals(expected=0)
+        # Of parameters that have no bucket.
+        self._unplanned = Arrivals(expected=0, pending=UNKNOWN)
         # By parameter; changed in place, because the hooks hold it.
         self._arrivals = [self._unplanned] * len(params)
-        self._handles: dict[int, Removable] = {}
-        self._num_to_count: float = _FIRST_COUNTED if may_watch else math.inf
-        self._patience: float = _PATIENCE
-        self._hook_all()
-        for param in params:
-            _owners[param] = self
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        # The hooks of each parameter that has one of ours, and the key of ours.
+        self._hooks_of: list[tuple[dict[int, Any], int]] = []
+        for index, param in enumerate(params):
+            _owners[param] = weakref.ref(self)
+            if param.is_floating_point() or param.is_complex():
+                handle = hook_on_parameter(param, self._hook_for(index))
+                self._handles.append(handle)
+                self._hooked.add(index)
+                self._hooks_of.append((param._post_accumulate_grad_hooks, handle.id))
 
-    def begin(self, bucket_set: BucketSet | None, *, may_watch: bool, is_marked: bool) -> None:
-        """Begin to expect the gradients of a backward.
-
-        Args:
-            bucket_set: the buckets they belong to; None: there is no plan yet.
-            may_watch: the plan will stay.
-            is_marked: it is marked from outside; if one is not, others will not be, either.
-        """
-        is_new = bucket_set is not self._bucket_set
-        if is_new:
+    def begin(self, bucket_set: BucketSet | None) -> None:
+        """Begin to expect the gradients of a backward, in the buckets they belong to; None: there is no plan yet."""
+        if bucket_set is not self._bucket_set:
             self._bucket_set = bucket_set
             self._arrivals[:] = [self._unplanned] * len(self._arrivals)
             if bucket_set is not None:
                 for param_index, bucket_index in bucket_set.index_of_bucket.items():
                     self._arrivals[param_index] = bucket_set.buckets[bucket_index].arrivals
-        if not is_marked:
-            self._num_to_count = self._patience = math.inf
-        may_watch = may_watch and is_marked and not is_new and self._may_watch_now()
-        if may_watch and self._watch():
-            return
-        has_begun = self.is_watching and not is_marked
-        if self.is_watching:
-            self.stop_watching()
-        if not has_begun:  # else nobody knows which gradients have arrived already
-            for arrivals in self._all_arrivals():
-                arrivals.begin()
+        self._move_behind_others()
+        for arrivals in self._all_arrivals():
+            arrivals.begin()
 
-    def stop_watching(self) -> None:
-        """Count all gradients again, from the next backward on; buckets that wait for one leave when this one ends."""
-        self.is_watching = False
-        self._num_to_count = self._patience
-        self._patience *= _IMPATIENCE
-        self._hook_all()
+    def _move_behind_others(self) -> None:
+        """Have our hooks run last (Note: last hooks)."""
+        for hooks, key in [each for each in self._hooks_of if len(each[0]) > 1]:
+            hooks[key] = hooks.pop(key)  # not `move_to_end`, of which torch's loop in C sees nothing
+
+    def expect_first(self) -> None:
+        """Have the next gradient acted on, whichever it is: it begins a backward."""
+        for arrivals in self._all_arrivals():
+            arrivals.pending = 0
+
+    def rest(self) -> None:
+        """Have no gradient acted on: no backward runs that the reducer was told of."""
         for arrivals in self._all_arrivals():
             arrivals.pending = UNKNOWN
 
-    def rest(self) -> None:
-        """Have the next gradient acted on: no backward runs, so it begins one."""
-        for arrivals in self._all_arrivals():
-            arrivals.rest()
-
-    def completes(self, param_index: int) -> bool:
-        """Count a gradient; return whether it is one to act on."""
+    def counts(self, param_index: int) -> bool:
+        """Count a gradient once more, of a backward that it has begun; return whether it is to be acted on."""
         arrivals = self._arrivals[param_index]
         arrivals.pending -= 1
         return arrivals.pending <= 0
 
+    @property
+    def have_counted(self) -> bool:
+        """Whether gradients have arrived at rest, of a backward that the reducer was not told of."""
+        return any(arrivals.pending != UNKNOWN for arrivals in self._all_arrivals())
+
+    def has_counted(self, param_index: int) -> bool:
+        """Return whether this gradient may be one of those, or another in its bucket is."""
+        return param_index in self._hooked and self._arrivals[param_index].pending != UNKNOWN
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        self._unhook(list(self._handles))
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks_of.clear()
+        self._hooked.clear()
         self._bucket_set = None
-        self.is_watching = False
         self._arrivals[:] = [self._unplanned] * len(self._arrivals)
         for param in self._params:
             _owners.pop(param, None)
 
-    @property
-    def nodes(self) -> dict[int, Node]:
-        """The nodes that add up gradients, by parameter, of those that have hooks on them."""
-        return {index: handle.node for index, handle in self._handles.items() if isinstance(handle, _NodeHook)}
-
     def _all_arrivals(self) -> list[Arrivals]:
-        return [] if self._bucket_set is None else [bucket.arrivals for bucket in self._bucket_set.buckets]
-
-    def _may_watch_now(self) -> bool:
-        if self.is_watching:
-            return True
-        self._num_to_count -= 1
-        if self._num_to_count >= 0 or self._bucket_set is None or not self._bucket_set.can_be_watched:
-            return False
-        # What never came is in the last one, which then leaves when a backward ends.
-        *others, _ = self._all_arrivals()
-        if any(arrivals.last is None for arrivals in others):
-            return False
-        # Other hooks may change gradients, and with them the versions.
-        return not any(param._post_accumulate_grad_hooks for param in self._params)
-
-    def _watch(self) -> bool:
-        """Expect the watched gradient of each bucket; return False if that would not tell that the others are there."""
-        assert self._bucket_set is not None  # `_may_watch_now`
-        for bucket in self._bucket_set.buckets:
-            version = bucket.version_when_complete()
-            if version is None:
-                return False
-            bucket.arrivals.watch(version)
-        if not self.is_watching:
-            self.is_watching = True
-            watched = {arrivals.last for arrivals in self._all_arrivals()}
-            self._unhook([index for index in self._handles if index not in watched])
-        return True
-
-    def _hook_all(self) -> None:
-        for index, param in enumerate(self._params):
-            if index not in self._handles and (param.is_floating_point() or param.is_complex()):
-                self._handles[index] = self._hook_on(param, self._hook_for(index))
-
-    def _unhook(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._handles.pop(index).remove()
+        planned = [] if self._bucket_set is None else [bucket.arrivals for bucket in self._bucket_set.buckets]
+        return [self._unplanned, *planned]
 
     def _hook_for(self, index: int) -> Callable[..., None]:
         by_param, act = self._arrivals, self._act
 
         def on_gradient(*_: object) -> None:
-            # `completes`, written out: this runs more often than anything else.
+            # `counts`, written out: this runs more often than anything else.
             arrivals = by_param[index]
             arrivals.pending -= 1
             if arrivals.pending <= 0:
@@ -203,8 +146,9 @@ def take_over(parameters: Mapping[str, Tensor]) -> None:
     param_ids = {id(param) for param in parameters.values()}
     owners: dict[GradientHooks, str] = {}
     for name, param in parameters.items():
-        if param in _owners:
-            owners.setdefault(_owners[param], name)
+        owner = _owners[param]() if param in _owners else None
+        if owner is not None:
+            owners.setdefault(owner, name)
     for owner, name in owners.items():
         if owner.param_ids != param_ids:
             raise ValueError(
@@ -215,22 +159,6 @@ def take_over(parameters: Mapping[str, Tensor]) -> None:
         owner.close()
 
 
-class Removable(Protocol):
-    """A hook."""
-
-    def remove(self) -> None:
-        """Take it off."""
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeHook:
-    node: Node  # held, because its parameter does not hold it
-    handle: RemovableHandle
-
-    def remove(self) -> None:
-        self.handle.remove()
-
-
 def hook_on_parameter(param: Tensor, on_gradient: Callable[..., None]) -> RemovableHandle:
     """Have `on_gradient` called whenever the gradient of `param` has arrived."""
     with _trainable(param):
@@ -238,11 +166,23 @@ def hook_on_parameter(param: Tensor, on_gradient: Callable[..., None]) -> Remova
     return handle
 
 
-def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> Removable:
-    """Do the same until `param` is moved (Note: hooks that can be taken off)."""
+@dataclass(frozen=True, slots=True)
+class NodeHook:
+    """A hook on the node that adds up the gradient of a parameter, for a while (Note: last hooks)."""
+
+    node: Node  # held, because its parameter does not hold it
+    handle: RemovableHandle
+
+    def remove(self) -> None:
+        """Take it off."""
+        self.handle.remove()
+
+
+def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> NodeHook:
+    """Have `on_gradient` called when the gradient of `param` has arrived, until `param` is moved."""
     with _trainable(param):
         node = get_gradient_edge(param).node
-    return _NodeHook(node, node.register_hook(on_gradient))
+    return NodeHook(node, node.register_hook(on_gradient))
 
 
 @contextmanager

@@ -5,6 +5,10 @@ Note: one launch order
     arrived; whatever is incomplete when backward ends leaves then, in order, with zeros for what is missing. So every
     rank issues the same collectives in the same order whatever its own graph did.
 
+Note: the last bucket
+    It leaves when the backward has ended well on this rank, complete or not. So no rank gets all gradients of a step,
+    and takes it, when the backward has failed on another one.
+
 Note: used-flags
     The last bucket carries one extra element per parameter: 1 where this rank has a gradient, 0 where it has not. Only
     a rank that missed something reads them back, unless it knows that all ranks miss the same. A parameter unused on
@@ -42,19 +46,16 @@ class LaunchQueue:
 
     Args:
         collectives: for what `reduction` does not cover.
-        finds_late: nobody else would notice a gradient that arrives after its bucket has left.
     """
 
     __slots__ = (
         "_collectives",
-        "_finds_late",
         "_finiteness",
         "_in_flight",
         "_missing",
         "_observer",
         "_reduction",
         "_stats",
-        "_versions",
         "bucket_set",
         "next_to_launch",
     )
@@ -68,12 +69,8 @@ class LaunchQueue:
         finiteness: Finiteness,
         stats: ReducerStats,
         observer: BackwardObserver,
-        finds_late: bool = False,
     ) -> None:
         self.next_to_launch = 0
-        self._finds_late = finds_late
-        # Of each bucket that has left.
-        self._versions: list[int] = []
         self.bucket_set = bucket_set
         self._reduction = reduction
         self._collectives = collectives
@@ -91,26 +88,16 @@ class LaunchQueue:
         names = [specs[member].name for member in self.bucket_set.plan[index].members]
         return f", before bucket {index} of {num_buckets} ({list_names(names)})"
 
-    def launch_complete(self) -> bool:
-        """Launch buckets up to the first that still waits for a gradient.
-
-        Return False if only some of its gradients were counted, and one that was not has not arrived either.
-        """
+    def launch_complete(self) -> None:
+        """Launch buckets up to the first that still waits for a gradient, or the last (Note: the last bucket)."""
         buckets = self.bucket_set.buckets
-        while self.next_to_launch < len(buckets) and buckets[self.next_to_launch].arrivals.pending <= 0:
-            if not self._launch_next(only_complete=self._finds_late):
-                return False
-        return True
+        while self.next_to_launch < len(buckets) - 1 and buckets[self.next_to_launch].arrivals.pending <= 0:
+            self._launch_next()
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
         while self.next_to_launch < len(self.bucket_set.buckets):
-            self._launch_next(only_complete=False)
-
-    def find_late(self) -> int | None:
-        """Return the index of a bucket whose gradients have changed since it left; None: there is none."""
-        buckets = self.bucket_set.buckets
-        return next((i for i, version in enumerate(self._versions) if version != buckets[i].version), None)
+            self._launch_next()
 
     @property
     def missing(self) -> list[int]:
@@ -126,30 +113,20 @@ class LaunchQueue:
             if not all_miss_the_same:
                 self._attach_used_elsewhere()
             self._stats.num_unused += len(self._missing)
-        self.bucket_set.release(publish=True)
-
-    def abandon(self) -> None:
-        """Take part in what is left for the other ranks' sake, contributing nothing and changing no gradient."""
-        for bucket in self.bucket_set.buckets[self.next_to_launch :]:
-            self._start(bucket, missing=range(len(bucket.params)))
-        self._wait_for_all()
-        self.bucket_set.release(publish=False)
+        self.bucket_set.release()
 
     def _wait_for_all(self) -> None:
         for index, pending in enumerate(self._in_flight):
             pending.wait()
             self._observer.reduction_ended(index)
 
-    def _launch_next(self, *, only_complete: bool) -> bool:
+    def _launch_next(self) -> None:
         bucket = self.bucket_set.buckets[self.next_to_launch]
         # Off already in a backward, but for one that makes a graph of gradients. Asking costs less than turning it off.
         with torch.no_grad() if torch.is_grad_enabled() else NOTHING, profiler_span("bucketddp::launch"):
             self._join_producers(bucket)
             missing = bucket.collect()
-            if only_complete and (missing or bucket.version < bucket.arrivals.version_when_complete):
-                return False
             self._start(bucket, missing=missing)
-        return True
 
     def _start(self, bucket: Bucket, *, missing: Sequence[int]) -> None:
         index = self.next_to_launch
@@ -168,8 +145,6 @@ class LaunchQueue:
         pending = bucket.start(self._reduction, index=index, is_last=is_last)
         self._in_flight.append(pending)
         self._observer.reduction_started(index, pending)
-        if self._finds_late:
-            self._versions.append(bucket.version)
         self._stats.num_reductions += 1
         self._stats.bytes_reduced += bucket.num_bytes
 

@@ -39,13 +39,6 @@ class InPlaceBucket:
         return self.wire
 
     @property
-    def version(self) -> int:
-        return 0
-
-    def version_when_complete(self) -> int | None:
-        return 0
-
-    @property
     def gradients(self) -> list[Tensor]:
         grad = self.params[0].grad
         return [] if grad is None else [grad]
@@ -72,7 +65,7 @@ class InPlaceBucket:
     def attach(self, position: int) -> None:
         self.params[position].grad = self._gradient
 
-    def release(self, *, publish: bool) -> None:
+    def release(self) -> None:
         self._gradient = None  # it is the parameter's
 
     def give_back(self) -> None:
@@ -108,13 +101,6 @@ class SparseBucket:
         return torch.view_as_real(values) if values.is_complex() else values
 
     @property
-    def version(self) -> int:
-        return 0
-
-    def version_when_complete(self) -> int | None:
-        return 0
-
-    @property
     def gradients(self) -> list[Tensor]:
         return [self.gradient.values()]
 
@@ -138,8 +124,8 @@ class SparseBucket:
     def attach(self, position: int) -> None:
         self.params[position].grad = self.gradient
 
-    def release(self, *, publish: bool) -> None:
-        if publish and self.params[0].grad is not None:
+    def release(self) -> None:
+        if self.params[0].grad is not None:
             self.attach(0)
 
     def give_back(self) -> None:
@@ -147,7 +133,7 @@ class SparseBucket:
 
     def clear(self) -> None:
         self.gradient = _empty_sparse(self.params[0])
-        self.release(publish=True)
+        self.release()
 
     def describe_size(self) -> str:
         return "sparse"

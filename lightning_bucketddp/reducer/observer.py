@@ -40,14 +40,11 @@ class BackwardObserver:
     def gradients_final(self) -> None:
         """Note that the gradients of all ranks are there."""
 
-    def backward_abandoned(self) -> None:
-        """Note, in the place of `gradients_final`, that the backward died on this rank: its times say nothing."""
-
     def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None:
         """Note that the ranks exchange the weights of a bucket, each of which has stepped its share."""
 
     def gather_awaited(self, bucket: object) -> None:
-        """Note that something needs those weights, be it in a step or not."""
+        """Note that the step waits for those weights."""
 
     def gather_ended(self, bucket: object) -> None:
         """Note that they are there."""

@@ -19,7 +19,7 @@ from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tun
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.wording import list_names, pluralize
+from lightning_bucketddp.wording import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +89,12 @@ class PlanCache:
         plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self._config.caps)
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
 
-    def late_gradient(self, param_indices: Sequence[int], bucket_index: int) -> LateGradientError:
-        """Return what to raise for a gradient, of one of some parameters, that arrived after its bucket had left."""
-        names = list_names([self.specs[index].name for index in param_indices])
+    def late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
+        """Return what to raise for a gradient that arrived after its bucket had left."""
         return LateGradientError(
-            f"Gradient of {names if len(param_indices) == 1 else f'one of {names}'} arrived after its bucket"
-            f" {bucket_index} had left (rank {self._collectives.global_rank}). The parameter is used more often in this"
-            " backward than in the first one. Pass `overlap=False` to the strategy if that is intended."
+            f"Gradient of `{self.specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
+            f" {self._collectives.global_rank}). The parameter is used more often in this backward than in the first"
+            " one. Pass `overlap=False` to the strategy if that is intended."
         )
 
     def close(self) -> None:

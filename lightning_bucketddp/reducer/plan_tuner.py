@@ -30,7 +30,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_cho
 from lightning_bucketddp.planning.simulation import cost_until, simulate
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, Reduction
 from lightning_bucketddp.reducer.clock import Clock
-from lightning_bucketddp.reducer.grad_hooks import Removable, hook_on_node
+from lightning_bucketddp.reducer.grad_hooks import NodeHook, hook_on_node
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import BackwardObserver
 
@@ -137,7 +137,7 @@ class PlanTuner(BackwardObserver):
         self._say = say
         self._reduce_dtype = reduce_dtype
         self._members = [i for bucket in plan for i in bucket.members]
-        self._hooks: list[Removable] = []
+        self._hooks: list[NodeHook] = []
         self._num_backwards = 0
         self._current: _Observation | None = None
         self._observed: list[_Observation] = []

@@ -13,24 +13,22 @@ Note: one rank
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.autograd import Variable
+from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.backward_pass import Alive, BackwardEnd, BackwardPass
+from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass
 from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.comm_hook import CommHookReduction
-from lightning_bucketddp.reducer.foresight import NO_FORESIGHT, foresee
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
@@ -55,7 +53,6 @@ class Reducer:
         shards: what optimizers divide among the ranks; None: nothing.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
-        all_are_marked: each backward that concerns these parameters runs inside of `backward()`.
         say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
     """
 
@@ -68,7 +65,6 @@ class Reducer:
         shards: Shards | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
-        all_are_marked: bool = False,
         say: Callable[[str], None] = log.info,
     ) -> None:
         replicas.check_trainable()
@@ -83,7 +79,10 @@ class Reducer:
         self._shards = shards
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        self._reduction = reduction = reduction_of(config, self._collectives)
+        reduces_by_itself = config.comm_hook is None
+        self._reduction = reduction = reduction_of(
+            config, self._collectives.gradient_group() if reduces_by_itself else self._collectives
+        )
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
         )
@@ -106,6 +105,8 @@ class Reducer:
         self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
+        self._failure = ""
+        self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._is_passthrough = (
             self._collectives.world_size == 1
             and config.comm_hook is None
@@ -113,20 +114,11 @@ class Reducer:
             and weighting is None
         )
         take_over(replicas.parameters)
-        # A divided gradient is a wrapper, and a communication hook may change the buffer: no version would tell.
-        has_versions = shards is None and config.comm_hook is None
-        self._hooks = GradientHooks(
-            [] if self._is_passthrough else self._params,
-            self._act_on_gradient,
-            self.close,
-            may_watch=all_are_marked and config.overlap and has_versions,
-        )
+        self._hooks = GradientHooks([] if self._is_passthrough else self._params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         self._hooks.remove()
-        if self._shards is not None:
-            self._shards.finish_gathering()
         self._plan_cache.close()
         self._reduction.close()
         self.bucket_set = None
@@ -185,21 +177,46 @@ class Reducer:
             self.bucket_set.give_back()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, *, takes_part: bool = True) -> Iterator[None]:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
-        An exception inside does not keep this rank from the collectives that the others are waiting in.
+        Backwards that do not run inside are not synchronised. If one that does raises, this rank leaves the exchange
+        (Note: failed backwards, in `backward_pass`).
+
+        Args:
+            takes_part: the module certainly takes part, on all ranks; otherwise its first gradient tells.
         """
         if self._is_passthrough:
             self.finiteness.begin(self.stats)
             yield
             self._finish_alone()
             return
-        backward = self._begin(is_marked=True)
+        if self._backward is not None:  # a part of the backward around it
+            yield
+            return
+        self._refuse_after_failure()
+        if takes_part:
+            self._begin()
+        else:
+            self._hooks.expect_first()
         try:
             yield
-        finally:
-            self._finish(backward)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._finish()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward has failed on this rank in which other ranks may be waiting: there is no next one."""
+        return bool(self._failure)
+
+    def own_gradients(self, params: Iterable[Tensor]) -> list[str]:
+        """Return the names of those `params` to whose gradients a backward has added that this was not told of."""
+        if not self._hooks.have_counted:
+            return []
+        indices = [self._index_of.get(id(param)) for param in params if param.grad is not None]
+        return [self.specs[i].name for i in indices if i is not None and self._hooks.has_counted(i)]
 
     def _finish_alone(self) -> None:
         """End a backward of a rank that is alone (Note: one rank)."""
@@ -209,16 +226,14 @@ class Reducer:
                 self.finiteness.read_without_others(self.stats)
 
     def _act_on_gradient(self, index: int) -> None:
-        """Handle a gradient that begins a backward or completes a bucket, or any as long as there is no plan."""
+        """Handle a gradient that completes a bucket, or any as long as there is no plan."""
         backward = self._backward
-        if backward is None or backward.died:
-            backward = self._begin_from_hook(index)
-            if not self._hooks.completes(index):
+        if backward is None:
+            backward = self._begin()
+            if not self._hooks.counts(index):
                 return
-        elif backward.foresight.is_due:
-            backward.foresight.look()
-            if not self._hooks.completes(index):
-                return
+        if not backward.trainable[index]:
+            return  # frozen since the forward: autograd calls its hook, but gives it no gradient
         bucket_set = backward.bucket_set
         if bucket_set is None:
             self._see_arrival(index, backward)
@@ -226,23 +241,16 @@ class Reducer:
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
         if bucket.arrivals.launched:
-            raise self._plan_cache.late_gradient([index], bucket_index)
-        bucket.arrivals.last = index
+            raise self._plan_cache.late_gradient(index, bucket_index)
         if backward.queue is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
-            if bucket.collect() and self._hooks.is_watching:
-                self._hooks.stop_watching()
+            bucket.collect()
             return
-        if self._hooks.is_watching and torch.is_grad_enabled():
-            # It makes a graph of gradients, and adds to them out of place: no version would tell a late one.
-            self._hooks.stop_watching()
         backward.observer.bucket_ready(bucket_index)
-        if self._config.overlap and not backward.queue.launch_complete():
-            self._hooks.stop_watching()
+        if self._config.overlap:
+            backward.queue.launch_complete()
 
-    def _begin(self, *, is_marked: bool) -> BackwardPass:
-        if self._backward is not None:
-            self._finish(self._backward, died=True)
+    def _begin(self) -> BackwardPass:
         self.finiteness.begin(self.stats)
         self.give_back_memory()
         if self._shards is not None:
@@ -254,67 +262,54 @@ class Reducer:
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
-            self._hooks.begin(None, may_watch=False, is_marked=is_marked)
+            self._hooks.begin(None)
         bucket_set = self._plan_cache.bucket_set(trainable)
         tuner = self._plan_cache.tuner(trainable) if syncs else None
-        some_miss = syncs and self._weighting.some_miss
-        self._hooks.begin(bucket_set, may_watch=tuner is None, is_marked=is_marked)
+        self._hooks.begin(bucket_set)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
         observer = all_of(tuner, self.observer if is_recorded else None)
-        queue = None
-        if syncs and bucket_set is not None:
-            queue = self._new_queue(bucket_set, observer=observer, finds_late=self._hooks.is_watching)
-        foresight = NO_FORESIGHT
-        if some_miss and is_marked and queue is not None and self._config.overlap and not self._hooks.is_watching:
-            foresight = foresee(queue.bucket_set, self._hooks.nodes)
-        if foresight.is_due:
-            self._hooks.rest()  # so that the first gradient is acted on
         self._backward = BackwardPass(
             trainable,
             syncs,
             observer,
             is_tuned=tuner is not None,
             bucket_set=bucket_set,
-            queue=queue,
+            queue=self._new_queue(bucket_set, observer=observer) if syncs and bucket_set is not None else None,
             factor=factor,
-            some_miss=some_miss,
-            foresight=foresight,
+            some_miss=syncs and self._weighting.some_miss,
         )
         observer.backward_began()
         return self._backward
-
-    def _begin_from_hook(self, index: int) -> BackwardPass:
-        self._weighting.refuse_unweighted()
-        if self._shards is not None:
-            self._shards.refuse_unmarked(self._params[index])
-        backward = self._begin(is_marked=False)
-        alive = Alive()
-
-        def on_end(_token: object) -> None:
-            if self._backward is backward:  # it died
-                self._hooks.rest()
-
-        backward.alive = weakref.ref(alive, on_end)
-
-        def at_end_of_backward(_held_by_the_engine: Alive = alive) -> None:
-            self._finish(backward)
-
-        Variable._execution_engine.queue_callback(at_end_of_backward)
-        return backward
 
     def _see_arrival(self, param_index: int, backward: BackwardPass) -> None:
         backward.arrived.append(param_index)
         if self._collectives.device.type == "cuda":
             backward.streams.add(torch.cuda.current_stream(self._collectives.device))
 
-    def _finish(self, backward: BackwardPass, *, died: bool = False) -> None:
-        self._backward = None
-        self._hooks.rest()
-        if backward.syncs:
-            try:
-                self._end.finish(backward, died=died)
-            finally:
+    def _finish(self) -> None:
+        backward, self._backward = self._backward, None
+        try:
+            if backward is None or not backward.syncs:
+                return
+            self._end.finish(backward)
+        finally:
+            self._hooks.rest()
+            if backward is not None:
                 self.bucket_set = backward.bucket_set or self.bucket_set
+
+    def _fail(self, error: BaseException) -> None:
+        backward, self._backward = self._backward, None
+        self._hooks.rest()
+        if backward is not None and backward.syncs:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _refuse_after_failure(self) -> None:
+        if self.has_failed or not self._collectives.is_open:
+            raise RuntimeError(
+                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
+                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
+                " catch that exception, or raise it before the backward."
+            )
 
 
 def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:

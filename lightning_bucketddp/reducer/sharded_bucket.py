@@ -22,8 +22,7 @@ from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferL
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
-from lightning_bucketddp.reducer.sharded_gradient import Division, NormsOfAll, ShardedGradient
-from lightning_bucketddp.reducer.weight_gathering import can_arrive_later, mark_gathering, unmark_gathering
+from lightning_bucketddp.reducer.sharded_gradient import Division, NormsOfAll, ShardedGradient, refuse
 
 
 class Shard:
@@ -44,7 +43,7 @@ class Shard:
         self.param = param
         self.ranges = ranges
         self.own = start, stop = ranges[rank]
-        self._address = param.data_ptr()
+        self._address, self._strides = param.data_ptr(), param.stride()
         self.weights = self.cut(param.detach())
         self.piece: nn.Parameter | None = None
         if stop - start == param.numel():
@@ -58,7 +57,18 @@ class Shard:
         return flat(whole)[start:stop]
 
     def follow_param(self) -> None:
-        """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`)."""
+        """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`).
+
+        Raises:
+            RuntimeError: if its elements lie there in another order, or are others: state lies as it did.
+        """
+        if self.param.stride() != self._strides:
+            raise RuntimeError(
+                f"The memory format of `{self.name}` has changed from strides {self._strides} to {self.param.stride()}"
+                " since its first step: its optimizer state is divided among the ranks (`shard_optimizer`) in the order"
+                " of before. Change it before training begins, in `__init__` or `configure_model`, or set"
+                " `shard_optimizer=False`."
+            )
         if self.param.data_ptr() != self._address:
             self._address = self.param.data_ptr()
             self.weights = self.cut(self.param.detach())
@@ -87,30 +97,37 @@ class Gathering:
 
     Attributes:
         norms: of all gradients that are divided.
-        needed_at_once: parameters whose new weights cannot be waited for when they are used.
-        buckets: in which each layout is now.
-        reduced: those whose gradients have been reduced and not stepped.
-        aside: gradients from before the backward that runs, this rank's part of each, by parameter.
-        pending: buckets whose weights are on their way.
-        is_torn: an exchange of weights has failed: they are not those of one step.
-        observer: is told of them; another one than this is set while steps are recorded.
+        buckets: in which the gradients of each layout are now.
+        is_torn: a step has begun and not ended, or failed: the weights are not those of one step.
+        observer: is told of exchanges of weights; another one than this is set while steps are recorded.
     """
 
     collectives: Collectives
     norms: NormsOfAll
-    needed_at_once: set[Tensor]
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
-    reduced: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
-    aside: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    pending: list[ShardedBucket] = field(default_factory=list)
     is_torn: bool = False
     observer: BackwardObserver = NO_OBSERVER
+    _exchanged: Any = None
 
-    def note_other_gradients(self) -> None:
-        """See which parameters are to be stepped by gradients that nobody has reduced: the user has set them."""
-        for layout, bucket in self.buckets.items():
-            if layout not in self.reduced and any(shard.param.grad is not None for shard in layout.shards):
-                self.reduced[layout] = bucket
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether the weights of the last step are there on the device, too."""
+        return not self.is_torn and (self._exchanged is None or bool(self._exchanged.query()))
+
+    def exchange_weights(self) -> None:
+        """Give all ranks the weights that each has stepped."""
+        # On all ranks the same buckets in the same order: after an averaged backward they have the same gradients.
+        stepped = [bucket for bucket in self.buckets.values() if bucket.has_gradients]
+        with torch.no_grad():
+            transfers = [bucket.start_gather() for bucket in stepped]
+            for bucket, transfer in zip(stepped, transfers, strict=True):
+                bucket.finish_gather(transfer)
+        self.norms.forget()  # some optimizers change gradients
+        self.is_torn = False
+        device = self.collectives.device
+        if device.type == "cuda" and not is_being_captured(device):
+            self._exchanged = self._exchanged or torch.Event(device)
+            self._exchanged.record()
 
 
 class ShardedBucket:
@@ -123,9 +140,6 @@ class ShardedBucket:
     shards: Sequence[Shard]
     gathering: Gathering
     division: Division
-    _transfer: Pending | None = None
-    _stream: Any = None
-    _is_marked = False
 
     def own_gradient(self, position: int) -> Tensor:
         """Return this rank's part of the gradient of a member."""
@@ -136,86 +150,54 @@ class ShardedBucket:
         """This rank's part of each gradient, by member; none if they are gone."""
         return [self.own_gradient(position) for position in range(len(self.shards))]
 
-    def _keep_share(self, *, publish: bool) -> None:
-        """End a backward: from now on the gradients are divided, and those from before are added to them."""
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step changes weights of members."""
+        return any(shard.param.grad is not None for shard in self.shards)
+
+    def divided_gradients(self) -> list[ShardedGradient]:
+        """Return the gradients of members that are divided.
+
+        Raises:
+            ShardedGradientError: if one was kept from an earlier backward: what it was is gone.
+        """
+        gradients = [shard.param.grad for shard in self.layout.shards]
+        divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
+        for one in divided:
+            if one.division is not self.division:
+                refuse(one, "grad = (a gradient of an earlier backward)")
+        return divided
+
+    def _keep_share(self) -> None:
+        """End a backward: from now on the gradients are divided."""
         self.division.is_divided = True
         self.gathering.norms.forget()
-        aside = self.gathering.aside
-        if aside:
-            for position, shard in enumerate(self.shards):
-                earlier = aside.pop(shard.param, None)
-                if earlier is None:
-                    continue
-                if publish and shard.param.grad is not None:
-                    self.own_gradient(position).add_(earlier)
-                else:
-                    self.attach(position)
-                    self.own_gradient(position).copy_(earlier)
-        self.gathering.reduced[self.layout] = self
+        self.gathering.buckets[self.layout] = self
 
-    def put_aside(self) -> None:
-        """Keep this rank's part of the gradients, for a backward that adds to them."""
-        for position, shard in enumerate(self.shards):
-            if isinstance(shard.param.grad, ShardedGradient):
-                self.gathering.aside[shard.param] = self.own_gradient(position).clone()
-                shard.param.grad = None
+    def gather_gradients(self) -> None:
+        """Give all ranks the gradients that each has averaged: a backward is to add to them, as without sharding."""
+        numbers = self._averaged()
+        self.gathering.collectives.start_exchange_of_shares(numbers, owner=self.layout.shares.owner).wait()
+        self.division.is_divided = False
+        self.gathering.norms.forget()
 
-    def start_gather(self) -> None:
-        """Start giving all ranks the weights that each has stepped. The gradients are gone then."""
-        for shard in self.shards:
-            if shard.param.grad is not None:
-                shard.param.grad = None
+    def start_gather(self) -> Pending:
+        """Start giving all ranks the weights that each has stepped."""
         weights = self._weights_to_gather()
-        owner = self.layout.shares.owner
-        self._transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=owner)
-        self.gathering.observer.gather_started(self, self._transfer, weights.nbytes)
-        device = weights.device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.gathering.pending.append(self)
-        can_wait = self.gathering.needed_at_once.isdisjoint(self.params)
-        self._is_marked = can_wait and can_arrive_later(self.params, device)
-        if self._is_marked:
-            mark_gathering(self.params, self.finish_gather)
-        else:
-            self.finish_gather()
+        transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=self.layout.shares.owner)
+        self.gathering.observer.gather_started(self, transfer, weights.nbytes)
+        return transfer
 
-    def finish_gather(self) -> None:
-        """Wait for the weights (Note: weights on their way, in `weight_gathering`)."""
-        transfer, self._transfer = self._transfer, None
-        if self._is_marked:
-            unmark_gathering(self.params)
-            self._is_marked = False
-        if transfer is None:
-            return
-        self.gathering.pending.remove(self)
-        if not self.gathering.collectives.is_open:
-            self.gathering.is_torn = True  # whether they have come is not known any more
-            return
+    def finish_gather(self, transfer: Pending) -> None:
+        """Wait for the weights, and write them to where the parameters are."""
         self.gathering.observer.gather_awaited(self)
-        try:
-            with torch.no_grad():
-                self._wait(transfer)
-        except BaseException:
-            self.gathering.is_torn = True
-            raise
+        transfer.wait()
+        self._take_weights()
         self.gathering.observer.gather_ended(self)
 
-    def _wait(self, transfer: Pending) -> None:
-        if self._stream is None or self._stream == torch.cuda.current_stream(self._stream.device):
-            transfer.wait()
-            self._take_weights()
-            return
-        if is_being_captured(self._stream.device):
-            raise RuntimeError(
-                f"A graph is captured while the weights of `{self.shards[0].name}` are on their way from other ranks"
-                " (`shard_optimizer`): it would not contain them. Warm up on a side stream, as torch advises for"
-                " `torch.cuda.graph`: there each step waits for its weights."
-            )
-        # Where the step was: other streams were told to wait for that one, if at all.
-        with torch.cuda.stream(self._stream):
-            transfer.wait()
-            self._take_weights()
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    def _averaged(self) -> Tensor:
+        """Return the gradients, as real numbers in one tensor."""
+        raise NotImplementedError
 
     def _weights_to_gather(self) -> Tensor:
         raise NotImplementedError
@@ -256,6 +238,8 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
             layout=BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel),
         )
         self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
+        self._share = slice(*layout.shares.bounds(self.numbers.numel())[gathering.collectives.rank])
+        self._share_of_gradients = self.numbers[:0]
 
     def own_gradient(self, position: int) -> Tensor:
         return self._own[position]
@@ -266,8 +250,12 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         return ShardedGradient.over(super()._view(buffer, position), own=own, division=self.division, name=shard.name)
 
     def collect(self) -> list[int]:
+        # What is not trained is not averaged, either: its gradient stays what it is.
+        idle_gradients = {position: self._take_out(position) for position in self._idle}
         with torch._C.DisableTorchFunctionSubclass():
             missing = super().collect()
+        for position, gradient in idle_gradients.items():
+            self.params[position].grad = gradient
         # Another one: gradients of before, which somebody has kept, stay divided.
         self.division = Division(self.gathering.collectives, self.gathering.norms)
         for view in self.views:
@@ -276,14 +264,25 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
             self.zero(idle)  # weights have travelled there
         return [position for position in missing if position not in self._idle] if idle else missing
 
+    def _take_out(self, position: int) -> Tensor | None:
+        """Take the gradient from a member; return it, in memory of its own."""
+        gradient, self.params[position].grad = self.params[position].grad, None
+        return gradient.plain().clone() if isinstance(gradient, ShardedGradient) else gradient
+
     def zero(self, positions: Sequence[int]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             super().zero(positions)
 
-    def release(self, *, publish: bool) -> None:
-        self._keep_share(publish=publish)
+    def release(self) -> None:
+        self._keep_share()
+
+    def _averaged(self) -> Tensor:
+        numbers: Tensor = self.numbers
+        return numbers
 
     def _weights_to_gather(self) -> Tensor:
+        # The gradients stay, as without sharding: until somebody sets them to None.
+        self._share_of_gradients = self.numbers[self._share].clone()
         places = [place for place, shard in enumerate(self.shards) if shard.piece is not None]
         if places:
             torch._foreach_copy_([self._own[n] for n in places], [self.shards[n].weights for n in places])
@@ -293,6 +292,8 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     def _take_weights(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             torch._foreach_copy_([param.detach() for param in self.params], self.views)
+        self.numbers[self._share].copy_(self._share_of_gradients)
+        self._share_of_gradients = self.numbers[:0]
 
 
 class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
@@ -320,15 +321,17 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
                 gradient, own=self._own_gradient, division=self.division, name=self.shards[0].name
             )
 
-    def release(self, *, publish: bool) -> None:
-        if publish and self.params[0].grad is not None:
+    def release(self) -> None:
+        if self.params[0].grad is not None:
             self.attach(0)
-        self._keep_share(publish=publish)
-        super().release(publish=publish)
+        self._keep_share()
+        super().release()
 
-    def start_gather(self) -> None:
-        super().start_gather()
-        self._own_gradient = torch.empty(0)
+    def _averaged(self) -> Tensor:
+        gradient = self.params[0].grad
+        assert isinstance(gradient, ShardedGradient)  # or it is not divided
+        numbers = flat(gradient.plain())
+        return torch.view_as_real(numbers).view(-1) if numbers.is_complex() else numbers
 
     def _weights_to_gather(self) -> Tensor:
         weights = flat(self.params[0].detach())

@@ -34,18 +34,27 @@ _OF_NO_NUMBERS = {
         "element_size",
         "storage_offset",
         "is_contiguous",
+        "requires_grad_",
+        "detach_",
         "type",
         "detach",
     ),
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
+    "_has_compatible_shallow_copy_type",
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
 }
-# In place, but an element becomes what others were, or lies elsewhere.
-_MOVES_ELEMENTS = {
-    *("cumsum_", "cumprod_", "renorm_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
-    *("as_strided_", "resize_", "resize_as_", "set_"),
+# Nothing is read if there is nothing to convert: `module.to` where it is already.
+_CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"}
+# In place, and each element becomes what it alone says, and a number, or an element of another tensor in its place.
+_ELEMENTWISE = {
+    *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "neg_", "negative_"),
+    *("abs_", "absolute_", "square_", "sqrt_", "rsqrt_", "reciprocal_", "pow_", "exp_", "log_", "sign_", "sgn_"),
+    *("tanh_", "sigmoid_", "relu_", "round_", "floor_", "ceil_", "trunc_", "clamp_", "clamp_min_", "clamp_max_"),
+    *("clip_", "minimum_", "maximum_", "nan_to_num_", "zero_", "fill_", "masked_fill_", "index_fill_", "copy_"),
+    *("lerp_", "addcmul_", "addcdiv_"),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"),
 }
 
 
@@ -75,7 +84,7 @@ class NormsOfAll:
         if key not in self._known:
             divided = list(self._divided())
             if all(one.division is not gradient.division for one in divided):
-                _refuse(gradient, "norm")  # one of before
+                refuse(gradient, "norm")  # one of before
             for one, norm in zip(divided, self._ask(divided, order), strict=True):
                 self._known[order, one.division, one.param_name] = norm
         return self._known[key]
@@ -97,7 +106,7 @@ class NormsOfAll:
 
 @dataclass(slots=True, eq=False)
 class Division:
-    """Whether the gradients that a bucket has collected are divided by now, or even gone: weights travel there."""
+    """Whether the gradients that a bucket has collected are divided by now."""
 
     collectives: Collectives
     norms: NormsOfAll
@@ -139,10 +148,17 @@ class ShardedGradient(Tensor):
         if divided and (complete := _COMPLETED_WITH_OTHERS.get(name)) is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return complete(*args, **given)
+        if divided and name in _CONVERSIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                if func(*args, **given) is args[0]:
+                    return args[0]
+        if divided and name == "data = ..." and args[1].data_ptr() == args[0].data_ptr():
+            return None
         if divided and name not in _OF_NO_NUMBERS:
-            changed = set(map(id, _sharded_in(args[:1]))) if _changes_elements(name) else set()
-            if any(id(gradient) not in changed for gradient in divided):
-                _refuse(divided[0], name)
+            # As an operand, even of itself, it is read.
+            is_operand = any(gradient.division.is_divided for gradient in _sharded_in((*args[1:], *given.values())))
+            if is_operand or name.removeprefix("_foreach_") not in _ELEMENTWISE:
+                refuse(divided[0], name)
             divided[0].division.norms.forget()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **given)
@@ -155,12 +171,12 @@ class ShardedGradient(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.division.is_divided:
-            _refuse(self, "deepcopy")
+            refuse(self, "deepcopy")
         return self.plain().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.division.is_divided:
-            _refuse(self, "pickle")
+            refuse(self, "pickle")
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -182,19 +198,14 @@ def _name_of(func: Any) -> str:
     return "data = ..." if (name, attribute) == ("__set__", "data") else attribute
 
 
-def _changes_elements(name: str) -> bool:
-    """Return whether this changes each element by itself."""
-    is_inplace_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
-    return is_inplace_operator or (name.endswith("_") and not name.startswith("__") and name not in _MOVES_ELEMENTS)
-
-
 def _describe_share(gradient: ShardedGradient) -> str:
     ranks = gradient.division.collectives
     of_all = f"{len(gradient.own)} of {math.prod(gradient.shape)}"
     return f"of which rank {ranks.rank} of {ranks.world_size} has {of_all} elements"
 
 
-def _refuse(gradient: ShardedGradient, name: str) -> NoReturn:
+def refuse(gradient: ShardedGradient, name: str) -> NoReturn:
+    """Raise: `name` would take this rank's share for all of `gradient`."""
     raise ShardedGradientError(
         f"`{name}` reads the gradient of `{gradient.param_name}`, {_describe_share(gradient)}: `shard_optimizer`"
         " divides gradients among the ranks once they are averaged. Clipping, norms and changes element by element work"
@@ -211,7 +222,7 @@ def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
             norms.append(torch.linalg.vector_norm(gradient, order))
             continue
         if order < 0:
-            _refuse(gradient, f"norm {order}")
+            refuse(gradient, f"norm {order}")
         norms.append(gradient.division.norms.of(gradient, order).to(gradient.dtype.to_real()))
     return norms
 
@@ -234,7 +245,7 @@ def _norm(
     order = 2.0 if order in (None, "fro") else order
     if dim is not None or keepdim or out is not None or isinstance(order, str):
         assert isinstance(gradient, ShardedGradient)
-        _refuse(gradient, "norm")
+        refuse(gradient, "norm")
     return _foreach_norm([gradient], order, dtype)[0]
 
 

@@ -3,21 +3,22 @@
 Note: sharded steps
     An optimizer has its parameters, as ever, but while it steps: then it has this rank's pieces of them (Note: pieces,
     in `sharded_bucket`), and so the state of those. Whatever else looks at its parameter groups sees parameters:
-    schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group. After the step the ranks exchange
-    the weights (Note: weights on their way, in `weight_gathering`).
+    schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, hooks around the step. The step
+    ends with an exchange of weights: when it returns, and for all hooks after it, each rank has all of them, in the
+    memory where they have always been.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.reducer.elementwise import is_elementwise
 from lightning_bucketddp.reducer.graphs import outside_of_graphs
 from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
 from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
@@ -26,23 +27,37 @@ from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 class ShardedOptimizer:
     """An optimizer that steps this rank's pieces only (Note: sharded steps).
 
+    Args:
+        is_elementwise: pieces may be any parts of parameters, otherwise they are whole ones.
+
     Attributes:
         shards: by parameter.
         loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
     """
 
-    def __init__(self, optimizer: Optimizer, gathering: Gathering, *, whole_parameters: bool) -> None:
+    def __init__(self, optimizer: Optimizer, gathering: Gathering, *, is_elementwise: bool) -> None:
         self.optimizer = optimizer
-        self.is_elementwise = is_elementwise(optimizer) and not whole_parameters
+        self.is_elementwise = is_elementwise
         self.gathering = gathering
         self.shards: dict[nn.Parameter, Shard] = {}
         self.loaded: dict[int, Any] = {}
         self.loads = [0] * gathering.collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
+        # Of parameters that this rank owns, while they are stepped: as the optimizer sees them, and as they are.
+        self._divided: dict[nn.Parameter, tuple[Tensor, ShardedGradient]] = {}
         self._num_steps_inside = 0
+        self._before = optimizer.register_step_pre_hook(outside_of_graphs(self._before_step))
+        after = optimizer.register_step_post_hook(outside_of_graphs(self._after_step))
+        # The user's hooks, also those registered before, see whole weights.
+        hooks = optimizer._optimizer_step_post_hooks
+        for number in [number for number in hooks if number != after.id]:
+            hooks[number] = hooks.pop(number)
+        self._given_step = vars(optimizer).get("step")  # of a scheduler, or compiled
+        self._own_step = self._restoring(optimizer.step)
+        optimizer.step = self._own_step  # type: ignore[method-assign]
         self._handles = [
-            optimizer.register_step_pre_hook(outside_of_graphs(self._before_step)),
-            optimizer.register_step_post_hook(outside_of_graphs(self._after_step)),
+            self._before,
+            after,
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_state_dict_pre_hook(self._before_save),
@@ -53,6 +68,23 @@ class ShardedOptimizer:
         self.show_parameters()
         for handle in self._handles:
             handle.remove()
+        if self.optimizer.step is self._own_step:  # or somebody has wrapped it, and it does nothing of its own any more
+            del self.optimizer.step
+            if self._given_step is not None:
+                self.optimizer.step = self._given_step  # type: ignore[method-assign]
+
+    def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `step` as one after which the optimizer has its parameters, also if it raises."""
+
+        @functools.wraps(getattr(step, "__func__", step))
+        def step_and_restore(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._num_steps_inside = 0
+                self.show_parameters()
+
+        return MethodType(step_and_restore, self.optimizer)  # schedulers expect a method
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -78,17 +110,36 @@ class ShardedOptimizer:
         """Have the optimizer see this rank's pieces, and their gradients."""
         assert self._whole is None
         self._take_loaded()
-        self.gathering.note_other_gradients()
+        for bucket in self.gathering.buckets.values():
+            bucket.divided_gradients()  # none is refused
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [piece for param in group["params"] if (piece := self._piece_of(param)) is not None]
+        self.gathering.is_torn = True  # until weights are exchanged
 
     def show_parameters(self) -> None:
         """Have the optimizer see the parameters again."""
-        if self._whole is not None:
-            for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
-                group["params"] = params
-            self._whole = None
+        if self._whole is None:
+            return
+        for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = params
+        self._whole = None
+        for shard in self.shards.values():
+            if shard.piece is not None and shard.piece is not shard.param:
+                shard.piece.grad = None
+        for param, (plain, gradient) in self._divided.items():
+            if param.grad is plain:
+                param.grad = gradient
+        self._divided.clear()
+
+    def begin_backward(self) -> None:
+        """Be an optimizer of parameters whose gradients are whole wherever a backward adds to them."""
+        # Hooks that were registered since see parameters, not pieces.
+        hooks = self.optimizer._optimizer_step_pre_hooks
+        hooks[self._before.id] = hooks.pop(self._before.id)
+        for bucket in self.gathering.buckets.values():
+            if any(shard.param.requires_grad for shard in bucket.layout.shards) and bucket.divided_gradients():
+                bucket.gather_gradients()
 
     def adopt(self, shards: Sequence[Shard]) -> None:
         """Step these shards from now on; state that is there already is cut."""
@@ -129,23 +180,25 @@ class ShardedOptimizer:
 
     def _piece_of(self, param: nn.Parameter) -> nn.Parameter | None:
         shard = self.shards.get(param)
-        if shard is None or shard.piece is None:
-            return param if shard is None else None
-        shard.follow_param()
+        if shard is None:
+            return param
+        shard.follow_param()  # also where it has no piece here: all ranks are to raise
+        if shard.piece is None:
+            return None
         gradient = param.grad
         if shard.piece is param:
-            param.grad = gradient.plain() if isinstance(gradient, ShardedGradient) else gradient
+            if isinstance(gradient, ShardedGradient):
+                param.grad = plain = gradient.plain()
+                self._divided[param] = plain, gradient
         else:
             shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
         return shard.piece
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A class of the user's may call the step that it overrides: torch calls these hooks around both.
-        if self._num_steps_inside and _is_stepping(optimizer):
-            self._num_steps_inside += 1
+        self._num_steps_inside += 1
+        if self._num_steps_inside > 1:
             return None
-        self._num_steps_inside = 1
-        self.show_parameters()  # should the last step have raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self.show_pieces()
@@ -164,17 +217,9 @@ class ShardedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         self._num_steps_inside -= 1
-        if self._num_steps_inside:
-            return
-        self.show_parameters()
-        for shard in self.shards.values():
-            if shard.piece is not None:
-                shard.piece.grad = None
-        reduced, self.gathering.reduced = self.gathering.reduced, {}
-        with torch.no_grad():
-            # What was reduced last is needed first.
-            for bucket in reversed(reduced.values()):
-                bucket.start_gather()
+        if not self._num_steps_inside:
+            self.show_parameters()
+            self.gathering.exchange_weights()
 
     def _before_load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state out of a checkpoint: each rank keeps its part of it only."""
@@ -191,16 +236,6 @@ class ShardedOptimizer:
                 " `state_dict` would have this rank's part. Save by Lightning, which gathers all of it:"
                 " `trainer.save_checkpoint`, or `fabric.save`."
             )
-
-
-def _is_stepping(optimizer: Optimizer) -> bool:
-    """Return whether a step of `optimizer` is running; one that has raised is not."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _size_of(state: Mapping[str, Any]) -> int:

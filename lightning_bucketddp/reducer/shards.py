@@ -15,14 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, BucketCaps
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans, plan_buckets
 from lightning_bucketddp.planning.shares import Shares, balance
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
-from lightning_bucketddp.reducer.elementwise import explain_refusal
+from lightning_bucketddp.reducer.elementwise import divides_by_elements
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.sharded_bucket import (
     Gathering,
@@ -33,7 +32,6 @@ from lightning_bucketddp.reducer.sharded_bucket import (
 )
 from lightning_bucketddp.reducer.sharded_gradient import NormsOfAll, ShardedGradient
 from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
-from lightning_bucketddp.reducer.weight_gathering import scripted_params, wait_before_forward
 
 ShardOption = bool | Literal["parameters"]
 
@@ -55,8 +53,6 @@ class Shards:
         self._whole_parameters = whole_parameters
         self._layout_of: dict[nn.Parameter, ShardedLayout] = {}
         self._optimizer_of: dict[nn.Parameter, ShardedOptimizer] = {}
-        self._handles: list[RemovableHandle] = []
-        self._needed_at_once: set[Tensor] = set()
         self._norms = NormsOfAll(collectives, self._divided_gradients)
 
     def add(self, optimizer: Optimizer) -> None:
@@ -65,24 +61,9 @@ class Shards:
         Raises:
             ValueError: if that cannot give the same numbers; the text says why.
         """
-        if (reason := explain_refusal(optimizer)) is not None:
-            raise ValueError(
-                f"`shard_optimizer` cannot divide the state of `{type(optimizer).__name__}`: {reason}. Use another"
-                " optimizer, or `shard_optimizer=False`."
-            )
-        gathering = Gathering(self._collectives, self._norms, self._needed_at_once)
-        self.optimizers.append(ShardedOptimizer(optimizer, gathering, whole_parameters=self._whole_parameters))
-
-    def watch(self, module: nn.Module) -> None:
-        """Have the layers of `module` wait for their weights, those that torch does not see use them."""
-        self._handles += wait_before_forward(module)
-        self._needed_at_once |= scripted_params(module)
-
-    def unwatch(self) -> None:
-        """Take back all that `watch` has done."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        is_elementwise = divides_by_elements(optimizer, whole_parameters=self._whole_parameters)
+        gathering = Gathering(self._collectives, self._norms)
+        self.optimizers.append(ShardedOptimizer(optimizer, gathering, is_elementwise=is_elementwise))
 
     def forget(self, params: Collection[Tensor]) -> None:
         """Divide `params`, of a module that is set up again, for other optimizers than before.
@@ -115,8 +96,6 @@ class Shards:
 
     def close(self) -> None:
         """Divide nothing any more."""
-        self.finish_gathering()
-        self.unwatch()
         for known in self.optimizers:
             known.close()
         self.optimizers.clear()
@@ -140,19 +119,13 @@ class Shards:
 
     @property
     def have_arrived(self) -> bool:
-        """Return whether no weights are on their way."""
-        return not any(known.gathering.pending for known in self.optimizers)
+        """Return whether no exchange of weights is under way."""
+        return all(known.gathering.has_exchanged for known in self.optimizers)
 
     @property
     def is_torn(self) -> bool:
-        """Return whether an exchange of weights has failed: they are not those of one step."""
+        """Return whether a step has failed, or its exchange of weights: they are not those of one step."""
         return any(known.gathering.is_torn for known in self.optimizers)
-
-    def finish_gathering(self) -> None:
-        """Wait for all weights that are on their way."""
-        for known in self.optimizers:
-            for bucket in list(known.gathering.pending):
-                bucket.finish_gather()
 
     def release_gradients(self) -> None:
         """Leave ordinary gradients behind; those that are divided belong to a step that does not come any more."""
@@ -160,7 +133,6 @@ class Shards:
             for param in known.shards:
                 if isinstance(gradient := param.grad, ShardedGradient):
                     param.grad = None if gradient.division.is_divided else gradient.plain()
-            known.gathering.reduced.clear()
 
     def follow_params(self) -> None:
         """Have all pieces lie in their parameters' memory, which may be another by now."""
@@ -169,28 +141,13 @@ class Shards:
                 shard.follow_param()
 
     def begin_backward(self) -> None:
-        """Make room in the buckets: weights have arrived, and gradients of an earlier backward are put aside."""
-        self.finish_gathering()
+        """Have all ranks all of the gradients that a backward adds to: some were averaged and not stepped."""
         for known in self.optimizers:
-            for layout, bucket in list(known.gathering.reduced.items()):
-                if any(shard.param.requires_grad for shard in layout.shards):
-                    bucket.put_aside()
+            known.begin_backward()
 
     def _divided_gradients(self) -> list[ShardedGradient]:
-        params = [
-            shard.param for known in self.optimizers for layout in known.gathering.reduced for shard in layout.shards
-        ]
-        gradients = [param.grad for param in params]
-        return [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
-
-    def refuse_unmarked(self, param: Tensor) -> None:
-        """Refuse a backward that nobody has announced and that has added to a gradient which is divided."""
-        if isinstance(param.grad, ShardedGradient) and param.grad.division.is_divided:
-            raise RuntimeError(
-                f"`loss.backward()` has added to the gradient of `{param.grad.param_name}`, which is averaged already"
-                " and divided among the ranks (`shard_optimizer`). Call `self.manual_backward(loss)`, or"
-                " `fabric.backward(loss)`, or set gradients to None before."
-            )
+        buckets = [bucket for known in self.optimizers for bucket in known.gathering.buckets.values()]
+        return [gradient for bucket in buckets for gradient in bucket.divided_gradients()]
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return all of the averaged gradient of `param`. All ranks must call this."""

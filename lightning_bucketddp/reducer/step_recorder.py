@@ -9,11 +9,6 @@ Note: ends of reductions
 
     The thread may be woken late on a busy machine. But the step itself waits for all reductions in order, so each has
     ended when that wait is over; whatever was seen first counts.
-
-Note: weights of the step before
-    With `shard_optimizer` the weights that a step has changed travel while the next one begins, which may wait for
-    them. So an exchange of weights belongs to the step after the one that started it: there it is hidden, or not.
-    Whoever records a step has the recorder told of exchanges in the step before, too.
 """
 
 from __future__ import annotations
@@ -154,8 +149,7 @@ class MarkedStep:
 
     Attributes:
         before: the reducer's counters when it began: unused gradients and skipped ranks.
-        gathers: exchanges of the weights that the step before has changed, by the `id` of their bucket, which may be
-            gone by now.
+        gathers: exchanges of the weights that it has changed (`shard_optimizer`), by the `id` of their bucket.
         step: the optimizer's steps before this one.
         plan: the version of the plan; 0: none.
     """
@@ -188,8 +182,6 @@ class StepRecorder(BackwardObserver):
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
         self._step = MarkedStep((0, 0))
-        # Of weights that this step has changed.
-        self._gathers: dict[int, MarkedGather] = {}
 
     def close(self) -> None:
         """Let go of what watches."""
@@ -201,14 +193,9 @@ class StepRecorder(BackwardObserver):
         return self._phase
 
     def begin(self, stats: ReducerStats) -> None:
-        """Begin another step; forget one that was not completed, but for weights that are on their way."""
-        gathers = self._step.gathers | self._gathers
-        self._step, self._gathers = MarkedStep((stats.num_unused, stats.num_skipped), gathers=gathers), {}
+        """Begin another step; forget one that was not completed."""
+        self._step = MarkedStep((stats.num_unused, stats.num_skipped))
         self.forget_phase()
-
-    def forget_gathers(self) -> None:
-        """Forget weights that were on their way: the next step that is recorded follows another one."""
-        self._step.gathers, self._gathers = {}, {}
 
     def complete(self, stats: ReducerStats, *, step: int, plan: int, buckets: Sequence[object] = ()) -> MarkedStep:
         """Return what was recorded, when the optimizer has stepped. The next step begins, with no phase yet.
@@ -219,7 +206,7 @@ class StepRecorder(BackwardObserver):
             buckets: those of the plan.
         """
         self.turn_to(None)
-        marked, self._step = self._step, MarkedStep((0, 0))
+        marked = self._step
         marked.step, marked.plan = step, plan
         for index, bucket in enumerate(buckets):
             if id(bucket) in marked.gathers:
@@ -286,13 +273,10 @@ class StepRecorder(BackwardObserver):
     def gradients_final(self) -> None:
         self.turn_to(self._before_waiting)
 
-    def backward_abandoned(self) -> None:
-        self.turn_to(self._before_waiting)
-
     def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None:
         if not is_being_captured(self._device):
             mark = self._clock.mark()
-            self._gathers[id(bucket)] = MarkedGather(mark, self._watcher.watch(transfer), num_bytes)
+            self._step.gathers[id(bucket)] = MarkedGather(mark, self._watcher.watch(transfer), num_bytes)
 
     def gather_awaited(self, bucket: object) -> None:
         self._before_weights = self._phase
@@ -304,9 +288,7 @@ class StepRecorder(BackwardObserver):
             return
         if self._before_weights is not None:
             self.turn_to(self._before_weights)
-        gather = self._gathers.get(id(bucket)) or self._step.gathers.get(id(bucket))
-        if gather is not None:
-            gather.waited_for = self._clock.mark()
+        self._step.gathers[id(bucket)].waited_for = self._clock.mark()
 
     def is_past(self, marked: MarkedStep) -> bool:
         """Return whether the device has reached all marks of a step."""

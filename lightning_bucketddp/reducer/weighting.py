@@ -39,9 +39,6 @@ class EqualWeights:
     # Whether a rank has missed a gradient in the backward before the last.
     some_miss = False
 
-    def refuse_unweighted(self) -> None:
-        """Refuse a backward that begins without an announced weight, if every weight is needed."""
-
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
         """Begin a backward; return whether `factor` must be asked for before anything is launched."""
         return False
@@ -67,17 +64,15 @@ class Weighting(EqualWeights):
     Args:
         by_weight: the mean is over all weight there is, whatever the number of micro-batches. Otherwise each
             micro-batch is meant to have weight one, and only what falls short of that is made up for.
-        needs_every_weight: refuse a backward whose weight nobody has told.
     """
 
-    def __init__(self, exchange: StepExchange, *, by_weight: bool, needs_every_weight: bool) -> None:
+    def __init__(self, exchange: StepExchange, *, by_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
         self.some_miss = False
         self._num_missing = 0
         self._trainable: tuple[bool, ...] | None = None
         self._trainable_id = 0
-        self._needs_every_weight = by_weight or needs_every_weight
         self._exchange = exchange
         self._by_weight = by_weight
         self._weights: list[float] = []
@@ -94,13 +89,6 @@ class Weighting(EqualWeights):
         self._weights.clear()
         self._num_skipped = 0
         self._put_aside = None
-
-    def refuse_unweighted(self) -> None:
-        if self._needs_every_weight:
-            raise RuntimeError(
-                "`loss.backward()` was called directly, so the loss could not be weighted. With `gradient_weight` or"
-                " `uneven_data`, call `self.manual_backward(loss)`."
-            )
 
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
         """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.

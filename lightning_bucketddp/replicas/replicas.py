@@ -10,14 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.wording import list_names, list_ranks
-
-# Training updates these and never reads them. Other buffers of a normalisation layer, such as a pruning mask, it reads.
-_RUNNING_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 # Classes that exchange gradients or weights by themselves: those that wrap a module, and those into which a call turns
 # a module or its parameters. By name, because importing them takes seconds, and only if they are of these packages.
@@ -58,13 +54,9 @@ class Replicas:
     """The state of `module` that all ranks share.
 
     Names in `module._ddp_params_and_buffers_to_ignore` are left out, as torch DDP does. Tied parameters count once.
-
-    Args:
-        defer_norm_statistics: the running statistics of normalisation layers are left alone by `broadcast_buffers`.
-            Training never reads them, so whoever knows when an evaluation begins need not keep them equal before.
     """
 
-    def __init__(self, module: nn.Module, collectives: Collectives, *, defer_norm_statistics: bool = True) -> None:
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         ignored = _ignored_names(module)
         self.collectives = collectives
         self._module_type = type(module).__name__
@@ -72,16 +64,12 @@ class Replicas:
         check_parameters(module, self.parameters)
         self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
-        self._norm_statistics: list[_BufferSlot] = []
-        self._other_buffers: list[_BufferSlot] = []
-        for prefix, owner in module.named_modules():
-            has_statistics = defer_norm_statistics and isinstance(owner, _NormBase)
-            for key, _ in owner.named_buffers(recurse=False):
-                is_deferred = has_statistics and key in _RUNNING_STATISTICS
-                slots = self._norm_statistics if is_deferred else self._other_buffers
-                name = f"{prefix}.{key}" if prefix else key
-                if name not in ignored:
-                    slots.append(_BufferSlot(name, owner, key))
+        self._buffer_slots = [
+            _BufferSlot(name, owner, key)
+            for prefix, owner in module.named_modules()
+            for key, _ in owner.named_buffers(recurse=False)
+            if (name := f"{prefix}.{key}" if prefix else key) not in ignored
+        ]
 
     def are_outdated(self, module: nn.Module) -> bool:
         """Return whether parameters were added to `module`, taken from it or replaced since this was made."""
@@ -123,30 +111,18 @@ class Replicas:
     def broadcast(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""
         self.collectives.broadcast_tensors([param.detach() for param in self.parameters.values()])
-        self.broadcast_all_buffers()
+        self.broadcast_buffers()
 
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers, deferred ones excepted.
+        """Give every rank rank 0's buffers."""
+        self.collectives.broadcast_tensors(list(self.buffers().values()))
 
-        A layer in evaluation mode reads its statistics in training too (a mean teacher): those are not deferred.
-        """
-        self.collectives.broadcast_tensors(list(self.shared_buffers().values()))
-
-    def shared_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that `broadcast_buffers` keeps equal, by name."""
-        read_now = [slot for slot in self._norm_statistics if not slot.owner.training]
-        return _tensors([*self._other_buffers, *read_now])
-
-    def broadcast_all_buffers(self) -> None:
-        """Give every rank rank 0's buffers, deferred ones too."""
-        self.collectives.broadcast_tensors(list(self.all_buffers().values()))
-
-    def all_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that ranks share, deferred ones too, by name."""
-        return _tensors([*self._other_buffers, *self._norm_statistics])
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that ranks share and that are still there, by name."""
+        slots = [(slot.name, getattr(slot.owner, slot.key, None)) for slot in self._buffer_slots]
+        return {name: buffer for name, buffer in slots if buffer is not None}
 
     def _describe(self) -> Description:
-        buffers = _tensors([*self._norm_statistics, *self._other_buffers])
         return {
             name: {
                 "shape": list(tensor.shape),
@@ -154,13 +130,8 @@ class Replicas:
                 "stride": list(tensor.stride()),
                 "requires_grad": tensor.requires_grad,
             }
-            for name, tensor in {**self.parameters, **buffers}.items()
+            for name, tensor in {**self.parameters, **self.buffers()}.items()
         }
-
-
-def _tensors(slots: list[_BufferSlot]) -> dict[str, Tensor]:
-    """Return the buffers that are still there, by name."""
-    return {slot.name: buffer for slot in slots if (buffer := getattr(slot.owner, slot.key, None)) is not None}
 
 
 def _ignored_names(module: nn.Module) -> set[str]:

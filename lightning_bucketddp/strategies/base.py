@@ -19,6 +19,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
 from lightning_bucketddp.checkpoint.atomic_file import claim_file
@@ -42,6 +43,7 @@ from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunConte
 from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions
 from lightning_bucketddp.strategies.run_lines import describe_start
+from lightning_bucketddp.wording import list_names
 
 _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of them waits for other ranks. None of them calls functions of the user.
@@ -323,6 +325,28 @@ class StrategyBase:
         if self._fault_handler is not None:
             self._fault_handler.end()
             self._fault_handler = None
+
+    @contextmanager
+    def _ending_all_ranks(self, *reducers: Reducer) -> Iterator[None]:
+        """Run a backward of `reducers` inside; if it raises, all ranks end at once, even if a user catches that."""
+        try:
+            yield
+        except BaseException as error:
+            if any(reducer.has_failed for reducer in reducers) or self._progress.was_waiting(error):
+                self.end_run_by(error)
+            raise
+
+    def _explain_own_gradients(self, optimizer: Optimizer, *, remedy: str) -> str | None:
+        """Return why `optimizer` should not step with the gradients that it has; None: all of them are averaged."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        names = [name for reducer in self._active_reducers() for name in reducer.own_gradients(params)]
+        if not names:
+            return None
+        return (
+            f"`{type(optimizer).__name__}` steps with gradients that were not averaged over the ranks, of"
+            f" {list_names(names)}: the strategy was not told of their backward, as with `loss.backward()`. Call"
+            f" `{remedy}`, or set gradients to None before the backward that the step is for."
+        )
 
     def end_run_by(self, error: BaseException) -> None:
         """End the run on all ranks, because it ends on this one by `error`. Raises if another rank was the cause."""

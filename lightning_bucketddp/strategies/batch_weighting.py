@@ -120,9 +120,7 @@ class BatchWeighting(EqualBatches):
         self._exchange = exchange
         self._withholds_empty_steps = uneven_data is not None
         self._uneven_data = uneven_data or UnevenData(exchange, extends=extends_uneven_data)
-        self.weighting: Weighting = Weighting(
-            exchange, by_weight=weight_of is not None, needs_every_weight=extends_uneven_data
-        )
+        self.weighting: Weighting = Weighting(exchange, by_weight=weight_of is not None)
         self._weight: float | None = None
         self._reference_weight: float | None = None
         self._skipped_loss: Tensor | None = None

@@ -196,8 +196,7 @@ class FabricStrategy(FabricCheckpointHooks):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Make `module` the same on every rank and average its gradients from now on. It is not wrapped."""
         assert self._collectives is not None
-        # Fabric does not say when an evaluation begins, so normalisation statistics are kept equal all the time.
-        replicas = Replicas(module, self._collectives, defer_norm_statistics=False)
+        replicas = Replicas(module, self._collectives)
         replicas.agree()
         if self.options.init_sync:
             replicas.broadcast()
@@ -212,10 +211,8 @@ class FabricStrategy(FabricCheckpointHooks):
         # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = getattr(module, "_orig_mod", module)
-        if self._shards is not None:
-            if compiled in self.reducers:
-                self._shards.forget(set(module.parameters()))
-            self._shards.watch(module)
+        if self._shards is not None and compiled in self.reducers:
+            self._shards.forget(set(module.parameters()))
         self.reducers[compiled] = Reducer(
             replicas, self.config, shards=self._shards, finiteness=finiteness, say=rank_zero_info
         )
@@ -250,30 +247,29 @@ class FabricStrategy(FabricCheckpointHooks):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
         self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
+        reducers = list(self.reducers.values()) if module is None else [self.reducers[module]]
+        # With several modules and none of them named, gradients tell: a module that no rank used costs nothing then.
+        takes_part = len(reducers) == 1
+        if self._shards is not None:
+            self._shards.begin_backward()  # here all ranks are, whatever modules take part
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
-            for reducer in self._taking_part(module):
+            scopes.enter_context(self._ending_all_ranks(*reducers))
+            for reducer in reducers:
                 reducer.finiteness.see_loss(tensor)
-                scopes.enter_context(reducer.backward())
+                scopes.enter_context(reducer.backward(takes_part=takes_part))
             super().backward(tensor, module, *args, **kwargs)
 
     def _active_reducers(self) -> list[Reducer]:
         return list(self.reducers.values())
-
-    def _taking_part(self, module: nn.Module | None) -> list[Reducer]:
-        """Return the modules that certainly take part in a backward, even if this rank used none of their parameters.
-
-        With several modules and none of them named, the hooks tell: a module that no rank used costs nothing then.
-        """
-        if module is not None:
-            return [self.reducers[module]]
-        return list(self.reducers.values()) if len(self.reducers) == 1 else []
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         checks = [reducer.finiteness for reducer in self.reducers.values()]
 
         def closure_or_withheld() -> Any:
             loss = closure() if closure is not None else None
+            if (reason := self._explain_own_gradients(optimizer, remedy="fabric.backward(loss)")) is not None:
+                raise RuntimeError(reason)
             withhold_nonfinite(optimizer, checks)
             return loss
 
@@ -299,8 +295,6 @@ class FabricStrategy(FabricCheckpointHooks):
     def teardown(self) -> None:
         for reducer in self.reducers.values():
             reducer.close()
-        if self._shards is not None:
-            self._shards.unwatch()
         super().teardown()
 
 

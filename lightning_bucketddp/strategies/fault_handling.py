@@ -136,6 +136,11 @@ class FaultHandler:
         """Whether this rank has raised."""
         return self._watchdog.is_ending
 
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that has failed first; None: none has, or a signal has stopped all."""
+        return self._watchdog.failed_rank
+
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
         self.signals = StopSignals(trainer, self._watchdog, self._progress, self._wakeup)

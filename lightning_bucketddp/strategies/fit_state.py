@@ -23,6 +23,7 @@ from lightning_bucketddp.strategies.batch_weighting import EqualBatches
 from lightning_bucketddp.strategies.exact_evaluation import PaddedEvaluation
 from lightning_bucketddp.strategies.local_steps import NoLocalSteps
 from lightning_bucketddp.strategies.run_lines import FitTally
+from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -35,7 +36,7 @@ class NoBufferSync:
         """Share the buffers before the first forward after a synchronised backward, as torch DDP does."""
 
     def before_evaluation(self) -> None:
-        """Share the buffers, and the statistics that training has left alone."""
+        """Share the buffers."""
 
     def begin_validation(self) -> None:
         """Wait for its first step, as torch DDP does: until then callbacks exchange weights and statistics."""
@@ -58,7 +59,7 @@ class BufferSync(NoBufferSync):
     def __init__(self, replicas: Replicas, stats: ReducerStats | None) -> None:
         self._replicas = replicas
         self._stats = stats
-        self._num_backwards_shared = 0
+        self._num_backwards_shared = -1
         self._validation_has_begun = False
 
     def before_training_step(self) -> None:
@@ -69,7 +70,7 @@ class BufferSync(NoBufferSync):
     def before_evaluation(self) -> None:
         if self._stats is not None:
             self._num_backwards_shared = self._stats.num_backwards
-        self._replicas.broadcast_all_buffers()
+        self._replicas.broadcast_buffers()
 
     def begin_validation(self) -> None:
         self._validation_has_begun = True
@@ -81,7 +82,7 @@ class BufferSync(NoBufferSync):
 
     def shared_buffers(self) -> dict[str, torch.Tensor]:
         self.before_training_step()
-        return self._replicas.shared_buffers()
+        return self._replicas.buffers()
 
 
 class NoLayerSync:
@@ -154,6 +155,8 @@ class FitState:
         sharding: gives each rank its part of a stream.
         islands: the ranks that take each step together; None: all of them do.
         local_steps: ends rounds of steps that islands take without the others.
+        has_told_own_gradients: the user knows of steps with gradients that were not averaged.
+        unfinished: what a batch changes before its step.
         tally: counts what is done; None: training has not begun.
         done: what the log will say about that when all is over.
     """
@@ -172,6 +175,8 @@ class FitState:
     sharding: NoSharding = field(default_factory=NoSharding)
     islands: Islands | None = None
     local_steps: NoLocalSteps = field(default_factory=NoLocalSteps)
+    has_told_own_gradients: bool = False
+    unfinished: UnfinishedBatch = field(default_factory=UnfinishedBatch)
     tally: FitTally | None = None
     done: list[str] = field(default_factory=list)
 
@@ -180,7 +185,6 @@ class FitState:
         if self.reducer is not None:
             self.reducer.close()
         if self.shards is not None:
-            self.shards.unwatch()
             self.shards.release_gradients()
         self.evaluation.close()
         layers, self.layers = self.layers, NoLayerSync()

@@ -14,6 +14,8 @@ Note: stopping early
 Note: averaged models
     A moving average of weights is linear in them: the mean over the islands of each island's average is the average of
     the mean. So the models that Lightning's `WeightAveraging` keeps are averaged when somebody looks at the weights.
+    Likewise, at the end of each round, parameters that are not trained and yet were changed: those of a mean teacher.
+    Checksums tell which, because `Tensor._version` does not count what is written through `Tensor.data`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, a
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
+from lightning_bucketddp.replicas.checksums import Checksums
 from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
@@ -142,6 +145,9 @@ class LocalSteps(NoLocalSteps):
         self._callback: Any = None
         # Since averaged models were averaged over the islands: islands whose weights were not finite.
         self._left_out: set[int] = set()
+        self._checksums = Checksums()
+        # Of the parameters that are not trained, by name, when all ranks had the same.
+        self._untrained: dict[str, int] = {}
 
     @property
     def is_torn(self) -> bool:  # type: ignore[override]
@@ -170,6 +176,15 @@ class LocalSteps(NoLocalSteps):
         config = OuterConfig(lr=self._options.outer_lr, momentum=self._options.outer_momentum)
         self._outer = OuterStep(self._trained(), self._islands, self._reduction, config)
         self._outer.set_momentum(momentum)
+        self._untrained = self._checksums_of(
+            [name for name in self._replicas.parameters if name not in self._trained()]
+        )
+
+    def _checksums_of(self, names: list[str]) -> dict[str, int]:
+        assert self._replicas is not None
+        parameters = self._replicas.parameters
+        sums = self._checksums.start([[parameters[name].detach()] for name in names]).wait()
+        return dict(zip(names, sums, strict=True))
 
     def _trained(self) -> dict[str, nn.Parameter]:
         assert self._replicas is not None
@@ -233,15 +248,17 @@ class LocalSteps(NoLocalSteps):
             # Whatever is raised below, nobody shall try again.
             has_trained, self._num_steps, self._num_trained = self._num_trained > 0, 0, 0
             nonfinite = self._outer.nonfinite() if has_trained else []
+            sums = self._checksums_of(list(self._untrained))
+            updated = [name for name, before in self._untrained.items() if sums[name] != before]
             self._exchange.send(
                 kind,
                 weight=has_trained,
                 full_weight=bool(nonfinite),
-                trainable=zlib.crc32(repr(self._outer.names).encode()),
+                trainable=zlib.crc32(repr((self._outer.names, updated)).encode()),
             )
             told = self._exchange.receive()
             if told.least.trainable != told.greatest.trainable:
-                self._refuse_trainable()
+                updated = self._updated_anywhere(updated)
             if told.weight == 0:
                 self._are_equal = True
                 return
@@ -255,6 +272,8 @@ class LocalSteps(NoLocalSteps):
                 self._average_buffers(share)
             else:
                 self._outer.go_back()
+                share = 1.0
+            self._average_untrained(updated, share)
             self._are_equal = True
             seconds = time.monotonic() - began_at
             self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
@@ -262,6 +281,21 @@ class LocalSteps(NoLocalSteps):
         # By outer steps, of which all ranks have seen as many.
         if every and self._stats.num_outer_steps % -(-every // self._length) == 0:
             self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
+
+    def _updated_anywhere(self, updated: list[str]) -> list[str]:
+        """Return what is `updated` on some rank: one may be out of data. Raise if ranks train different parameters."""
+        assert self._outer is not None
+        by_rank = self._islands.world.host_group().gather_json([self._outer.names, updated])
+        if any(names != self._outer.names for names, _ in by_rank):
+            self._refuse_trainable()
+        return list(dict.fromkeys(name for _, names in by_rank for name in names))
+
+    def _average_untrained(self, names: list[str], share: float) -> None:
+        """Average parameters that are updated and not trained (Note: averaged models)."""
+        if names:
+            assert self._replicas is not None
+            average([self._replicas.parameters[name] for name in names], self._islands, share=share)
+            self._untrained |= self._checksums_of(names)
 
     def _refuse_trainable(self) -> NoReturn:
         assert self._replicas is not None
@@ -273,7 +307,7 @@ class LocalSteps(NoLocalSteps):
     def _average_buffers(self, share: float) -> None:
         if self._options.reducer.broadcast_buffers:
             assert self._replicas is not None
-            average(list(self._replicas.all_buffers().values()), self._islands, share=share)
+            average(list(self._replicas.buffers().values()), self._islands, share=share)
 
     def _handle_nonfinite(self, names: list[str]) -> set[int]:
         """Act, as `on_nonfinite` says, on weights that are not finite somewhere; return the islands to leave out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_bucketddp.checkpoint.rank_state import from_plain, gather_to_rank_zero, to_plain
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.rank_zero import rank_zero_info
-from lightning_bucketddp.wording import list_some
+from lightning_bucketddp.wording import list_ranks, list_some, list_some_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,33 +46,49 @@ class RankSeeds:
         """Start this rank's stream: where the checkpoint has left it, else a new one. All ranks must call this."""
         saved, self._checkpoint = self._checkpoint, None
         self._resumed_from = None
-        states = [] if saved is None else saved.get("states", [])
-        seeds = self._split(step if saved is None else saved["global_step"], collectives)
+        held = {} if saved is None else _states_by_rank(saved)
+        num_ranks = len(held) if saved is None else saved.get("world_size", len(held))
+        states = held if num_ranks == collectives.world_size else {}
+        seeds = self._split(step if saved is None else saved["global_step"], collectives, except_for=states)
+        if collectives.rank in states:
+            self._resumed_from = from_plain(states[collectives.rank], torch.device("cpu"))
+            set_random_state(self._resumed_from, device)
         if saved is None:
             rank_zero_info(f"bucketddp: rank_seeds: {seeds}.")
         elif len(states) == collectives.world_size:
-            self._resumed_from = states[collectives.rank]
-            _set_state(self._resumed_from, device)
             rank_zero_info("bucketddp: rank_seeds: every rank goes on with its random numbers from the checkpoint.")
-        else:
-            held = f"is from {len(states)} rank(s)" if states else "holds no random states"
+        elif states:
+            failed, saver = saved["failed_rank"], list_ranks(list(states))
+            why = "the others could not be reached any more" if failed is None else f"rank {failed} had failed"
+            missing = [rank for rank in range(num_ranks) if rank not in states]
             rank_zero_warn(
-                f"bucketddp: rank_seeds: the checkpoint {held} and this run has {collectives.world_size}, so random"
+                f"bucketddp: rank_seeds: {saver} saved the checkpoint alone, because {why}. The random state of"
+                f" {list_some_ranks(missing)} is not in it, so new random numbers begin there, {seeds}; {saver} goes on"
+                " where it was."
+            )
+        else:
+            what = f"is from {num_ranks} rank(s)" if held else "holds no random states"
+            rank_zero_warn(
+                f"bucketddp: rank_seeds: the checkpoint {what} and this run has {collectives.world_size}, so random"
                 f" numbers do not go on where they were. New ones: {seeds}."
             )
 
     def continue_after_start(self, trainer: Trainer, device: torch.device) -> None:
         """Call before the first batch: undo what Lightning has drawn since `begin` and an uninterrupted run had not."""
         if self._resumed_from is not None and not _has_begun_epoch(trainer.fit_loop):
-            _set_state(self._resumed_from, device)
+            set_random_state(self._resumed_from, device)
         self._resumed_from = None
 
     def gather(self, collectives: Collectives | None, device: torch.device) -> dict[str, Any]:
         """Return what goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
-        return {"states": gather_to_rank_zero(_get_state(device), collectives)}
+        return {"states": gather_to_rank_zero(to_plain(random_state(device)), collectives)}
 
-    def _split(self, step: int, collectives: Collectives) -> str:
-        """Seed this rank by its number; what all ranks get, in words."""
+    def of_survivor(self, collectives: Collectives, *, failed_rank: int | None) -> dict[str, Any]:
+        """Return what goes into a checkpoint besides, if this rank saves it without the others."""
+        return {"saved_by": collectives.rank, "world_size": collectives.world_size, "failed_rank": failed_rank}
+
+    def _split(self, step: int, collectives: Collectives, *, except_for: Mapping[int, Any]) -> str:
+        """Seed this rank by its number; what all ranks get, in words, but for those that have a state."""
         # `seed_everything` sets the variable in every process; without it each process has a seed from the system.
         base = collectives.broadcast_json(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
         seeds = [_seed_of(rank, base=base, step=step) for rank in range(collectives.world_size)]
@@ -80,8 +97,13 @@ class RankSeeds:
         # Neither from the bare number: both would turn it into the same state.
         random.seed(f"python {seed}")
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        shown = list_some([f"{seed} on rank {rank}" for rank, seed in enumerate(seeds)])
+        shown = list_some([f"{seed} on rank {rank}" for rank, seed in enumerate(seeds) if rank not in except_for])
         return f"from seed {base} and step {step}: {shown}"
+
+
+def _states_by_rank(saved: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the random states that a checkpoint holds: of all ranks, or of the one that has saved it alone."""
+    return dict(enumerate(saved.get("states", []), start=saved.get("saved_by", 0)))
 
 
 def _seed_of(rank: int, *, base: int, step: int) -> int:
@@ -102,21 +124,20 @@ def _has_begun_epoch(fit_loop: Any) -> bool:
     return is_between_epochs and not creates_again
 
 
-def _get_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this process's generators as plain data, which any checkpoint may hold."""
-    state = {
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of this process's generators."""
+    state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    plain: dict[str, Any] = to_plain(state)
-    return plain
+    return state
 
 
-def _set_state(plain: dict[str, Any], device: torch.device) -> None:
-    state = from_plain(plain, torch.device("cpu"))
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Have this process's generators go on from `state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -43,6 +43,7 @@ from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
 from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
+from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -387,13 +388,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 weighting=state.weighting.weighting,
                 shards=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
-                # With manual optimization users may call `loss.backward()`.
-                all_are_marked=self._module.automatic_optimization,
             )
-            if state.shards is not None:
-                state.shards.unwatch()
-                state.shards.watch(model)
             state.local_steps.set_replicas(state.replicas, state.reducer.stats)
+            state.unfinished = UnfinishedBatch(model, device=None if self._rank_seeds is None else self.root_device)
             self._progress.describe_backward = state.reducer.describe_backward
             state.checks = NoReplicaChecks()
             # In a search some ranks may make a step that others do not. It ends with what it began with.

@@ -305,6 +305,9 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             state["model_averager_step"] = self._model_averager.step
         if self._rank_seeds is not None:
             state["rank_seeds"] = self._rank_seeds.gather(collectives, self.root_device)
+            if collectives is None and self._collectives is not None:
+                failed = None if self._fault_handler is None else self._fault_handler.failed_rank
+                state["rank_seeds"] |= self._rank_seeds.of_survivor(self._collectives, failed_rank=failed)
         if (
             collectives is not None
             and (local := self._state.local_steps.gather_state(self.precision_plugin)) is not None

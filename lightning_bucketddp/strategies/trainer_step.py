@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -134,6 +135,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and state.replicas is not None and state.replicas.are_outdated(self._module):
             self._setup_model(self._module)
+        state.unfinished.begin_batch(self._counts.ready, repeats_micro_batches=self._repeats_micro_batches)
         state.local_steps.begin_batch(batch_idx)
         state.weighting.begin_batch(batch_idx)
         state.layers.set_idle(self._module, state.weighting.is_idle)
@@ -144,6 +146,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         with self._recording.forward(self.reducer):
             self._progress.enter(FORWARD)
             self._state.buffers.before_training_step()
+            self._state.unfinished.before_forward()
             if self.reducer is not None:
                 self.reducer.give_back_memory()
             with graphs_split(self.config, world_size=self.world_size):
@@ -163,13 +166,23 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 reducer.finiteness.see_loss(closure_loss)
             closure_loss = self._state.weighting.weigh(self._batch_size.weigh(closure_loss))
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-            with nullcontext() if reducer is None else reducer.backward():
+            with self._synchronised_backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
             if self._signals is not None:
                 self._signals.stop_if_agreed()
             closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
             self.post_backward(closure_loss)
         return closure_loss
+
+    @contextmanager
+    def _synchronised_backward(self) -> Iterator[None]:
+        if self.reducer is None:
+            yield
+            return
+        # In a trial the ranks fail together and go on.
+        ending = nullcontext() if self._trials is not None else self._ending_all_ranks(self.reducer)
+        with ending, self.reducer.backward():
+            yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -187,6 +200,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         if self._trials is None:
             self._position.complete_step()
         self._state.local_steps.complete_step(has_trained=not self._state.weighting.nobody_trained)
+        self._state.unfinished.complete_step()
         self._progress.complete_step()
         self._log_counts()
         if self._model_averager is not None:
@@ -204,6 +218,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self._recording.optimizer_begins()
             if self._module.automatic_optimization:
                 loss = self._state.weighting.agree(loss)
+            else:
+                self._tell_own_gradients(optimizer)
             if self._state.weighting.nobody_trained:
                 raise StepWithheld
             if self.reducer is not None:
@@ -213,6 +229,15 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
         # The user may have compiled the optimizer's step, and has not meant all of this.
         return outside_of_graphs(run)
+
+    def _tell_own_gradients(self, optimizer: Optimizer) -> None:
+        reason = self._explain_own_gradients(optimizer, remedy="self.manual_backward(loss)")
+        if reason is None or self._state.has_told_own_gradients:
+            return
+        if self.shards is not None:
+            raise RuntimeError(f"{reason} `shard_optimizer` needs the averages.")
+        self._state.has_told_own_gradients = True
+        rank_zero_warn(f"bucketddp: {reason} Weights differ between the ranks from now on.")
 
     def _log_counts(self) -> None:
         if self.reducer is None:
@@ -284,6 +309,33 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         state.tensors.update(self._state.buffers.shared_buffers())
         return state
 
+    def end_run_by(self, error: BaseException) -> None:
+        try:
+            super().end_run_by(error)
+        finally:
+            # Where the device has failed, nothing can be saved.
+            with suppress(RuntimeError):
+                if not isinstance(error, self._normal_ends):
+                    self._undo_unfinished_batch()
+
+    def _undo_unfinished_batch(self) -> None:
+        """Undo what a batch has changed that a resumed run will see again (Note: unfinished batch)."""
+        unfinished = self._state.unfinished
+        if not unfinished.has_copies or not (unfinished.has_seen_step or self._module.automatic_optimization):
+            return
+        if self._repeats_micro_batches or self._counts.completed < unfinished.num_batches:
+            unfinished.undo()
+
+    @property
+    def _counts(self) -> Any:
+        """Lightning's counts of the batches of this epoch."""
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current
+
+    @property
+    def _repeats_micro_batches(self) -> bool:
+        """Whether a resumed run begins after the last step, and not where Lightning counts the last batch."""
+        return self._position.num_batches_trained() is not None
+
     # What `BucketDDPMonitor` calls.
 
     @property
@@ -296,11 +348,6 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         assert self.reducer is not None  # there is one as long as there is a fit
         recorder.begin(self.reducer.stats)
         self._recording.begin(recorder, on_recorded)
-        self._observe_gathers(recorder)
-
-    def watch_gathers(self, recorder: StepRecorder) -> None:
-        """Tell `recorder`, before a step that is recorded, of the weights that it will wait for."""
-        recorder.forget_gathers()
         self._observe_gathers(recorder)
 
     def end_recording(self) -> None:

@@ -18,9 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_bucketddp"
 
 TORCH = {
     "_C": "torch",
-    "_will_engine_execute_node": "torch._C",
     "_BatchNorm": "torch.nn.modules.batchnorm",
-    "_NormBase": "torch.nn.modules.batchnorm",
     "_create_c10d_store": "torch.distributed.rendezvous",
     "_amp_foreach_non_finite_check_and_unscale_": "torch",
     "_foreach_copy_": "torch",
@@ -44,8 +42,9 @@ NEWER_TORCH = {"_storage_Use_Count"}
 TORCH_ATTRIBUTES = {
     "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
     "_cdata": torch.UntypedStorage,
-    "_execution_engine": Variable,
     "_indices": torch.Tensor,
+    "_optimizer_step_post_hooks": torch.optim.SGD([torch.zeros(1)]),
+    "_optimizer_step_pre_hooks": torch.optim.SGD([torch.zeros(1)]),
     "_post_accumulate_grad_hooks": torch.Tensor,
     "_process_value_according_to_param_policy": torch.optim.Optimizer,
     "_use_count": torch.Tensor,

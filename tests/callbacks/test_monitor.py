@@ -85,7 +85,6 @@ def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path)
         assert [step.step for step in steps] == [1, 3, 5]
         for step in steps:
             assert_in_order(step)
-            # The step before was not recorded, but its weights are waited for in this one.
             assert sorted(gather.bucket for gather in step.gathers) == list(range(len(plan.buckets)))
             assert "weights" in [span.name for span in step.spans]
             # Gloo reduces all gradients everywhere, and then weights travel, too.
@@ -100,7 +99,7 @@ def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path)
     )
     assert "│ waiting for weights " in ranks[0].printed
     typical = page_content(read_run(tmp_path / FOLDER))["typical"]
-    [said] = re.findall(r"Weights: .* takes ([\d.]+) ms of that, and the next step waits ([\d.]+) ms", ranks[0].printed)
+    [said] = re.findall(r"Weights: .* takes ([\d.]+) ms of that; the step waits ([\d.]+) ms", ranks[0].printed)
     assert [float(ms) for ms in said] == pytest.approx([typical["exchange"], typical["phases"]["weights"]], abs=0.006)
 
 

@@ -238,21 +238,19 @@ def test_weights_that_travel_have_bars_and_what_waits_for_them_is_shown(
     }
     show(driver, replace(record, ranks=ranks), tmp_path)
     for rank in range(3):
-        forward_s = TRUE[rank].spans[1].start_s
-        # They have left before the step began.
-        from_s = max(TRUE[rank].start_s - 0.001, START_S)
-        expected = [share(s) for s in (from_s, forward_s + 0.002, forward_s + 0.002, forward_s + 0.004)]
+        end_s = TRUE[rank].end_s
+        expected = [share(s) for s in (end_s - 0.002, end_s - 0.001, end_s - 0.001, end_s)]
         assert [at for bar in bars(driver, rank, ".gather") for at in bar] == pytest.approx(expected, abs=0.002)
         [waiting] = bars(driver, rank, ".compute .weights")
-        assert waiting == pytest.approx([share(forward_s), share(forward_s + 0.004)], abs=0.002)
+        assert waiting == pytest.approx([share(end_s - 0.002), share(end_s)], abs=0.002)
     hover(driver, all_of(driver, ".rank .gather")[1])
-    assert tip(driver).startswith("weights of bucket 0, rank 0")
-    assert "the step waited\n2.00 ms" in tip(driver)
+    assert tip(driver).startswith("weights of bucket 3, rank 0")
+    assert "the step waited\n1.00 ms" in tip(driver)
     assert "waiting for weights" in text(driver, "#legend")
     assert "exchange of a bucket's weights" in text(driver, "#legend")
     numbers = text(driver, "#numbers").split("\n")
     exchange = numbers[numbers.index("Exchange of weights") + 1]
-    assert exchange == "7.00 ms 4.00 ms waited for"
+    assert exchange == "2.00 ms 2.00 ms waited for"
     assert driver.get_log("browser") == []
 
 

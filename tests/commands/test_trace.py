@@ -81,15 +81,16 @@ def test_weights_travel_on_the_lane_of_communication(tmp_path: Path) -> None:
         ours.steps.update({number: with_weights(step) for number, step in ours.steps.items()})
     events = json.loads(make_trace(record))["traceEvents"]
     for rank in range(3):
-        weights, forward = bars(events, rank=rank, lane=1, step=20)[1:3]
-        assert (weights["name"], weights["dur"]) == ("weights", pytest.approx(4000, abs=0.01))
-        first, second = bars(events, rank=rank, lane=2, step=20)[:2]
+        weights = bars(events, rank=rank, lane=1, step=20)[-1]
+        assert (weights["name"], weights["dur"]) == ("weights", pytest.approx(2000, abs=0.01))
+        first, second = [bar for bar in bars(events, rank=rank, lane=2, step=20) if bar["name"].startswith("weights")]
         assert (first["name"], second["name"], second["dur"]) == (
-            "weights 3",
             "weights 0",
-            pytest.approx(2000, abs=0.01),
+            "weights 3",
+            pytest.approx(1000, abs=0.01),
         )
-        assert second["ts"] + second["dur"] == pytest.approx(forward["ts"], abs=0.01)
+        assert first["ts"] == pytest.approx(weights["ts"], abs=0.01)
+        assert second["ts"] + second["dur"] == pytest.approx(weights["ts"] + weights["dur"], abs=0.01)
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 

@@ -145,6 +145,15 @@ def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
     assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 (process " in ended.output
 
 
+def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(tmp_path: Path) -> None:
+    fault = {"what": "raise in a step", "rank": 1, "step": 3}
+    ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
+    # Neither is rank 0 in a step any more, which nobody may interrupt, nor is it forgotten where rank 1 has failed.
+    assert re.search(
+        r"Rank 0 ends, because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
+    )
+
+
 @pytest.mark.long
 def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) -> None:
     ended = run(SCRIPTS / "idle_rank.py", root="lightning.pytorch", directory=tmp_path)

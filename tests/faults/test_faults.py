@@ -67,6 +67,8 @@ def assert_saved_as_seen(ended: Ended, directory: Path, *, by: int = 0) -> None:
     for path in (*by_model_checkpoint, directory / "on_exception" / "on_exception.ckpt"):
         checkpoint = torch.load(path, weights_only=True)
         assert checkpoint["global_step"] == seen["step"]
+        # What the forward of a batch has changed goes with its step.
+        assert checkpoint["state_dict"]["layers.1.num_batches_tracked"] == seen["step"]
         weights = [w for name, w in checkpoint["state_dict"].items() if "running" not in name and "num_b" not in name]
         assert [w.flatten().tolist() for w in weights if w.dim()] == seen["weights"]
 
@@ -106,6 +108,19 @@ def test_exception_of_one_rank_ends_all_and_saves_the_step_that_failed(where: st
     # Rank zero has taken the step of batch 3 where the exception came after its gradients were exchanged.
     assert ended.results["seen0"]["step"] == (3 if where == "training_step" else 4)
     assert_saved_as_seen(ended, tmp_path)
+
+
+def test_a_resumed_run_tells_whose_random_numbers_are_lost(tmp_path: Path) -> None:
+    end_of(tmp_path, fault=Fault("raise"), rank_seeds=True)
+    path = tmp_path / "on_exception" / "on_exception.ckpt"
+    options: dict[str, Any] = {"rank_seeds": True, "num_batches": 5, "ckpt_path": path}
+    with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [0, 0], ended.output
+    assert (
+        "rank 0 saved the checkpoint alone, because rank 1 had failed. The random state of rank 1 is" in ended.output[0]
+    )
+    assert re.search(r"numbers begin there, from seed \d+ and step 3: \d+ on rank 1; rank 0 goes on", ended.output[0])
 
 
 def test_exception_of_rank_zero_ends_all(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.progress import OPTIMIZER, SAVING, Progress
 from lightning_bucketddp.reducer.reduction import _PendingMean
 from tests.support.programs import REPOSITORY
 
@@ -67,3 +67,17 @@ def test_a_rank_that_waits_for_a_communication_hook_is_seen_to_wait() -> None:
         future.wait()
     assert seen == [True]
     assert progress.was_waiting(raised.value)
+
+
+def test_a_phase_that_raises_is_left_and_named_to_whoever_reports_the_error() -> None:
+    progress = Progress(waiting_in=())
+    progress.enter("the training loop")
+    with pytest.raises(ValueError, match="outer") as raised:  # noqa: PT012  (as a user's program does)
+        try:
+            with progress.during(SAVING), progress.during(OPTIMIZER):
+                raise KeyError
+        except KeyError as error:
+            assert (progress.phase, progress.may_be_interrupted) == ("the training loop", True)
+            raise ValueError("outer") from error
+    assert progress.describe_origin(raised.value) == "optimizer"
+    assert progress.describe_origin(ValueError("another")) == "the training loop"

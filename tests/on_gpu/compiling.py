@@ -59,11 +59,11 @@ def fit(parts: Parts | None) -> tuple[dict[str, Tensor], list[float]]:
     ends: list[torch.cuda.Event] = []
     launch, wait = LaunchQueue._launch_next, LaunchQueue.wait
 
-    def observed_launch(reductions: LaunchQueue, **options: Any) -> bool:
+    def observed_launch(reductions: LaunchQueue) -> None:
         if reductions.next_to_launch == 0:
             launches.clear()
         launches.append(_event())
-        return launch(reductions, **options)
+        launch(reductions)
 
     def observed_wait(reductions: LaunchQueue, **options: Any) -> None:
         ends.append(_event())

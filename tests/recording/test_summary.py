@@ -183,9 +183,7 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
     assert step.fitted(PROFILE, TWO_BUCKETS).cost == typical(numbers(0)).fitted(PROFILE, TWO_BUCKETS).cost
     assert step.late_bucket == (1, about(0.7 * 3 * MS))
     lines = Summary.of(step, TWO_BUCKETS, suggestions=[], state=DividedState(MIB, 2 * MIB)).lines
-    assert (
-        "Weights: their exchange after a step takes 6.00 ms of that, and the next step waits 4.00 ms for it." in lines
-    )
+    assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines
     assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
 
 

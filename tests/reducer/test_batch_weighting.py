@@ -108,15 +108,6 @@ def test_the_plain_mean_is_the_default() -> None:
     assert_trained_as_one_process(Setting(DIFFERENT_SIZES))
 
 
-@pytest.mark.parametrize("option", [{"gradient_weight": "batch_size"}, {"uneven_data": True}], ids=str)
-def test_a_backward_that_cannot_be_weighed_is_refused(option: dict[str, object]) -> None:
-    text = (
-        "RuntimeError: `loss.backward()` was called directly, so the loss could not be weighted. With `gradient_weight`"
-        " or `uneven_data`, call `self.manual_backward(loss)`."
-    )
-    assert run_on_ranks(refusal, setting=Setting(EVEN, manual="plain", options=option)) == [text] * 2
-
-
 def negative(_batch: object) -> int:
     return -1
 

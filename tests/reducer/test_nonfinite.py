@@ -110,7 +110,7 @@ def test_every_micro_batch_is_looked_at(micro_batch: int, parameter: str | None)
     )
 
 
-def test_gradients_of_a_plain_backward_are_looked_at() -> None:
+def test_gradients_are_looked_at_without_the_loss() -> None:
     assert "the gradient of `2.weight` on rank 1" in raised_on_all(bad=Bad("2.weight"), tells_loss=False)
 
 

@@ -19,22 +19,14 @@ FOUR_RANKS_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2e-2  # one of `many_dtypes` is bf16, and the next step's fp32 gradients depend on it
 
 
-@pytest.mark.parametrize(
-    "marked", [True, pytest.param(False, marks=pytest.mark.long)], ids=["marked", "plain_backward"]
-)
 @pytest.mark.parametrize("case", WITH_DDP)
-def test_equals_torch_ddp(case: str, marked: bool) -> None:
-    run_on_ranks(parity_with_torch_ddp, case=case, training=Training(marked=marked))
+def test_equals_torch_ddp(case: str) -> None:
+    run_on_ranks(parity_with_torch_ddp, case=case, training=Training())
 
 
 @pytest.mark.parametrize("case", WITHOUT_DDP)
 def test_equals_the_mean_where_torch_ddp_cannot(case: str) -> None:
     run_on_ranks(parity_with_mean, case=case, training=Training())
-
-
-@pytest.mark.parametrize("case", ["mlp", "freeze_and_unfreeze", "unused_in_turns", "sparse_embedding"])
-def test_plain_backward_equals_the_mean(case: str) -> None:
-    run_on_ranks(parity_with_mean, case=case, training=Training(marked=False))
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])

@@ -41,7 +41,7 @@ def test_among_more_ranks_it_is_rounded_once_more(case: str) -> None:
     [
         Training(micro_batches=3, reduce_dtype="int8"),
         Training(all_alone=True, reduce_dtype="int8"),
-        Training(bucket_cap_mb=0.0005, marked=False, reduce_dtype="int8"),
+        Training(bucket_cap_mb=0.0005, reduce_dtype="int8"),
     ],
     ids=["accumulation", "where_they_are", "many_buckets"],
 )

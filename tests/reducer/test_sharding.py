@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from tests.support.jobs.models import CASES
 from tests.support.jobs.sharding import (
@@ -14,13 +16,14 @@ from tests.support.jobs.sharding import (
     READS,
     WHOLE_TENSOR_OPTIMIZERS,
     Outcome,
+    Run,
     clip,
     compare,
     compile_steps,
-    divide_kinds,
     keep_a_gradient,
     look_at_gradients,
     look_at_weights,
+    raised_by,
     share_a_parameter,
     step_after_one_that_raised,
 )
@@ -99,7 +102,7 @@ def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
     run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
 
 
-def test_a_gradient_that_was_kept_over_a_step_is_refused() -> None:
+def test_a_gradient_that_was_kept_over_a_backward_is_refused() -> None:
     for errors in run_on_ranks(keep_a_gradient):
         assert all(" reads the gradient of `" in error for error in errors), errors
 
@@ -115,41 +118,6 @@ def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
 
 
 # --- Which optimizers
-
-
-REFUSED = {
-    "lbfgs": ("LBFGS", "it searches along a direction of all parameters together, and each rank would have another"),
-    "sparse_adam": (
-        "SparseAdam",
-        "its gradients are sparse, and no rank could own the rows of a gradient before it is there",
-    ),
-    "prodigy": ("Prodigy", "it computes one step size from all parameters, and each rank would have another"),
-    **{
-        kind: (
-            name,
-            "it moves all weights by the norm of all gradients between two backwards, and each rank would have another",
-        )
-        for kind, name in {"sam": "SAM", "sharp_sgd": "SharpSGD"}.items()
-    },
-    "differentiable": (
-        "Adam",
-        "with `differentiable=True` a gradient flows through its step, but not through an exchange of weights",
-    ),
-    "zero": ("ZeroRedundancyOptimizer", "it divides its state by itself"),
-}
-
-
-def test_optimizers_are_divided_by_slices_by_parameters_or_refused_with_the_reason() -> None:
-    expected: dict[str, bool | str] = {
-        **dict.fromkeys([*OPTIMIZERS, "renamed_adam"], True),
-        **dict.fromkeys([*WHOLE_TENSOR_OPTIMIZERS, "takes_back"], False),
-        **{
-            kind: f"`shard_optimizer` cannot divide the state of `{name}`: {reason}. Use another optimizer, or"
-            " `shard_optimizer=False`."
-            for kind, (name, reason) in REFUSED.items()
-        },
-    }
-    assert run_on_ranks(divide_kinds) == [expected] * 2
 
 
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
@@ -191,5 +159,25 @@ def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: bo
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-def test_whatever_uses_a_weight_that_is_on_its_way_waits_for_it(shard: bool | str) -> None:
+def test_when_a_step_returns_whoever_looks_sees_the_new_weights(shard: bool | str) -> None:
     run_on_ranks(look_at_weights, shard=shard)
+
+
+def fail_in_a_step(*, at: str) -> list[bool]:
+    """Return whether weights are torn before a step, after one that raises in it, and after the next."""
+    run = Run(optimizer="signs").train(range(2))
+    assert run.shards is not None
+    torn = [run.shards.is_torn]
+    run.inner.zero_grad()
+    run.differentiate(2)
+    place: tuple[Any, str] = (run.collectives, "start_exchange_of_shares") if at == "exchange" else (Tensor, "lerp_")
+    with patch.object(*place, side_effect=RuntimeError("lost")):
+        assert raised_by(run.inner.step) == "RuntimeError: lost"
+    torn += [run.shards.is_torn and not run.shards.have_arrived]
+    run.train([3])
+    return [*torn, run.shards.is_torn or not run.shards.have_arrived]
+
+
+@pytest.mark.parametrize("at", ["exchange", "optimizer"])
+def test_weights_of_a_step_that_has_failed_are_torn_until_the_next(at: str) -> None:
+    assert run_on_ranks(fail_in_a_step, at=at) == [[False, True, False]] * 2

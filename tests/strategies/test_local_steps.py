@@ -181,6 +181,20 @@ def test_ranks_of_an_island_that_run_out_of_data_go_on_with_it() -> None:
     assert {rank["steps"] for rank in ranks} == {16}
 
 
+def test_a_teacher_that_is_updated_and_not_trained_is_that_of_the_mean_of_all_islands() -> None:
+    first, second = run_on_ranks(train, model="taught", local_steps=4, check_replicas_every_n_steps=1, **APART)
+    ours, theirs = first["after_batches"], second["after_batches"]
+    assert [batch for batch in range(10) if ours[batch] == theirs[batch]] == [3, 7]
+    assert first["final"] == second["final"]
+    # Neither is anything sent that has not changed.
+    assert max(num_bytes for calls in first["calls"][1:] for num_bytes in calls) < 4 * 1000
+
+    ours, *_ = run_on_ranks(train, model="taught", local_steps=1, **APART, **PLAIN)
+    ddp, *_ = run_on_ranks(train, model="taught", strategy="ddp")
+    for name, weight in ddp["final"].items():
+        torch.testing.assert_close(torch.tensor(ours["final"][name]), torch.tensor(weight))
+
+
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="of Lightning 2.6")
 def test_a_moving_average_is_that_of_the_mean_of_all_islands() -> None:
     ranks = run_on_ranks(average_exponentially)

@@ -270,7 +270,6 @@ def test_fabric_raises_on_every_rank(loop: str, bad: str) -> None:
         ("backward", "loss"),
         ("backward", "gradient"),
         ("closure", "loss"),
-        ("plain_backward", "gradient"),
         ("scaler", "loss"),
     ],
 )

@@ -35,7 +35,11 @@ _GRACE_AFTER_FAILURE_S = 5.0
 
 
 class RankFailed(Exception):
-    """A job raised, died or hung on some rank."""
+    """A job raised, died or hung on some rank; `values` are what it returned on the others, by rank."""
+
+    def __init__(self, text: str, values: dict[int, Any] | None = None) -> None:
+        super().__init__(text)
+        self.values = values or {}
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,22 @@ class RankPool:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def run(self, job: Callable[..., Any], timeout_s: float, kwargs: dict[str, Any]) -> list[Any]:
+    def run(
+        self,
+        job: Callable[..., Any],
+        timeout_s: float,
+        kwargs: dict[str, Any],
+        *,
+        grace_s: float = _GRACE_AFTER_FAILURE_S,
+    ) -> list[Any]:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # a process that died is reported when its answer is missing
                 pipe.send((job, kwargs))
-        outcomes = self._collect(timeout_s)
+        outcomes = self._collect(timeout_s, grace_s)
         failures = [f"--- rank {rank} ---\n{o.error}" for rank, o in enumerate(outcomes) if o.error is not None]
         if failures:
-            raise RankFailed("\n".join([f"{job.__module__}.{job.__qualname__}({kwargs})", *failures]))
+            text = "\n".join([f"{job.__module__}.{job.__qualname__}({kwargs})", *failures])
+            raise RankFailed(text, {rank: o.value for rank, o in enumerate(outcomes) if o.error is None})
         return [outcome.value for outcome in outcomes]
 
     def close(self) -> None:
@@ -88,7 +100,7 @@ class RankPool:
         for process in self._processes:
             process.join()
 
-    def _collect(self, timeout_s: float) -> list[_Outcome]:
+    def _collect(self, timeout_s: float, grace_s: float) -> list[_Outcome]:
         outcomes: dict[int, _Outcome] = {}
         deadline = time.monotonic() + timeout_s
         while len(outcomes) < len(self._pipes):
@@ -98,7 +110,7 @@ class RankPool:
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].error is not None:
                     # The others may wait for this rank for ever.
-                    deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
                 for process in self._processes:
                     if process.pid is not None and process.is_alive():
@@ -127,14 +139,20 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 
 def run_on_ranks(
-    job: Callable[..., Any], *, world_size: int = 2, timeout_s: float = 60, backend: str | None = None, **kwargs: Any
+    job: Callable[..., Any],
+    *,
+    world_size: int = 2,
+    timeout_s: float = 60,
+    grace_s: float = _GRACE_AFTER_FAILURE_S,
+    backend: str | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Run `job(**kwargs)` on every rank and return the results by rank."""
+    """Run `job(**kwargs)` on every rank and return the results by rank; after a failure others have `grace_s`."""
     key = (world_size, backend or _default_backend())
     if key not in _pools:
         _pools[key] = RankPool(*key)
     try:
-        return _pools[key].run(job, timeout_s, kwargs)
+        return _pools[key].run(job, timeout_s, kwargs, grace_s=grace_s)
     except RankFailed:
         # Ranks that failed at different places no longer agree on the next collective: start afresh.
         _pools.pop(key).close()

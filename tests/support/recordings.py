@@ -136,12 +136,11 @@ class Recording:
 
 
 def with_weights(step: Step) -> Step:
-    """A step that begins by waiting for the weights of buckets 3 and 0: 4 ms of its forward's time."""
-    data, forward, *rest = step.spans
-    arrived_s = forward.start_s + 0.004
-    spans = [data, Span("weights", forward.start_s, arrived_s), replace(forward, start_s=arrived_s), *rest]
-    started_s = step.start_s - 0.001
-    gathers = [GatherTimes(3, started_s, arrived_s - 0.002), GatherTimes(0, started_s, arrived_s)]
+    """A step that ends by waiting for the weights of buckets 0 and 3: 2 ms of its optimizer's time."""
+    *rest, optimizer = step.spans
+    since_s, until_s = optimizer.end_s - 0.002, optimizer.end_s
+    spans = [*rest, replace(optimizer, end_s=since_s), Span("weights", since_s, until_s)]
+    gathers = [GatherTimes(0, since_s, until_s - 0.001), GatherTimes(3, since_s, until_s)]
     return replace(step, spans=spans, gathers=gathers)
 
 

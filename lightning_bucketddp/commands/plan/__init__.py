@@ -237,9 +237,7 @@ def print_plan(plan: ModulePlan) -> None:
                 console.print(_option_table(scaling.wire_options))
                 console.print(scaling.wire_options.advice(scaling.network.name), markup=False)
         if plan.scalings:
-            weights = (
-                "" if plan.state is None else " weights sent from the optimizer's step on, needed as forward goes,"
-            )
+            weights = "" if plan.state is None else " weights sent when the optimizer has stepped,"
             console.print(
                 f"\nAll of it is simulated: reductions one after the other,{weights} a link of its own for each rank,"
                 " nobody late. Efficiency is the share of a step that is not spent waiting. Encoding gradients as"

@@ -21,7 +21,6 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of
 from lightning_bucketddp.reducer.clock import Clock, clock_of
-from lightning_bucketddp.reducer.grad_hooks import hook_on_parameter
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 
@@ -175,7 +174,8 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
     with ExitStack() as hooks:
         for name, param in trainable.items():
-            hooks.enter_context(hook_on_parameter(param, partial(_mark_arrival, run, name, clock)))
+            mark = partial(_mark_arrival, run, name, clock)
+            hooks.enter_context(param.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
         torch.autograd.backward(loss)
     run.end = clock.mark()
     return run

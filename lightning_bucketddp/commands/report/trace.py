@@ -22,9 +22,7 @@ def make_trace(record: RunRecord) -> str:
     Steps are placed by the clock of the first rank; those that it did not record are left out.
     """
     steps = [align(record, number) for number in shown_steps(record) if number in record.first.steps]
-    # An exchange of weights may have begun before its step.
-    starts = [gather.started_s for step in steps[:1] for ours in step.ranks.values() for gather in ours.gathers]
-    zero_s = min([*starts, *(step.start_s for step in steps)], default=0.0)
+    zero_s = min((step.start_s for step in steps), default=0.0)
     events = [*_names(record), *(event for step in steps for event in _step_events(record, step, zero_s))]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 

@@ -43,9 +43,10 @@ def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tens
         x = torch.randn(8, 33)
         for _ in range(3):
             model.zero_grad()
-            attached.model(x).square().mean().backward()
+            with attached.backward():
+                attached.model(x).square().mean().backward()
         reduced = _gradient(model)
-        with attached.no_sync():
+        with attached.no_sync(), attached.backward():
             model.zero_grad()
             attached.model(x).square().mean().backward()
         exact = _gradient(model)

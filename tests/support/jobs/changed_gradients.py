@@ -21,12 +21,35 @@ def _set_data(gradient: Tensor) -> None:
     gradient.data = torch.ones(gradient.shape)
 
 
+_MIXING = torch.ones(6, 6)
+
+
+def _zeroed(gradient: Tensor) -> None:
+    param = nn.Parameter(torch.zeros(gradient.shape))
+    param.grad = gradient
+    torch.optim.SGD([param], lr=0.1).zero_grad(set_to_none=False)
+
+
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "mul_": lambda gradient: gradient.mul_(2),
     "clamp_": lambda gradient: gradient.clamp_(-0.1, 0.1),
     "rows": lambda gradient: gradient.__setitem__(slice(0, 2), 0.0),
     "noise": lambda gradient: gradient.add_(torch.ones_like(gradient) + gradient.new_zeros(1)),
     "data.add_": lambda gradient: gradient.data.add_(1),
+    "nan_to_num_": lambda gradient: torch.nan_to_num_(gradient),
+    "masked_fill_": lambda gradient: gradient.masked_fill_(torch.eye(6) > 0, 3.0),
+    "addcmul_": lambda gradient: gradient.addcmul_(torch.eye(6), torch.ones(6), value=0.5),
+    "lerp_": lambda gradient: gradient.lerp_(torch.ones(6, 6), 0.5),
+    "copy_": lambda gradient: gradient.copy_(torch.arange(36.0).view(6, 6)),
+    "foreach": lambda gradient: torch._foreach_mul_([gradient], torch.tensor(0.5)),
+    "zeroed by an optimizer": lambda gradient: _zeroed(gradient),
+    "addmm_": lambda gradient: gradient.addmm_(_MIXING, _MIXING),
+    "addmm_ with itself": lambda gradient: gradient.addmm_(_MIXING, gradient),
+    "baddbmm_": lambda gradient: gradient.unsqueeze(0).baddbmm_(_MIXING[None], _MIXING[None]),
+    "permuted": lambda gradient: gradient.__setitem__(torch.tensor([1, 0]), gradient),
+    "twice itself": lambda gradient: gradient.add_(gradient),
+    "index_add_": lambda gradient: gradient.index_add_(0, torch.tensor([0, 1]), torch.ones(2, 6)),
+    "sort": lambda gradient: torch.sort(gradient, out=(gradient, torch.empty(0, dtype=torch.long))),
     "cumsum_": lambda gradient: gradient.cumsum_(0),
     "renorm_": lambda gradient: gradient.renorm_(2, 0, 0.01),
     "t_": lambda gradient: gradient.t_(),

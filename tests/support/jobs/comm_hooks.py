@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(device())
 
 
-def _train(model: nn.Module, steps: int) -> None:
+def _train(model: nn.Module, steps: int, *, marked: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
+        with marked():
+            model(batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
 
 
@@ -98,8 +100,10 @@ def _train_ours(hook_name: str, *, bucket_cap_mb: float = 1000, overlap: bool = 
     hook, make_state = HOOKS[hook_name]
     model = _model()
     torch.manual_seed(11)  # some hooks draw random numbers
-    build_reducer(model, comm_hook=hook, comm_state=make_state(), bucket_cap_mb=bucket_cap_mb, overlap=overlap)
-    _train(model, steps=6)
+    reducer = build_reducer(
+        model, comm_hook=hook, comm_state=make_state(), bucket_cap_mb=bucket_cap_mb, overlap=overlap
+    )
+    _train(model, steps=6, marked=reducer.backward)
     return model
 
 
@@ -123,10 +127,10 @@ def post_local_sgd_averages_locally() -> bool:
     subgroups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     state = post_localSGD_hook.PostLocalSGDState(None, subgroups[dist.get_rank()], start_localSGD_iter=4)
     model = _model()
-    build_reducer(model, comm_hook=post_localSGD_hook.post_localSGD_hook, comm_state=state)
-    _train(model, steps=2)
+    reducer = build_reducer(model, comm_hook=post_localSGD_hook.post_localSGD_hook, comm_state=state)
+    _train(model, steps=2, marked=reducer.backward)
     assert_equal_on_all_ranks(model)
-    _train(model, steps=6)
+    _train(model, steps=6, marked=reducer.backward)
     reference = next(model.parameters()).detach().clone()
     dist.broadcast(reference, src=0)
     return torch.equal(reference, next(model.parameters()))
@@ -145,13 +149,14 @@ def unused_parameters_with_a_hook(*, resizing: bool) -> None:
     """The flags travel beside what the hook sends."""
     model = nn.ModuleDict({"used": nn.Linear(WIDTH, 4), "elsewhere": nn.Linear(WIDTH, 4), "never": nn.Linear(2, 2)})
     model.to(device())
-    build_reducer(model, comm_hook=_resizing_hook if resizing else default_hooks.allreduce_hook)
+    reducer = build_reducer(model, comm_hook=_resizing_hook if resizing else default_hooks.allreduce_hook)
     for step in range(3):
         model.zero_grad()
         x = batch(dist.get_rank(), step)
         loss = model["used"](x).square().mean()
         if dist.get_rank() == 1:
             loss = loss + model["elsewhere"](x).square().mean()
-        loss.backward()
+        with reducer.backward():
+            loss.backward()
         assert model["elsewhere"].weight.grad is not None
         assert model["never"].weight.grad is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -69,7 +71,8 @@ def gradients_from_several_streams_are_waited_for() -> None:
         x = batch(dist.get_rank(), step, 512, WIDE)
         for module in (model, reference):
             module.zero_grad()
-            module(x).square().mean().backward()
+            with reducer.backward() if module is model else nullcontext():
+                module(x).square().mean().backward()
         average_by_hand(reference)
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
@@ -82,7 +85,6 @@ def _sharded(
 ) -> Shards:
     shards = Shards(collectives, whole_parameters=shard == "parameters")
     shards.add(optimizer)
-    shards.watch(model)
     return shards
 
 
@@ -90,7 +92,7 @@ def a_step_never_makes_the_host_wait(shard: ShardOption = False, reduce_dtype: s
     """torch raises where an operation would synchronise the host with the device."""
     model = _wide_model()
     collectives = Collectives(device())
-    weighting = Weighting(StepExchange(collectives), by_weight=True, needs_every_weight=False)
+    weighting = Weighting(StepExchange(collectives), by_weight=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     reducer = Reducer(
         Replicas(model, collectives),
@@ -121,7 +123,7 @@ def a_step_never_makes_the_host_wait(shard: ShardOption = False, reduce_dtype: s
 
 
 def sharded_weights_reach_several_streams() -> None:
-    """Weights that arrive late are right on the stream that needs them first, and on all others."""
+    """When a step returns, its weights are right on all streams that wait for its own."""
     layers = _wide_model()
     reference = copy.deepcopy(layers)
     model = OnSideStream(layers)  # type: ignore[arg-type]
@@ -133,7 +135,9 @@ def sharded_weights_reach_several_streams() -> None:
         x = batch(dist.get_rank(), step, 512, WIDE)
         for module in (model, reference):
             module.zero_grad()
-            module(x).square().mean().backward()
+            loss = module(x).square().mean()
+            with reducer.backward() if module is model else nullcontext():
+                loss.backward()
         average_by_hand(reference)
         optimizer.step()
         theirs.step()
@@ -163,7 +167,7 @@ def a_recorded_step_never_makes_the_host_wait(config: str, *, shard: bool = Fals
         try:
             with recorder.during("forward"):
                 loss = model(x).square().mean()
-            with recorder.during("backward"):
+            with recorder.during("backward"), reducer.backward():
                 loss.backward()
             with recorder.during("optimizer"):
                 optimizer.step()
@@ -220,20 +224,22 @@ def peak_gradient_memory() -> tuple[float, float]:
     size_of_gradients = sum(param.nbytes for param in model.parameters())
     x = batch(dist.get_rank(), 0, 8, WIDE)
 
-    def peak_of_step(micro_batches: int) -> int:
+    def peak_of_step(micro_batches: int, marked: Callable[[], AbstractContextManager[None]] = nullcontext) -> int:
         for param in model.parameters():
             param.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(micro_batches):
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            with marked():
+                loss.backward()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
     alone = [peak_of_step(1), peak_of_step(2)]
     reducer = build_reducer(model, bucket_cap_mb=4.5)
-    peak_of_step(1)  # plans
-    ours = [peak_of_step(1), peak_of_step(2)]
+    peak_of_step(1, reducer.backward)  # plans
+    ours = [peak_of_step(1, reducer.backward), peak_of_step(2, reducer.backward)]
     reducer.close()
     # Without communication the gradients themselves are part of the peak.
     extra = [1 + (our - single) / size_of_gradients for our, single in zip(ours, alone, strict=True)]

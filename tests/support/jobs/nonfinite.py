@@ -114,10 +114,8 @@ def train(
 
 
 def _backward(reducer: Reducer, loss: Tensor, *, tells_loss: bool) -> None:
-    if not tells_loss:  # a plain `loss.backward()`
-        loss.backward()
-        return
-    reducer.finiteness.see_loss(loss)
+    if tells_loss:
+        reducer.finiteness.see_loss(loss)
     with reducer.backward():
         loss.backward()
 
@@ -181,7 +179,8 @@ def largest_numbers(dtype: torch.dtype) -> int:
     for _ in range(3):
         layers.zero_grad()
         signs = zip([1, -1, 1, -1], layers.parameters(), strict=True)
-        torch.stack([(param * sign * largest).sum() for sign, param in signs]).sum().backward()
+        with reducer.backward():
+            torch.stack([(param * sign * largest).sum() for sign, param in signs]).sum().backward()
         assert all(param.grad is not None and param.grad.abs().eq(largest).all() for param in layers.parameters())
     return reducer.stats.num_nonfinite
 

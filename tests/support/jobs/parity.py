@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.reducer import grad_hooks
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
@@ -38,7 +37,6 @@ class Training:
     bucket_cap_mb: Any = 25.0
     all_alone: bool = False
     reduce_dtype: str | None = None
-    marked: bool = True  # ours runs backward inside `reducer.backward()`, as the strategies do
     tolerance: float = 0.0
 
 
@@ -47,14 +45,12 @@ class Outcome:
     stats: ReducerStats
     num_buckets: int
     num_all_reduces: int
-    is_watching: bool
 
 
 def build_reducer(
     model: nn.Module,
     *,
     all_alone: bool = False,
-    all_are_marked: bool = False,
     shards: Shards | None = None,
     **options: Any,
 ) -> Reducer:
@@ -62,14 +58,13 @@ def build_reducer(
 
     Args:
         all_alone: treats each gradient as a large one.
-        all_are_marked: leaves hooks out from the third backward on, where that can be done.
     """
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
     alone_from = dict.fromkeys(_ALONE_FROM_BYTES, 0) if all_alone else {}
-    with patch.dict(_ALONE_FROM_BYTES, alone_from), patch.object(grad_hooks, "_FIRST_COUNTED", 0):
-        return Reducer(replicas, ReducerConfig(**options), shards=shards, all_are_marked=all_are_marked)
+    with patch.dict(_ALONE_FROM_BYTES, alone_from):
+        return Reducer(replicas, ReducerConfig(**options), shards=shards)
 
 
 def torch_ddp_can(case: str) -> bool:
@@ -176,7 +171,6 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
         bucket_cap_mb=training.bucket_cap_mb,
         all_alone=training.all_alone,
         reduce_dtype=training.reduce_dtype,
-        all_are_marked=training.marked,
     )
     our_optimizer = _optimizer(training.optimizer, ours)
     their_optimizer = _optimizer(training.optimizer, theirs_bare)
@@ -185,23 +179,21 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
         case.on_step(ours, step)
         case.on_step(theirs_bare, step)
         with all_reduced() as reduced:
-            _step(_OurSide(ours, reducer, training.marked), our_optimizer, case, training, step)
+            _step(_OurSide(ours, reducer), our_optimizer, case, training, step)
         num_all_reduces += len(reduced)
         _step(_TheirSide(theirs, reference.synchronise), their_optimizer, case, training, step)
         _assert_equal(ours, theirs_bare, training.tolerance, step)
         assert_equal_on_all_ranks(ours)
     bucket_set = reducer.bucket_set
     assert bucket_set is not None
-    is_watching = reducer._hooks.is_watching
     reducer.close()
-    return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces, is_watching)
+    return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces)
 
 
 @dataclass(frozen=True)
 class _OurSide:
     model: nn.Module
     reducer: Reducer
-    marked: bool
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -209,7 +201,7 @@ class _OurSide:
             yield
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        with self.reducer.backward() if self.marked else nullcontext():
+        with self.reducer.backward():
             loss.backward()
 
 

@@ -67,11 +67,12 @@ def assert_in_order(step: Step, *, tolerance_s: float = 0.0) -> None:
 
 
 def assert_weights_are_recorded(step: Step, *, num_buckets: int) -> None:
-    """What was reduced last is needed first; each is waited for once, before backward, which is not forward's time."""
-    assert [gather.bucket for gather in step.gathers] == list(reversed(range(num_buckets)))
+    """Each is waited for once, at the end of the step, which is not the optimizer's time."""
+    assert [gather.bucket for gather in step.gathers] == list(range(num_buckets))
     names = [span.name for span in step.spans]
     assert names.count("weights") == num_buckets
-    assert set(names[: names.index("backward")]) == {"forward", "weights"}
+    assert set(names[: names.index("optimizer")]) == {"forward", "backward", "exposed"}
+    assert set(names[names.index("optimizer") :]) == {"optimizer", "weights"}
     assert step.seconds("weights") > 0
     assert abs(step.exposed_s - step.seconds("weights") - step.seconds("exposed")) < 1e-9
 
@@ -95,12 +96,8 @@ def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
                 time.sleep(0.02 * dist.get_rank())
                 loss = known.loss(model, dist.get_rank(), number)
             is_last = micro_batch == num_micro_batches - 1
-            with recorder.during("backward"):
-                if is_last:
-                    loss.backward()
-                else:
-                    with reducer.no_sync():
-                        loss.backward()
+            with recorder.during("backward"), nullcontext() if is_last else reducer.no_sync(), reducer.backward():
+                loss.backward()
         with recorder.during("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
@@ -125,7 +122,7 @@ class RecordedSharded:
 
 
 def record_sharded(shard: ShardOption) -> RecordedSharded:
-    """The last of four steps, for whose weights rank 0 waits: rank 1 is late with the step before."""
+    """The last of four steps, in which rank 0 waits for the weights of rank 1."""
     collectives = Collectives(device())
     torch.manual_seed(3)
     model = CASES["mlp"].build().to(device())
@@ -135,14 +132,14 @@ def record_sharded(shard: ShardOption) -> RecordedSharded:
     shards.add(optimizer)
     recorder = StepRecorder(device())
     for number in range(4):
-        if number == 2:
-            shards.observe(recorder)
+        optimizer.zero_grad()
         if number == 3:
             recorder.begin(reducer.stats)
             reducer.observer = recorder
+            shards.observe(recorder)
         with recorder.during("forward") if number == 3 else nullcontext():
             loss = CASES["mlp"].loss(model, collectives.rank, number)
-        with recorder.during("backward") if number == 3 else nullcontext():
+        with recorder.during("backward") if number == 3 else nullcontext(), reducer.backward():
             loss.backward()
         time.sleep(0.05 * collectives.rank)
         with recorder.during("optimizer") if number == 3 else nullcontext():
@@ -196,7 +193,7 @@ def record_a_long_backward() -> Recorded:
         if number == 1:
             recorder.begin(reducer.stats)
             reducer.observer = recorder
-        with recorder.during("backward"):
+        with recorder.during("backward"), reducer.backward():
             model(batch(dist.get_rank(), number)).square().mean().backward()
     return _finish(reducer, recorder, num_unused=0)
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.bucket import LateGradientError
-from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
@@ -46,7 +45,7 @@ def no_sync_around_backward_alone_is_enough() -> int:
     reducer = build_reducer(model)
     x = batch(dist.get_rank(), 0)
     loss = model(x).square().mean()
-    with all_reduced() as reduced, reducer.no_sync():
+    with all_reduced() as reduced, reducer.no_sync(), reducer.backward():
         loss.backward()
     reference(x).square().mean().backward()
     _assert_same_gradients(model, reference)
@@ -56,9 +55,10 @@ def no_sync_around_backward_alone_is_enough() -> int:
 def calling_a_submodule_synchronises() -> None:
     """torch DDP arms itself in the wrapper's forward and silently does nothing here."""
     model, reference = _model_and_copy()
-    build_reducer(model)
+    reducer = build_reducer(model)
     x = batch(dist.get_rank(), 0)
-    model[0](x).square().mean().backward()
+    with reducer.backward():
+        model[0](x).square().mean().backward()
     reference[0](x).square().mean().backward()
     average_by_hand(reference)
     _assert_same_gradients(model, reference)
@@ -67,11 +67,13 @@ def calling_a_submodule_synchronises() -> None:
 def second_backward_on_one_forward_synchronises() -> None:
     """torch DDP leaves the second one unsynchronised."""
     model, reference = _model_and_copy()
-    build_reducer(model)
+    reducer = build_reducer(model)
     x = batch(dist.get_rank(), 0)
     loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    with reducer.backward():
+        loss.backward(retain_graph=True)
+    with reducer.backward():
+        loss.backward()
     (2 * reference(x).square().mean()).backward()
     average_by_hand(reference)
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -86,12 +88,15 @@ def parameter_used_only_in_an_earlier_micro_batch_is_reduced() -> None:
     reference = copy.deepcopy(model)
     reducer = build_reducer(model)
     for step in range(3):
-        for module in (model, reference):
-            module.zero_grad()
-            x = batch(dist.get_rank(), step)
-            with reducer.no_sync():
-                module(x, left=True, right=False).backward()
-            module(x, left=False, right=True).backward()
+        x = batch(dist.get_rank(), step)
+        model.zero_grad()
+        with reducer.no_sync(), reducer.backward():
+            model(x, left=True, right=False).backward()
+        with reducer.backward():
+            model(x, left=False, right=True).backward()
+        reference.zero_grad()
+        reference(x, left=True, right=False).backward()
+        reference(x, left=False, right=True).backward()
         average_by_hand(reference)
         _assert_same_gradients(model, reference)
 
@@ -106,22 +111,24 @@ def parameter_unfrozen_after_setup_is_reduced() -> int:
         for module in (model, reference):
             module.zero_grad()
             module[0].requires_grad_(not frozen)
-            module(batch(dist.get_rank(), step)).square().mean().backward()
+            with reducer.backward() if module is model else nullcontext():
+                module(batch(dist.get_rank(), step)).square().mean().backward()
         average_by_hand(reference)
         _assert_same_gradients(model, reference)
     return reducer.stats.num_plans
 
 
 def parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
-    """Nothing but a parameter that could not be trained at set-up takes part in a plain backward."""
+    """Nothing but a parameter that could not be trained at set-up takes part in a backward."""
     model, reference = _model_and_copy()
     for module in (model, reference):
         module[0].requires_grad_(False)
-    build_reducer(model)
+    reducer = build_reducer(model)
     for module in (model, reference):
         module.requires_grad_(False)
         module[0].requires_grad_(True)
-        module(batch(dist.get_rank(), 0)).square().mean().backward()
+        with reducer.backward() if module is model else nullcontext():
+            module(batch(dist.get_rank(), 0)).square().mean().backward()
     average_by_hand(reference)
     _assert_same_gradients(model, reference)
 
@@ -129,8 +136,9 @@ def parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
 def half_precision_gradients_do_not_overflow() -> None:
     """The sum of these is beyond what fp16 can hold, their mean is not."""
     model = nn.Linear(2, 2, bias=False).to(device(), torch.float16)
-    build_reducer(model)
-    (model.weight * (40_000.0 if dist.get_rank() == 0 else 50_000.0)).sum().backward()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        (model.weight * (40_000.0 if dist.get_rank() == 0 else 50_000.0)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 45_000.0))  # type: ignore[arg-type]
 
 
@@ -145,7 +153,7 @@ def gradients_travel_in_another_dtype(own: torch.dtype, travels_as: str) -> list
         reference = copy.deepcopy(model)
         reference(x).square().mean().backward()
         model.zero_grad()
-        with all_reduced() as tensors:
+        with all_reduced() as tensors, reducer.backward():
             model(x).square().mean().backward()
         seen.update(str(tensor.dtype) for tensor in tensors)
         for param, local in zip(model.parameters(), reference.parameters(), strict=True):
@@ -172,7 +180,8 @@ def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
         model[on].requires_grad_(True)
         model[off].requires_grad_(False)
         before = reducer.stats.bytes_reduced
-        model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
+        with reducer.backward():
+            model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
         num_reduced.append(reducer.stats.bytes_reduced - before)
     return reducer.stats.num_plans, num_reduced
 
@@ -186,97 +195,22 @@ def plans_are_forgotten_after_a_while() -> list[int]:
         model.requires_grad_(True)
         model[frozen].requires_grad_(False)
         for step in range(times):
-            model(batch(dist.get_rank(), step)).square().mean().backward()
+            with reducer.backward():
+                model(batch(dist.get_rank(), step)).square().mean().backward()
             model.zero_grad()
         num_plans.append(reducer.stats.num_plans)
     return num_plans
 
 
-class Fails(torch.autograd.Function):
-    """Raises in backward if told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("in backward")
-        return grad, None
-
-
-def training_continues_after_an_exception_in_backward(marked: bool, failing_ranks: list[int]) -> None:
-    """At step 2 some ranks raise half-way through backward. All skip that step, and go on together."""
-    torch.manual_seed(3)
-    model, reference = _model_and_copy()
-    reducer = build_reducer(model, bucket_cap_mb=1e-6)
-    for step in range(5):
-        x = batch(dist.get_rank(), step)
-        fails = step == 2 and dist.get_rank() in failing_ranks
-        loss = model[1:](Fails.apply(model[0](x), fails)).square().mean()
-        _run_backward(loss, reducer if marked else None, must_fail=fails)
-        if step != 2:
-            reference(x).square().mean().backward()
-            average_by_hand(reference)
-            _assert_same_gradients(model, reference)
-            for module in (model, reference):
-                with torch.no_grad():
-                    for param in module.parameters():
-                        param -= 0.1 * param.grad
-        model.zero_grad()
-        reference.zero_grad()
-    assert_equal_on_all_ranks(model)
-
-
-def buffers_after_a_backward_that_died(failing_rank: int) -> tuple[list[float], int]:
-    """The buffer after each backward, and their number. One dies on one rank; each forward adds to the buffer."""
-    model, _ = _model_and_copy()
-    model.register_buffer("total", torch.zeros((), device=device()))
-    reducer = build_reducer(model, bucket_cap_mb=1e-6)
-    totals = []
-    for step in range(4):
-        model.zero_grad()
-        model.total += 1 + 10 * dist.get_rank()
-        fails = step == 2 and dist.get_rank() == failing_rank
-        loss = model[1:](Fails.apply(model[0](batch(dist.get_rank(), step)), fails)).square().mean()
-        _run_backward(loss, None, must_fail=fails)
-        if step != 2:
-            totals.append(model.total.item())
-    reducer.close()
-    return totals, reducer.stats.num_backwards
-
-
-def _run_backward(loss: Tensor, reducer: Reducer | None, *, must_fail: bool) -> None:
-    try:
-        if reducer is None:
-            loss.backward()
-        else:
-            with reducer.backward():
-                loss.backward()
-    except ArithmeticError:
-        assert must_fail
-    else:
-        assert not must_fail
-
-
-def a_plain_backward_of_a_few_parameters_is_noticed(before: str) -> None:
-    """Also after one that left its only bucket incomplete, because it used few parameters, too, or because it died."""
+def a_backward_of_a_few_parameters_synchronises() -> None:
+    """Also after one that left its only bucket incomplete, because it used few parameters, too."""
     params = nn.ParameterList(torch.ones(2) for _ in range(4)).to(device())
     reducer = build_reducer(params)
-
-    def backward(*indices: int, fails: bool = False) -> None:
+    for indices in ([0, 1, 2, 3], [3], [3]):
         params.zero_grad()
-        # What was computed first comes last: the failure, after a gradient has arrived.
-        loss = Fails.apply(params[0] * 2, fails).sum() if fails else torch.zeros((), device=device())
-        for i in indices:
-            loss = loss + (params[i] * (1.0 + dist.get_rank())).sum()
-        _run_backward(loss, None, must_fail=fails)
-
-    backward(0, 1, 2, 3)
-    backward(3) if before == "few" else backward(3, fails=True)
-    backward(3)
+        loss = torch.stack([(params[i] * (1.0 + dist.get_rank())).sum() for i in indices]).sum()
+        with reducer.backward():
+            loss.backward()
     assert params[3].grad is not None
     assert torch.equal(params[3].grad, torch.full_like(params[3], 1.5))
     reducer.close()
@@ -322,7 +256,8 @@ def buckets_leave_while_backward_runs(overlap: bool) -> tuple[int, int]:
         before = reducer.stats.num_reductions
         hidden = model[0](batch(dist.get_rank(), step))
         hidden.register_hook(first_layer_begins)
-        model[1:](hidden).square().mean().backward()
+        with reducer.backward():
+            model[1:](hidden).square().mean().backward()
         model.zero_grad()
     assert reducer.bucket_set is not None
     return left_before_the_end, len(reducer.bucket_set.buckets)
@@ -342,13 +277,15 @@ def gradients_live_in_the_buckets() -> None:
             start = param.grad.data_ptr()
             assert any(b.data_ptr() <= start < b.data_ptr() + b.nbytes for b in buffers), name
 
-    model(batch(0, 0)).sum().backward()
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
     assert_views()
     model.zero_grad(set_to_none=True)
-    with reducer.no_sync():
+    with reducer.no_sync(), reducer.backward():
         model(batch(0, 1)).sum().backward()
     assert_views()
-    model(batch(0, 2)).sum().backward()
+    with reducer.backward():
+        model(batch(0, 2)).sum().backward()
     assert_views()
 
 
@@ -357,12 +294,14 @@ def gradients_that_were_moved_with_the_module_are_reduced() -> None:
     model, reference = _model_and_copy()
     reducer = build_reducer(model)
     rank = dist.get_rank()
-    model(batch(rank, 0)).sum().backward()
+    with reducer.backward():
+        model(batch(rank, 0)).sum().backward()
     model.zero_grad()
-    with reducer.no_sync():
+    with reducer.no_sync(), reducer.backward():
         model(batch(rank, 1)).sum().backward()
     model._apply(torch.clone)
-    model(batch(rank, 2)).sum().backward()
+    with reducer.backward():
+        model(batch(rank, 2)).sum().backward()
     for step in (1, 2):
         reference(batch(rank, step)).sum().backward()
     average_by_hand(reference)
@@ -381,7 +320,8 @@ def a_large_gradient_stays_where_it_is() -> None:
         x = batch(dist.get_rank(), step, 4, 1024)
         expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
         dist.all_reduce(expected)
-        model(x).square().mean().backward()
+        with reducer.backward():
+            model(x).square().mean().backward()
         assert model.weight.grad is not None
         assert torch.equal(model.weight.grad, expected / dist.get_world_size())
         assert model.weight.grad.data_ptr() == seen[-1]
@@ -393,8 +333,9 @@ def a_large_gradient_stays_where_it_is() -> None:
 
 def strides_follow_the_parameter() -> None:
     conv = nn.Conv2d(3, 4, 3).to(device()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    build_reducer(conv)
-    conv(batch(0, 0, 2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    reducer = build_reducer(conv)
+    with reducer.backward():
+        conv(batch(0, 0, 2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
     assert conv.weight.grad is not None
     assert conv.weight.grad.stride() == conv.weight.stride()
 
@@ -402,8 +343,9 @@ def strides_follow_the_parameter() -> None:
 def copies_carry_nothing_of_ours() -> None:
     """A copy of the module made during training has no hooks and no views."""
     model, _ = _model_and_copy()
-    build_reducer(model)
-    model(batch(0, 0)).sum().backward()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with all_reduced() as reduced:
             duplicate(batch(0, 1)).sum().backward()
@@ -413,7 +355,8 @@ def copies_carry_nothing_of_ours() -> None:
 def closed_reducer_does_nothing() -> int:
     model, _ = _model_and_copy()
     reducer = build_reducer(model)
-    model(batch(0, 0)).sum().backward()
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
     reducer.close()
     with all_reduced() as reduced:
         model(batch(0, 1)).sum().backward()
@@ -480,10 +423,11 @@ def other_order(rank: int) -> nn.Module:
 def freeze_on_one_rank_only() -> str:
     """The trainable sets differ when the plan for them is made: refused, with the parameter's name."""
     model, _ = _model_and_copy()
-    build_reducer(model)
+    reducer = build_reducer(model)
     model[2].weight.requires_grad_(dist.get_rank() != 1)
     try:
-        model(batch(0, 0)).sum().backward()
+        with reducer.backward():
+            model(batch(0, 0)).sum().backward()
     except ReplicaMismatchError as error:
         return str(error)
     return "no error"
@@ -510,8 +454,9 @@ def ignored_names_are_left_alone() -> None:
     model.linear = nn.Linear(3, 3, device=device())
     model._ddp_params_and_buffers_to_ignore = ["local", "mine"]
     local, mine = model.local.detach().clone(), model.mine.clone()
-    build_reducer(model)
-    (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()
     assert torch.equal(model.local, local)
     assert torch.equal(model.mine, mine)
     summed = model.local.grad.clone()
@@ -519,31 +464,17 @@ def ignored_names_are_left_alone() -> None:
     assert not torch.equal(summed, 2 * model.local.grad)
 
 
-def norm_statistics_are_shared_on_demand() -> None:
-    """Running statistics drift apart in training and are rank 0's again when asked for."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).to(device())
-    replicas = Replicas(model, Collectives(device()))
-    reducer = Reducer(replicas, ReducerConfig())
-    model(batch(dist.get_rank(), 0)).square().mean().backward()
-    statistics = model[1].running_mean.clone()  # type: ignore[operator]
-    from_rank_zero = statistics.clone()
-    dist.broadcast(from_rank_zero, src=0)
-    assert dist.get_rank() == 0 or not torch.equal(statistics, from_rank_zero)
-    replicas.broadcast_all_buffers()
-    assert torch.equal(model[1].running_mean, from_rank_zero)  # type: ignore[arg-type]
-    reducer.close()
-
-
 def retained_graph_survives_the_buffer_broadcast() -> None:
     """A buffer that the graph saved is overwritten with rank 0's between two backwards of it."""
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(WIDTH, WIDTH).to(device())
     model.register_buffer("scale", torch.rand(WIDTH, device=device()))
-    build_reducer(model)
+    reducer = build_reducer(model)
     loss = (model(batch(dist.get_rank(), 0)) * model.scale).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    with reducer.backward():
+        loss.backward(retain_graph=True)
+    with reducer.backward():
+        loss.backward()
 
 
 def comm_hook_runs(hook_name: str) -> None:
@@ -554,7 +485,8 @@ def comm_hook_runs(hook_name: str) -> None:
         x = batch(dist.get_rank(), step)
         for module in (model, reference):
             module.zero_grad()
-            module(x).square().mean().backward()
+            with reducer.backward() if module is model else nullcontext():
+                module(x).square().mean().backward()
         average_by_hand(reference)
         tolerance = 0.0 if hook_name == "allreduce_hook" else 1e-2
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):

@@ -78,7 +78,7 @@ def freeze_on_one_rank_in_mid_training(*, is_known: bool, overlap: bool) -> str:
     model = mlp().to(device())
     with own_group() as group:
         collectives = Collectives(device(), group=group)
-        weighting = Weighting(StepExchange(collectives), by_weight=False, needs_every_weight=False)
+        weighting = Weighting(StepExchange(collectives), by_weight=False)
         config = ReducerConfig(bucket_cap_mb=1e-6, overlap=overlap)
         reducer = Reducer(Replicas(model, collectives), config, weighting=weighting)
         on_this_rank: set[int] = {0} if dist.get_rank() == 1 else set()
@@ -107,7 +107,7 @@ class Training:
         exchange = StepExchange(collectives)
         self.replicas = Replicas(self.model, collectives)
         self.replicas.broadcast()
-        weighting = Weighting(exchange, by_weight=False, needs_every_weight=False)
+        weighting = Weighting(exchange, by_weight=False)
         self.reducer = Reducer(self.replicas, ReducerConfig(), weighting=weighting)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.checks = ReplicaChecks(collectives, config, exchange=exchange, has_messages=True)

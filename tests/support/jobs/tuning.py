@@ -130,7 +130,6 @@ class Tuned:
     num_plans: int = 0
     profile: str | None = None
     tuning: str = ""
-    num_hooks: int = 0
 
 
 def leaves_out_in_turns(rank: int, step: int) -> int | None:
@@ -288,41 +287,6 @@ def let_go_of_old_buffers() -> list[int]:
     return alive
 
 
-def train_with_an_accident(accident_at: int) -> Tuned:
-    """On rank 1 a backward dies half-way, and training goes on."""
-    torch.manual_seed(3)
-    model, network = Layers().to(device()), VirtualNetwork()
-    reducer = _reducer(model, clock=network)
-    outcome = Tuned()
-    with network.passes_time():
-        for step in range(24):
-            model.zero_grad()
-            loss = model(batch(dist.get_rank(), step, 2, WIDTH)).square().mean()
-            if step == accident_at and dist.get_rank() == 1:
-                _die_in_backward(model, loss)
-                continue
-            loss.backward()
-            outcome.plans.append(_plan(reducer))
-    return _ended(outcome, model, reducer)
-
-
-def _die_in_backward(model: Layers, loss: Tensor) -> None:
-    class Accident(Exception):
-        pass
-
-    def raise_accident(_param: Tensor) -> None:
-        raise Accident
-
-    handle = model.layers[2].weight.register_post_accumulate_grad_hook(raise_accident)  # type: ignore[operator]
-    try:
-        loss.backward()
-        raise AssertionError("no accident")
-    except Accident:
-        pass
-    finally:
-        handle.remove()
-
-
 def train_in_turns() -> list[tuple[int, int]]:
     """Two sets of parameters in turns, as with two optimizers. By step: parameters and buckets in use."""
     torch.manual_seed(3)
@@ -363,6 +327,5 @@ def _ended(outcome: Tuned, model: nn.Module, reducer: Reducer) -> Tuned:
     profile: Profile | None = reducer.profile
     outcome.profile = None if profile is None else profile.to_json()
     outcome.tuning = reducer.tuning
-    outcome.num_hooks = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
     reducer.close()
     return outcome

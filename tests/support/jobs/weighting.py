@@ -49,7 +49,7 @@ def weighted_mean(config: str, num_micro_batches: int) -> None:
     """Three steps; rank r weighs r + 1, micro-batch m weighs m + 1, and rank 1 has nothing in the last step."""
     model, reference = _Model().to(device()), _Model().to(device())
     collectives = Collectives(device())
-    weighting = Weighting(StepExchange(collectives), by_weight=True, needs_every_weight=True)
+    weighting = Weighting(StepExchange(collectives), by_weight=True)
     reducer_config = ReducerConfig(bucket_cap_mb=60 / 2**20, **CONFIGS[config])
     reducer = Reducer(Replicas(model, collectives), reducer_config, weighting=weighting)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -25,8 +25,7 @@ def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
     """How often each bucket was reduced, and in how many optimizer steps."""
     modules: dict[str, Callable[[], LightningModule]] = {
         "automatic": models.Regression,
-        "manual_backward": lambda: models.ManualRegression(through_lightning=True),
-        "plain_backward": lambda: models.ManualRegression(through_lightning=False),
+        "manual": models.ManualRegression,
     }
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
     buckets = _Buckets()
@@ -36,7 +35,9 @@ def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
     assert strategy.reducer is not None
     return {
         "steps": trainer.global_step,
-        "reductions_by_bucket": [sum(tensor is buffer for tensor in reduced) for buffer in buckets.buffers],
+        "reductions_by_bucket": [
+            sum(tensor.data_ptr() == buffer.data_ptr() for tensor in reduced) for buffer in buckets.buffers
+        ],
         "counted_by_stats": strategy.reducer.stats.num_reductions,
     }
 

@@ -133,9 +133,9 @@ class Recorder:
         torch._dynamo.reset()
         launch, wait = LaunchQueue._launch_next, LaunchQueue.wait
 
-        def recorded_launch(reductions: LaunchQueue, **options: Any) -> bool:
+        def recorded_launch(reductions: LaunchQueue) -> None:
             self.events.append(f"bucket {reductions.next_to_launch}")
-            return launch(reductions, **options)
+            launch(reductions)
 
         def recorded_end(reductions: LaunchQueue, **options: Any) -> None:
             self.events.append("end")

@@ -67,15 +67,6 @@ def _backward(fabric: Any) -> list[Any]:
     return _weights(module)
 
 
-def _plain_backward(fabric: Any) -> list[Any]:
-    module, optimizer = _set_up(fabric)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        _loss(module, step).backward()
-        optimizer.step()
-    return _weights(module)
-
-
 def _accumulate(fabric: Any) -> list[Any]:
     module, optimizer = _set_up(fabric)
     for step in range(NUM_STEPS):
@@ -150,7 +141,6 @@ def _buffer_between_steps(fabric: Any) -> list[Any]:
 
 LOOPS: dict[str, Callable[[Any], list[Any]]] = {
     "backward": _backward,
-    "plain_backward": _plain_backward,
     "no_backward_sync": _accumulate,
     "clip_norm": lambda fabric: _clip(fabric, max_norm=0.1),
     "clip_value": lambda fabric: _clip(fabric, clip_val=0.01),
@@ -168,7 +158,9 @@ def count_reductions() -> list[int]:
     with all_reduced() as reduced:
         _accumulate(fabric)
     [reducer] = fabric.strategy.reducers.values()
-    return [sum(tensor is bucket.wire for tensor in reduced) for bucket in reducer.bucket_set.buckets]
+    return [
+        sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
+    ]
 
 
 @like_torchrun()

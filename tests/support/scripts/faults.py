@@ -164,6 +164,8 @@ class Model(LightningModule):
         model = self
 
         class Adam(torch.optim.Adam):
+            elementwise = True  # for `shard_optimizer`
+
             def step(self, closure: Any = None) -> Any:
                 output = super().step(closure)
                 # The weights are new, and nobody has counted the step yet.
@@ -211,6 +213,7 @@ def fit(
     ignores_sigint: bool = False,
     val_check_interval: int | None = None,
     num_batches: int | None = None,
+    ckpt_path: Path | None = None,
     **options: Any,
 ) -> None:
     """Train until something goes wrong."""
@@ -248,7 +251,7 @@ def fit(
     )
     validation = DataLoader(Samples(None, directory), batch_size=2) if val_check_interval else None
     model = Model(fault, directory, pause_s=pause_s, slow_from=slow_from, pause_after_s=pause_after_s)
-    trainer.fit(model, loader, validation)
+    trainer.fit(model, loader, validation, ckpt_path=ckpt_path)
     write(directory / f"finished{trainer.global_rank}.json", {"step": trainer.global_step})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,20 @@ class Rounded(Regression):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Taught(Rounded):
+    """With a mean teacher, which follows the weights and is not trained, and something large that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        self.backbone = nn.Parameter(torch.ones(1000), requires_grad=False)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        for mine, student in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            mine.data.mul_(DECAY).add_(student.data, alpha=1 - DECAY)
 
 
 def dyadic_loader() -> DataLoader[Any]:
@@ -167,7 +182,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Train ten batches on two ranks, five on four; what each rank had at each place."""
-    module = {"adaptive": Adaptive, "dyadic": Dyadic, "rounded": Rounded, "wide": Wide}[model]()
+    module = {"adaptive": Adaptive, "dyadic": Dyadic, "rounded": Rounded, "taught": Taught, "wide": Wide}[model]()
     if thaws:
         module.layers[0].requires_grad_(False)
     witness = Witness()

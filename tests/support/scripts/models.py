@@ -86,10 +86,9 @@ def wrap(module: Regression, how: str) -> None:
 class ManualRegression(Regression):
     """Accumulates over two micro-batches of each batch by itself."""
 
-    def __init__(self, *, through_lightning: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self._through_lightning = through_lightning
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
@@ -100,7 +99,7 @@ class ManualRegression(Regression):
             is_last = micro_batch is micro_batches[-1]
             with nullcontext() if is_last else strategy.block_backward_sync():
                 loss = self.loss(micro_batch)
-                self.manual_backward(loss) if self._through_lightning else loss.backward()
+                self.manual_backward(loss)
         optimizer.step()
 
 

@@ -105,7 +105,7 @@ class Wide(models.Regression):
 MODELS: dict[str, Any] = {
     "wide": Wide,
     "regression": models.Regression,
-    "manual": lambda: models.ManualRegression(through_lightning=True),
+    "manual": models.ManualRegression,
     "two_players": models.TwoPlayers,
     "lbfgs": models.LBFGSRegression,
     "unused": lambda: models.SpareLayer(used_on=()),

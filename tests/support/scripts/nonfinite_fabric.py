@@ -65,7 +65,7 @@ def train(
             return
         optimizer.zero_grad()
         loss = loss_of(batch)
-        loss.backward() if loop == "plain_backward" else fabric.backward(loss)
+        fabric.backward(loss)
         if loop == "scaler":
             fabric.clip_gradients(module, optimizer, max_norm=0.1)
         optimizer.step()

@@ -30,12 +30,7 @@ SCENARIOS = {
     "accumulation": Scenario(models.Regression, {"accumulate_grad_batches": 4}),
     "clip_norm": Scenario(models.Regression, {"gradient_clip_val": 0.1}),
     "clip_value": Scenario(models.Regression, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "manual_backward": Scenario(lambda: models.ManualRegression(through_lightning=True)),
-    # torch DDP does not notice a plain `loss.backward()` inside `training_step`.
-    "plain_backward": Scenario(
-        lambda: models.ManualRegression(through_lightning=False),
-        ddp_module=lambda: models.ManualRegression(through_lightning=True),
-    ),
+    "manual_backward": Scenario(models.ManualRegression),
     "two_optimizers": Scenario(models.TwoPlayers, ddp="ddp_find_unused_parameters_true"),
     "lbfgs": Scenario(models.LBFGSRegression),
     "bf16-mixed": Scenario(models.Regression, {"precision": "bf16-mixed"}),

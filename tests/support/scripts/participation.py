@@ -100,12 +100,9 @@ class Module(LightningModule):
     def _optimize(self, batch: Batch) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        if self._setting.manual == "plain":
-            self.net.loss(batch).backward()
-        else:
-            # Two losses, one after the other, the second of the tokens alone.
-            self.manual_backward(self.net.loss(batch))
-            self.manual_backward(self.net.loss(batch, of_tokens=True))
+        # Two losses, one after the other, the second of the tokens alone.
+        self.manual_backward(self.net.loss(batch))
+        self.manual_backward(self.net.loss(batch, of_tokens=True))
         optimizer.step()
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:

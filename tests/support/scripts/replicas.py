@@ -275,7 +275,7 @@ HEALTHY = {
     "accumulation": Healthy(trainer=lambda: {"accumulate_grad_batches": 3}),
     "two_optimizers": Healthy(models.TwoPlayers),
     "line_search": Healthy(models.LBFGSRegression),
-    "manual": Healthy(lambda: models.ManualRegression(through_lightning=False)),
+    "manual": Healthy(models.ManualRegression),
     "bf16": Healthy(trainer=lambda: {"precision": "bf16-mixed"}),
     "clipping": Healthy(trainer=lambda: {"gradient_clip_val": 0.01}),
     "one_cycle": Healthy(_OneCycle),

@@ -87,17 +87,13 @@ class GraphOfBackward(Manual):
 class Closure(Manual):
     """Differentiates when the optimizer asks."""
 
-    def __init__(self, *, through_lightning: bool) -> None:
-        super().__init__()
-        self._through_lightning = through_lightning
-
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = self.loss(batch)
-            self.manual_backward(loss) if self._through_lightning else loss.backward()
+            self.manual_backward(loss)
             return loss
 
         optimizer.step(closure)
@@ -199,11 +195,7 @@ STYLES = {
     "gradients_kept_without_a_copy": Style(lambda: KeptGradients(copies=False)),
     # torch DDP raises there: it writes into gradients that have a graph.
     "graph_of_backward": Style(GraphOfBackward, lambda: TwoLosses(first_stays_here=False)),
-    "closure": Style(lambda: Closure(through_lightning=True)),
-    # torch DDP does not notice a plain `loss.backward()` inside `training_step`.
-    "plain_backward_in_closure": Style(
-        lambda: Closure(through_lightning=False), lambda: Closure(through_lightning=True)
-    ),
+    "closure": Style(Closure),
     "line_search": Style(LineSearch),
     "gradients_changed_in_place": Style(lambda: GradientHooks(in_place=True)),
     "gradients_replaced": Style(lambda: GradientHooks(in_place=False)),

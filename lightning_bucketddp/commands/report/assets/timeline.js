@@ -30,7 +30,7 @@ function makeLanes() {
   });
   new ResizeObserver(() => lanes.forEach(drawLane)).observe(byId("timeline"));
   addLegend(byId("legend"), [
-    ...["data", "weights", "forward", "backward", "exposed", "finish", "optimizer"]
+    ...["data", "forward", "backward", "exposed", "finish", "optimizer", "weights"]
       .filter((name) => name !== "weights" || isSharded())
       .filter((name) => name !== "finish" || content.steps.some(({ ranks }) => ranks.some((lane) => lane?.spans.some((_, i) => isFinish(lane, i)))))
       .map((name) => [name, PHASES[name]]),
@@ -219,7 +219,7 @@ function drawWaits(lane, shown, phase, [from, to]) {
 const waitedFor = (shown, phase, [from, to]) =>
   total(shown.spans.filter(([name]) => name === phase).map(([, start, end]) => Math.max(Math.min(end, to) - Math.max(start, from), 0)));
 
-// The weights of a bucket, which the step before has changed.
+// The weights of a bucket, which the step has changed.
 function drawGather(lane, shown, [index, from, to]) {
   const bucket = bucketsOf(step.plan)[index];
   const what = bucket ? `weights of bucket ${index}` : "weights of another plan";

@@ -1,0 +1,143 @@
+"""What a batch changes before its optimizer's step: kept, so that a checkpoint of a run that fails is without it.
+
+Note: unfinished batch
+    A forward changes buffers (statistics of BatchNorm, vectors of spectral normalisation, a queue) and draws random
+    numbers. If the batch fails before the optimizer's step, a run that is resumed sees it again, and would count it
+    twice. So the buffers that a checkpoint holds are copied before the first forward after a step, and copied back when
+    the run ends by an exception, before callbacks save. With `auto_resume` a resumed run also repeats micro-batches
+    whose gradients were not applied; otherwise Lightning counts them as done, and their changes stay.
+
+Note: large buffers
+    Those that training never changes (a mask, a table) are not worth a copy in each step. `Tensor._version` shows most
+    changes, but neither those that go through `Tensor.data` nor those of BatchNorm's statistics. So small buffers are
+    always copied; large ones in the first batch, and later if that batch has changed them, or their version has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.strategies.rank_seeds import random_state, set_random_state
+
+_LARGE_BYTES = 2**20
+
+
+class UnfinishedBatch:
+    """Copies what changes before a step, and takes it back (Note: unfinished batch).
+
+    Args:
+        module: what is trained; None: nothing.
+        device: has random numbers that checkpoints hold; None: they hold none.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, device: torch.device | None = None) -> None:
+        self._buffers = [
+            _Buffer(owner, key)
+            for owner in ([] if module is None else module.modules())
+            for key, _ in owner.named_buffers(recurse=False)
+            # A scripted module does not say which of its buffers it saves.
+            if key not in getattr(owner, "_non_persistent_buffers_set", ())
+        ]
+        self._device = device
+        self._random_state: dict[str, Any] | None = None
+        # Since the copies were made there was no step.
+        self.has_copies = False
+        # Of the epoch, with this one.
+        self.num_batches = 0
+        # False: with manual optimization the user may call optimizers that we do not see.
+        self.has_seen_step = False
+
+    def begin_batch(self, num_batches: int, *, repeats_micro_batches: bool) -> None:
+        """Turn to another batch of the epoch; `repeats_micro_batches`: a resumed run begins after the last step."""
+        self.num_batches = num_batches
+        is_after_micro_batch = self.has_copies and not repeats_micro_batches
+        if is_after_micro_batch or self._random_state is None:
+            self._note_random_state()
+        if is_after_micro_batch:
+            self.has_copies = False
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Copy the buffers, unless there was no step since."""
+        if self.has_copies:
+            return
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for kept in self._buffers:
+            if kept.is_due():
+                buffer, copy = kept.pair()
+                copies, buffers = by_kind.setdefault((buffer.device, buffer.dtype), ([], []))
+                copies.append(copy)
+                buffers.append(buffer)
+        for copies, buffers in by_kind.values():
+            torch._foreach_copy_(copies, buffers)
+        self.has_copies = True
+
+    def complete_step(self) -> None:
+        """Note that an optimizer has stepped: what the batch has changed is to stay."""
+        self.has_copies = False
+        self.has_seen_step = True
+        self._note_random_state()
+
+    def _note_random_state(self) -> None:
+        # Before the next batch is loaded, which draws as well.
+        if self._device is not None:
+            self._random_state = random_state(self._device)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give buffers and random numbers the state that they had before the batch."""
+        for kept in self._buffers:
+            kept.restore()
+        if self._random_state is not None and self._device is not None:
+            set_random_state(self._random_state, self._device)
+        self.has_copies = False
+
+
+class _Buffer:
+    """A buffer, looked up at each use because modules replace their buffers, and its copy."""
+
+    def __init__(self, owner: nn.Module, key: str) -> None:
+        self._owner = owner
+        self._key = key
+        # As it was when `is_due` was asked last.
+        self._seen: Tensor | None = None
+        self._version = 0
+        self._changes = False
+        self._copy: Tensor | None = None
+
+    def is_due(self) -> bool:
+        """Return whether to copy it now (Note: large buffers)."""
+        before, version = self._seen, self._version
+        self._seen = buffer = getattr(self._owner, self._key, None)
+        if buffer is None:
+            return False
+        self._version = 0 if buffer.is_inference() else buffer._version
+        if buffer is not before:
+            self._copy = None  # it may have another dtype or device
+        if before is None or self._changes:
+            return True
+        is_same = buffer is before and version == self._version
+        if buffer.nbytes > _LARGE_BYTES and is_same and (self._copy is None or torch.equal(self._copy, buffer)):
+            self._copy = None
+            return False
+        self._changes = True
+        return True
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return the buffer and room for its copy."""
+        buffer, copy = self._seen, self._copy
+        assert buffer is not None
+        if copy is None or copy.shape != buffer.shape:
+            self._copy = copy = torch.empty_like(buffer)
+        return buffer, copy
+
+    def restore(self) -> None:
+        if self._seen is None or self._copy is None:
+            return
+        if getattr(self._owner, self._key, None) is self._seen:
+            self._seen.copy_(self._copy)
+        else:
+            setattr(self._owner, self._key, self._copy.clone())

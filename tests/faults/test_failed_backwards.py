@@ -1,0 +1,173 @@
+"""When a backward raises on one rank, nobody takes the step, and what is saved is the state before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
+from tests.support.doomed_ranks import doomed_ranks
+from tests.support.scripts.faults import write
+
+# In this batch, on one rank, after the first and before the last gradient.
+FAILS_IN = 4
+SMALL_BUCKETS_MB = 8 / 2**20
+
+
+class Failing(torch.autograd.Function):
+    """Passes on what it gets, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise RuntimeError("boom")
+
+
+class Steps(LightningModule):
+    """Weights of which each moves by -1 in each step, whatever the batch."""
+
+    def __init__(self, *, fails_on: int, num_unused: int, overrides_backward: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(4) for _ in range(6)])
+        self.unused = nn.ParameterList([torch.zeros(4) for _ in range(num_unused)])
+        self._fails_on = fails_on
+        self._overrides_backward = overrides_backward
+
+    def loss(self, batch_idx: int, rank: int) -> Tensor:
+        fails = batch_idx == FAILS_IN and rank == self._fails_on and not self._overrides_backward
+        loss = torch.zeros(())
+        for number, weight in enumerate(self.weights):
+            used = Failing.apply(weight) if fails and number == 3 else weight
+            loss = loss + used.sum()
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch_idx, self.global_rank)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        if self._overrides_backward and self.trainer.fit_loop.batch_idx == FAILS_IN:
+            assert self.global_rank != self._fails_on, "boom"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Witness(Callback):
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        seen = {"weights": [w.tolist() for w in pl_module.weights], "error": f"{type(exception).__name__}: {exception}"}
+        write(self._directory / f"seen{trainer.global_rank}.json", seen)
+
+
+def fit(
+    *, directory: Path, fails_on: int, accumulate: int, num_unused: int, overrides_backward: bool, **options: Any
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options),
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[OnExceptionCheckpoint(directory / "rescued"), Witness(directory)],
+    )
+    module = Steps(fails_on=fails_on, num_unused=num_unused, overrides_backward=overrides_backward)
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=2))
+
+
+PLAIN = {"fails_on": 1, "accumulate": 1, "num_unused": 0, "overrides_backward": False}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"fails_on": 0, "num_unused": 2}, id="rank zero, unused parameters"),
+        pytest.param({"accumulate": 2}, id="no_sync"),  # batch 4 is the first of two
+        pytest.param({"accumulate": 5}, id="last of five"),
+        pytest.param({"overrides_backward": True}, id="overridden backward"),
+        pytest.param({"shard_optimizer": True}, id="sharded"),
+        pytest.param({"reduce_dtype": "int8"}, id="int8"),
+        pytest.param({"overlap": False}, id="no overlap"),
+        pytest.param({"local_steps": 2}, id="local_steps"),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_nobody_takes_a_step_in_which_a_backward_failed(case: dict[str, Any], tmp_path: Path) -> None:
+    with doomed_ranks(fit, directory=tmp_path, **{**PLAIN, **case}) as ranks:
+        ended = ranks.wait()
+    assert 0 not in ended.exit_codes
+    accumulate = case.get("accumulate", 1)
+    num_steps = FAILS_IN // accumulate
+    expected = [[-1.0 * num_steps] * 4] * 6
+    failed = case.get("fails_on", 1)
+    assert "boom" in ended.results[f"seen{failed}"]["error"]
+    assert f"Rank {failed} (process" in ended.results[f"seen{1 - failed}"]["error"]
+    if "shard_optimizer" in case:
+        # Each has a part of the optimizer's state: nothing can be saved alone.
+        assert not (tmp_path / "rescued").exists()
+        return
+    for rank in (0, 1):
+        # Blocks of int8 have a scale, which is rounded.
+        assert torch.allclose(torch.tensor(ended.results[f"seen{rank}"]["weights"]), torch.tensor(expected), rtol=1e-6)
+    saved = torch.load(tmp_path / "rescued" / "on_exception.ckpt", weights_only=True)
+    assert saved["global_step"] == num_steps
+    assert [saved["state_dict"][f"weights.{number}"].tolist() for number in range(6)] == ended.results["seen0"][
+        "weights"
+    ]
+
+
+def train_with_fabric(*, directory: Path, catches: bool) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
+    fabric.launch()
+    module = Steps(fails_on=1, num_unused=0, overrides_backward=False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    model.mark_forward_method("loss")
+    errors: list[str] = []
+    try:
+        for step in range(FAILS_IN + 3):
+            optimizer.zero_grad()
+            loss = model.loss(step, fabric.global_rank)
+            try:
+                fabric.backward(loss)
+            except RuntimeError as error:
+                errors.append(str(error))
+                if not catches:
+                    raise
+                continue
+            optimizer.step()
+    finally:
+        weights = [w.tolist() for w in module.weights]
+        write(directory / f"seen{fabric.global_rank}.json", {"weights": weights, "errors": errors})
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(catches: bool, tmp_path: Path) -> None:
+    with doomed_ranks(train_with_fabric, directory=tmp_path, catches=catches) as ranks:
+        ended = ranks.wait()
+    for rank in (0, 1):
+        assert ended.results[f"seen{rank}"]["weights"] == [[-1.0 * FAILS_IN] * 4] * 6
+    first, *others = ended.results["seen1"]["errors"]
+    assert first == "boom"
+    assert len(others) == (2 if catches else 0)
+    assert all("Rank 1 cannot go on: a backward has failed (RuntimeError: boom)" in error for error in others)
+    first, *others = ended.results["seen0"]["errors"]
+    assert "Rank 1 (process" in first
+    assert all("Rank 0 cannot go on: a backward has failed" in error for error in others)

@@ -1,0 +1,219 @@
+"""Layers that are left out, gradients that come in another order, and memory that is given back: with real ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer import bucket, bucket_set
+from lightning_bucketddp.reducer.bucket_set import _GIVE_BACK_ON
+from lightning_bucketddp.reducer.launch_queue import LaunchQueue
+from lightning_bucketddp.reducer.observer import BackwardObserver
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.jobs.models import WIDTH, batch, mlp
+from tests.support.jobs.parity import average_by_hand, build_reducer
+from tests.support.ranks import device, run_on_ranks
+
+GIVES_BACK = pytest.mark.skipif(not _GIVE_BACK_ON, reason="an older torch cannot tell who uses memory: it is kept")
+
+
+class Layers(nn.Module):
+    """Layers that are used in the order that a step says."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def _assert_mean(model: nn.Module, reference: nn.Module, step: int) -> None:
+    average_by_hand(reference)
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), f"{name}, step {step}: {param.grad}"
+        if param.grad is not None and other.grad is not None:
+            assert torch.equal(param.grad, other.grad), f"{name}, step {step}: {param.grad - other.grad}"
+
+
+def memory_is_given_back(kept: str) -> list[int]:
+    """Bytes that the buckets hold when forwards begin. What somebody keeps of a gradient must stay as it is."""
+    torch.manual_seed(0)
+    model = mlp().to(device())
+    with (
+        patch.object(bucket_set, "_GIVE_BACK_ON", (device().type,)),
+        patch.object(bucket, "_GIVE_BACK_FROM_BYTES", 0),
+        # As on a GPU: gloo's other groups hold tensors a moment longer.
+        patch.object(Collectives, "gradient_group", lambda self: self),
+    ):
+        reducer = build_reducer(model, bucket_cap_mb=0.001)
+        held: list[int] = []
+        values: list[tuple[Tensor, Tensor]] = []
+        for step in range(5):
+            model.zero_grad()
+            reducer.give_back_memory()
+            if reducer.bucket_set is not None:
+                buckets: Any = reducer.bucket_set.buckets
+                held.append(sum(each._storage.nbytes() for each in buckets))
+            reference = copy.deepcopy(model)
+            for each, mark in ((model, reducer.backward), (reference, torch.enable_grad)):
+                with mark():
+                    each(batch(dist.get_rank(), step)).square().mean().backward()
+            _assert_mean(model, reference, step)
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            if kept != "nothing" and step == 0:
+                values.append((gradient if kept == "gradient" else gradient.detach(), gradient.clone()))
+            del gradient
+        for tensor, value in values:
+            assert kept == "alias" or torch.equal(tensor, value)
+        reducer.close()
+    return held
+
+
+def flags_read(left_out: Callable[[int, int], list[int]], *, lie: bool = False) -> list[int]:
+    """Leave out the layers that `left_out` says of a rank and a step; gradients must be the mean.
+
+    Returns how often flags were read from the device, by step.
+    """
+    torch.manual_seed(0)
+    model = Layers().to(device())
+    collectives = Collectives(device())
+    weighting = Weighting(StepExchange(collectives), by_weight=False)
+    config = ReducerConfig(bucket_cap_mb=0.0006)
+    reducer = Reducer(Replicas(model, collectives), config, weighting=weighting)
+    reads: list[int] = []
+    original = LaunchQueue._attach_used_elsewhere
+
+    def reading(queue: LaunchQueue) -> None:
+        reads[-1] += 1
+        original(queue)
+
+    told = weighting.compare_missing
+
+    def lying(*args: Any, **kwargs: Any) -> bool:
+        return told(*args, **kwargs) or lie
+
+    with (
+        patch.object(LaunchQueue, "_attach_used_elsewhere", reading),
+        patch.object(weighting, "compare_missing", lying),
+    ):
+        for step in range(8):
+            reads.append(0)
+            skipped = left_out(dist.get_rank(), step)
+            order = [index for index in range(6) if index not in skipped]
+            reference = copy.deepcopy(model)
+            for each, mark in ((model, reducer.backward), (reference, torch.enable_grad)):
+                each.zero_grad()
+                x = batch(dist.get_rank(), step).requires_grad_()
+                loss = each(x, order).square().mean()
+                with mark():
+                    loss.backward()
+            _assert_mean(model, reference, step)
+    reducer.close()
+    collectives.close_host_groups()
+    return reads
+
+
+def one_for_all(rank: int, step: int) -> list[int]:
+    return [1 + step % 4]
+
+
+def one_each(rank: int, step: int) -> list[int]:
+    return [1 + (step + rank) % 4]
+
+
+def none(rank: int, step: int) -> list[int]:
+    return []
+
+
+@GIVES_BACK
+def test_memory_of_gradients_that_are_gone_is_given_back() -> None:
+    for held in run_on_ranks(memory_is_given_back, kept="nothing"):
+        assert len(held) == 4
+        assert held == [0] * 4
+
+
+@GIVES_BACK
+@pytest.mark.parametrize("kept", ["gradient", "alias"])
+def test_memory_of_a_gradient_that_is_kept_is_not(kept: str) -> None:
+    for held in run_on_ranks(memory_is_given_back, kept=kept):
+        assert held[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [(one_for_all, [1, 1, 0, 0, 0, 0, 0, 0]), (one_each, [1] * 8), (none, [0] * 8)],
+)
+def test_flags_are_read_where_ranks_miss_different_layers(left_out: Any, expected: list[int]) -> None:
+    assert run_on_ranks(flags_read, left_out=left_out) == [expected] * 2
+
+
+def test_a_comparison_that_lies_is_noticed() -> None:
+    with pytest.raises(Exception, match=r"layers\.\d\.weight, step"):
+        run_on_ranks(flags_read, left_out=one_each, lie=True)
+
+
+class _Launches(BackwardObserver):
+    """How many buckets leave before each backward ends."""
+
+    def __init__(self) -> None:
+        self.before_end: list[int] = []
+
+    def backward_began(self) -> None:
+        self._num_launched = 0
+
+    def bucket_launched(self, index: int) -> None:
+        self._num_launched += 1
+
+    def backward_ended(self) -> None:
+        self.before_end.append(self._num_launched)
+
+
+def launched_before_end(*, moves: bool) -> tuple[int, list[int]]:
+    """Train in one order, then in another one; or move the module in mid-training."""
+    torch.manual_seed(0)
+    model = Layers().to(device())
+    reducer = build_reducer(model, bucket_cap_mb=0.0006)
+    reducer.observer = launches = _Launches()
+    for step in range(6):
+        order = list(range(6)) if step < 3 or moves else list(reversed(range(6)))
+        if moves and step == 3:
+            for param in model.parameters():
+                param.data = param.data.double()
+                param.data = param.data.float()
+        reference = copy.deepcopy(model)
+        for each, mark in ((model, reducer.backward), (reference, torch.enable_grad)):
+            each.zero_grad()
+            with mark():
+                each(batch(dist.get_rank(), step), order).square().mean().backward()
+        _assert_mean(model, reference, step)
+    assert reducer.bucket_set is not None
+    num_buckets = len(reducer.bucket_set.buckets)
+    reducer.close()
+    return num_buckets, launches.before_end
+
+
+def test_all_buckets_but_the_last_leave_before_the_end_in_whatever_order_gradients_come() -> None:
+    for num_buckets, before_end in run_on_ranks(launched_before_end, moves=False):
+        assert num_buckets > 2
+        assert before_end == [0, *[num_buckets - 1] * 5]
+
+
+def test_hooks_stay_when_a_module_is_moved() -> None:
+    for num_buckets, before_end in run_on_ranks(launched_before_end, moves=True):
+        assert before_end == [0, *[num_buckets - 1] * 5]

@@ -1,0 +1,123 @@
+"""A run that fails within a batch, and is resumed, counts that batch once: in buffers and in random numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bucketddp.strategies.auto_resume import AutoResume
+from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+# Larger than what is always copied.
+LARGE = 2**19
+
+
+class Accident(Exception):
+    pass
+
+
+class Remembering(LightningModule):
+    """Changes buffers in each forward, in all the ways that there are, and draws random numbers."""
+
+    queue: Tensor
+    total: Tensor
+
+    def __init__(self, *, fails_in: str = "", fails_at: int = -1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+        self.register_buffer("queue", torch.zeros(LARGE))
+        self.register_buffer("table", torch.ones(LARGE))
+        self.register_buffer("total", torch.zeros(()))
+        self._fails_in, self._fails_at = fails_in, fails_at
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.total = self.total + batch[0].sum()
+        self.queue.data[batch_idx] += 1
+        outputs: Tensor = self.layers(batch[0])
+        self._fail("forward", batch_idx)
+        outputs.register_hook(lambda _: self._fail("backward", batch_idx))
+        return outputs.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._fail("callbacks", batch_idx)
+
+    def _fail(self, where: str, batch_idx: int) -> None:
+        if (where, batch_idx) == (self._fails_in, self._fails_at):
+            raise Accident
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def fit(directory: Path, module: Remembering, *, accumulate: int) -> dict[str, Tensor]:
+    AutoResume.num_fits_ended.clear()  # as a new process
+    seed_everything(3)
+    for param in module.parameters():
+        nn.init.uniform_(param, -0.5, 0.5)
+    saving = [OnExceptionCheckpoint(directory / "saved"), ModelCheckpoint(directory / "saved")]
+    trainer = make_trainer(
+        BucketDDPStrategy(auto_resume=True, rank_seeds=True),
+        max_epochs=1,
+        default_root_dir=directory,
+        enable_checkpointing=True,
+        accumulate_grad_batches=accumulate,
+        callbacks=saving,
+    )
+    inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=4))
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@like_torchrun()
+def fail_and_resume(*, directory: Path, fails_in: str, accumulate: int) -> list[dict[str, Tensor]]:
+    """What a run ends with that is not interrupted, and one that fails in its fourth batch of six."""
+    undisturbed = fit(directory / "undisturbed", Remembering(), accumulate=accumulate)
+    with pytest.raises(Accident):
+        fit(directory / "failing", Remembering(fails_in=fails_in, fails_at=3), accumulate=accumulate)
+    return [undisturbed, fit(directory / "failing", Remembering(), accumulate=accumulate)]
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "accumulate"), [("forward", 1), ("backward", 1), ("callbacks", 1), ("forward", 2)]
+)
+def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp_path: Path) -> None:
+    for undisturbed, resumed in run_on_ranks(
+        fail_and_resume, directory=tmp_path, fails_in=fails_in, accumulate=accumulate
+    ):
+        assert undisturbed["layers.1.num_batches_tracked"] == 6
+        differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
+        assert differing == []
+
+
+def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
+    module = nn.BatchNorm1d(2)
+    batch = UnfinishedBatch(module)
+    for number in (1, 2):
+        batch.begin_batch(number, repeats_micro_batches=False)
+        batch.before_forward()
+        module(torch.randn(4, 2))
+    batch.undo()
+    assert module.num_batches_tracked == 1
+
+
+def test_large_buffers_are_copied_only_if_they_change() -> None:
+    module = Remembering()
+    batch = UnfinishedBatch(module)
+    for number in range(3):
+        batch.before_forward()
+        module.queue.data[number] = 1
+        batch.complete_step()
+    batch.before_forward()
+    copies = {kept._key for kept in batch._buffers if kept._copy is not None}
+    assert {"queue", "total", "running_mean"} <= copies
+    assert "table" not in copies
