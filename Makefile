@@ -12,7 +12,7 @@ PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SPHINX = -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-all test-random test-oldest test-newest test-next soak docs links docs-screenshots lint format hooks dist browser
+.PHONY: help demo test test-long test-all test-random test-oldest test-newest test-next soak fuzz docs links docs-screenshots lint format hooks dist browser
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -50,6 +50,10 @@ test-next: .venv-next/.test browser ## Run the tests with what comes next: NEXT=
 soak: .venv/.test ## Train under random faults: ROUNDS=20 MINUTES=10 JOBS=1 SEED=... FAULT=... LAUNCHER=... RESULT=...
 	.venv/bin/python -m tests.soak --rounds $(or $(ROUNDS),20) --minutes $(or $(MINUTES),10) --jobs $(or $(JOBS),1) \
 		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER)) \
+		$(if $(RESULT),--result $(RESULT))
+
+fuzz: .venv/.test ## Draw programs and compare with ddp: MINUTES=10 SEED=... RESULT=...
+	.venv/bin/python -m tests.fuzz --minutes $(or $(MINUTES),10) --verbose $(if $(SEED),--seed $(SEED)) \
 		$(if $(RESULT),--result $(RESULT))
 
 ##@ Change

@@ -38,6 +38,7 @@ NOT_RUN = {
     "torchrun --nnodes 2": "needs two nodes",
     "python train.py ddp kill save": "crashes; benchmarks/results/crash_before_after_202611.md holds script and output",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
+    "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs 60 programs",
     "python -m benchmarks.projects": "installs packages and takes minutes; tests/test_projects.py tests the comparison",
     "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }

@@ -1,0 +1,80 @@
+"""Draw programs that a user might write, train them with torch DDP and with `bucketddp`, and compare.
+
+A program that torch DDP trains has the same weights here, bit for bit, or is refused on all ranks; one that fails on a
+rank ends on all of them, and no rank has taken the step. The first that does not is shrunk and printed as a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.fuzz.compare import check, right_weights
+from tests.fuzz.program import draw
+from tests.fuzz.script import script_of
+from tests.fuzz.shrink import Finding, shrink
+from tests.fuzz.tally import Tally
+from tests.support.ranks import close_pools
+
+# Ranks get slower with all that was done on them.
+_PROGRAMS_PER_POOL = 40
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="begin no program after so long (default: %(default)s)"
+    )
+    parser.add_argument("--programs", type=int, help="draw at most so many")
+    parser.add_argument("--seed", type=int, help="of the first program; each next one has the next number")
+    parser.add_argument("--without", action="append", default=[], metavar="EVENT", help="leave out programs with it")
+    parser.add_argument("--keep-going", action="store_true", help="list all failures, and shrink none")
+    parser.add_argument("--shrink-minutes", type=float, default=5, help="(default: %(default)s)")
+    parser.add_argument("--result", type=Path, help="a file for the counts, in Markdown")
+    parser.add_argument("--verbose", action="store_true", help="a line for each program")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    tally = Tally()
+    until = time.monotonic() + 60 * options.minutes
+    while time.monotonic() < until and tally.num_programs != options.programs:
+        program = draw(seed)
+        if any(program.happens(what) for what in options.without):
+            seed += 1
+            continue
+        began = time.monotonic()
+        finding = Finding(program, check(program))
+        tally.add(seed, finding)
+        if options.verbose or finding.verdict.is_failure:
+            seconds = f"{time.monotonic() - began:.1f} s"
+            print(f"{seed:<8}{seconds:>7}  {finding.verdict.kind:<27}{finding.program}", flush=True)
+        if finding.verdict.is_failure and not options.keep_going:
+            _tell(seed, shrink(check, finding, within_s=60 * options.shrink_minutes))
+            break
+        seed += 1
+        if tally.num_programs % _PROGRAMS_PER_POOL == 0:
+            close_pools()
+    close_pools()
+    print(tally.document(), flush=True)
+    if options.result:
+        options.result.write_text(tally.document())
+    return 1 if tally.failures else 0
+
+
+def _tell(seed: int, finding: Finding) -> None:
+    right = right_weights(finding.program)
+    with tempfile.NamedTemporaryFile("w", prefix=f"fuzz-{seed}-", suffix=".py", delete=False) as file:
+        file.write(script_of(finding.program, verdict=finding.verdict.kind, right=right))
+    print(f"\n{finding.program}\n{finding.verdict}\n\nAs a script: {file.name}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

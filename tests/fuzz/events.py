@@ -1,0 +1,362 @@
+"""What happens in drawn programs at some batch, on some ranks.
+
+An event is a function of the run and of the loss, if there is one at that place, and returns the loss. Each can be
+copied into a script: it needs nothing but torch and `Run` (in `training`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# The ranks on which an event may happen.
+ON_ALL, ON_ONE, ON_ANY = (None,), (1, 0), (None, 1, 0)
+
+
+class Accident(Exception):
+    """What a program raises."""
+
+
+class Run(Protocol):
+    """What events see of a rank's training."""
+
+    net: nn.Module
+    rank: int
+    x: Tensor
+    batch: int
+    closes_window: bool
+    leaves_out_step: bool
+    ema: nn.Module | None
+    handles: list[Any]
+
+    def again(self) -> Tensor:
+        """Return the loss of this batch, computed again without Lightning."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An event and where it can be had.
+
+    Attributes:
+        place: where in a step it happens.
+        act: what happens.
+        ranks: on which ranks it may happen; None: on all.
+        loops: which loops it makes sense in.
+        ddp_can: torch DDP trains programs with it.
+        reference_can: so does one process that computes all ranks' gradients one after the other.
+    """
+
+    place: str
+    act: Callable[[Any, Any], Any]
+    ranks: tuple[int | None, ...]
+    loops: tuple[str, ...]
+    ddp_can: bool
+    reference_can: bool
+
+
+EVENTS: dict[str, Kind] = {}
+
+
+def event(
+    place: str,
+    *,
+    ranks: tuple[int | None, ...] = ON_ANY,
+    loops: tuple[str, ...] = ("automatic", "manual", "fabric"),
+    ddp_can: bool = True,
+    reference_can: bool = True,
+) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
+    """Have a function drawn as an event."""
+
+    def enter(act: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        EVENTS[act.__name__] = Kind(place, act, ranks, loops, ddp_can, reference_can)
+        return act
+
+    return enter
+
+
+# Changes of the loss.
+
+
+@event("loss")
+def auxiliary_loss(run: Run, loss: Tensor) -> Tensor:
+    return loss + 0.1 * sum(param.square().sum() for param in run.net.parameters() if param.requires_grad)
+
+
+@event("loss")
+def loss_without_graph_of_model(run: Run, loss: Tensor) -> Tensor:
+    """No parameter but the last one takes part."""
+    return list(run.net.parameters())[-1].square().sum()
+
+
+@event("loss")
+def nan_loss(run: Run, loss: Tensor) -> Tensor:
+    return loss * float("nan")
+
+
+@event("loss")
+def gradient_penalty(run: Run, loss: Tensor) -> Tensor:
+    """Differentiate by the parameters, and punish what comes out."""
+    params = [param for param in run.net.parameters() if param.requires_grad]
+    gradients = torch.autograd.grad(run.again(), params, create_graph=True, allow_unused=True)
+    return loss + 0.1 * sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+
+
+@event("loss")
+def own_autograd_grad(run: Run, loss: Tensor) -> Tensor:
+    """Ask for gradients, and only look at them."""
+    params = [param for param in run.net.parameters() if param.requires_grad]
+    torch.autograd.grad(run.again(), params, allow_unused=True)
+    return loss
+
+
+@event("loss", ranks=ON_ALL, reference_can=False)
+def collective_in_forward_and_backward(run: Run, loss: Tensor) -> Tensor:
+    class Total(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            x = x.clone()
+            dist.all_reduce(x)
+            return x
+
+        @staticmethod
+        def backward(_: Any, grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+            return grad
+
+    result: Tensor = loss + 0.1 * Total.apply(run.again())
+    return result
+
+
+@event("loss", ranks=ON_ALL, reference_can=False)
+def collective_in_a_gradient_hook(run: Run, loss: Tensor) -> Tensor:
+    param = next(param for param in run.net.parameters() if param.requires_grad)
+
+    def share(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        handle.remove()
+        return grad
+
+    handle = param.register_hook(share)
+    return loss
+
+
+# Backwards that the user starts.
+
+
+@event("start")
+def own_backward_in_callback(run: Run, _: Any) -> None:
+    """As Grad-CAM does: a backward of the user's, whose gradients are thrown away."""
+    kept = [param.grad for param in run.net.parameters()]
+    for param in run.net.parameters():
+        param.grad = None
+    run.again().backward()
+    for param, grad in zip(run.net.parameters(), kept, strict=True):
+        param.grad = grad
+
+
+@event("end")
+def own_backward_at_end(run: Run, _: Any) -> None:
+    """The same, where a step has just ended: gradients are dropped."""
+    if run.closes_window:
+        run.again().backward()
+        run.net.zero_grad()
+
+
+@event("start")
+def own_backward_with_graph(run: Run, _: Any) -> None:
+    """By the input only: no parameter gets a gradient."""
+    x, run.x = run.x, run.x.clone().requires_grad_(True)
+    torch.autograd.backward(run.again(), inputs=[run.x])
+    run.x = x
+
+
+# Hooks on gradients. At batch -1: before set-up.
+
+
+@event("setup", ranks=ON_ALL)
+def mask_by_tensor_hook(run: Run, _: Any) -> None:
+    for param in run.net.parameters():
+        if param.requires_grad:
+            run.handles.append(param.register_hook(lambda grad: grad * (grad.abs() > 0.01)))
+
+
+@event("setup", ranks=ON_ALL)
+def clamp_by_post_accumulate_hook(run: Run, _: Any) -> None:
+    """Change the gradient in place."""
+
+    def clamp(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.clamp_(-0.01, 0.01)
+
+    for param in run.net.parameters():
+        if param.requires_grad:
+            run.handles.append(param.register_post_accumulate_grad_hook(clamp))
+
+
+@event("setup", ranks=ON_ALL)
+def replace_by_post_accumulate_hook(run: Run, _: Any) -> None:
+    """Put another gradient in its place."""
+
+    def replace(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad = param.grad.clamp(-0.01, 0.01)
+
+    for param in run.net.parameters():
+        if param.requires_grad:
+            run.handles.append(param.register_post_accumulate_grad_hook(replace))
+
+
+@event("setup", ranks=ON_ALL)
+def scale_by_module_hook(run: Run, _: Any) -> None:
+    for module in run.net.children():
+        if isinstance(module, nn.Linear):
+            run.handles.append(module.register_full_backward_hook(lambda _m, grads, _o: _scaled(grads)))
+
+
+def _scaled(grads: Any) -> Any:
+    return tuple(None if grad is None else 0.5 * grad for grad in grads)
+
+
+@event("setup", ranks=ON_ALL)
+def remove_hooks(run: Run, _: Any) -> None:
+    while run.handles:
+        run.handles.pop().remove()
+
+
+# What changes gradients and weights between backward and the next step.
+
+
+@event("backward", ranks=ON_ALL)
+def scale_gradients_after_backward(run: Run, _: Any) -> None:
+    if run.closes_window:
+        for param in run.net.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+@event("backward", ranks=ON_ALL)
+def replace_gradients_after_backward(run: Run, _: Any) -> None:
+    if run.closes_window:
+        for param in run.net.parameters():
+            if param.grad is not None:
+                param.grad = 0.5 * param.grad
+
+
+@event("end", ranks=ON_ALL)
+def update_ema(run: Run, _: Any) -> None:
+    if run.ema is None:
+        run.ema = copy.deepcopy(run.net)
+    with torch.no_grad():
+        for mean, param in zip(run.ema.parameters(), run.net.parameters(), strict=True):
+            mean.lerp_(param, 0.5)
+
+
+@event("end", ranks=ON_ALL)
+def clamp_weights(run: Run, _: Any) -> None:
+    with torch.no_grad():
+        for param in run.net.parameters():
+            param.clamp_(-0.2, 0.2)
+
+
+@event("end", ranks=ON_ALL)
+def clamp_data_of_weights(run: Run, _: Any) -> None:
+    for param in run.net.parameters():
+        param.data = param.data.clamp(-0.2, 0.2)
+
+
+@event("end", ranks=ON_ALL)
+def move_module(run: Run, _: Any) -> None:
+    """What `module.to` does where there is another device."""
+    run.net._apply(lambda tensor: tensor.clone())
+
+
+@event("end", ranks=ON_ALL)
+def freeze(run: Run, _: Any) -> None:
+    if run.closes_window:
+        next(run.net.children()).requires_grad_(False)
+
+
+@event("end", ranks=ON_ALL, ddp_can=False)
+def unfreeze(run: Run, _: Any) -> None:
+    if run.closes_window:
+        run.net.requires_grad_(True)
+
+
+@event("loss", ranks=ON_ALL)
+def leave_out_step(run: Run, loss: Tensor) -> Tensor:
+    """Where Lightning optimizes: return None from `training_step`. Elsewhere: do not call the optimizer."""
+    run.leaves_out_step = True
+    return loss
+
+
+# Accidents, of which no rank may have taken a step.
+
+
+@event("loss", ddp_can=False)
+def raise_in_forward(run: Run, loss: Tensor) -> Tensor:
+    raise Accident("in forward")
+
+
+@event("loss", ddp_can=False)
+def raise_early_in_backward(run: Run, loss: Tensor) -> Tensor:
+    """No gradient has arrived."""
+
+    def fail(_: Tensor) -> None:
+        raise Accident("early in backward")
+
+    loss = loss * 1
+    loss.register_hook(fail)
+    return loss
+
+
+@event("loss", ddp_can=False)
+def raise_late_in_backward(run: Run, loss: Tensor) -> Tensor:
+    """Most gradients have arrived."""
+    first = next(param for param in run.net.parameters() if param.requires_grad)
+
+    def fail(_: Tensor) -> None:
+        handle.remove()
+        raise Accident("late in backward")
+
+    handle = first.register_hook(fail)
+    return loss
+
+
+@event("backward", ddp_can=False)
+def raise_after_backward(run: Run, _: Any) -> None:
+    raise Accident("after backward")
+
+
+@event("step", ddp_can=False)
+def raise_in_step(run: Run, _: Any) -> None:
+    raise Accident("before the optimizer's step")
+
+
+@event("start", ddp_can=False)
+def raise_at_start_of_batch(run: Run, _: Any) -> None:
+    raise Accident("at the start of a batch")
+
+
+@event("end", ddp_can=False)
+def raise_at_end_of_batch(run: Run, _: Any) -> None:
+    raise Accident("at the end of a batch")
+
+
+@event("loss", ranks=ON_ONE, ddp_can=False)
+def kill(run: Run, loss: Tensor) -> Tensor:
+    """Only where there is a process to kill; the reference raises."""
+    if getattr(run, "is_alone", False):
+        raise Accident("killed")
+    os._exit(1)
+
+
+ACCIDENTS = [name for name in EVENTS if name.startswith("raise") or name == "kill"]

@@ -1,0 +1,74 @@
+"""Shrinks a program that fails to the fewest blocks.
+
+An event, an option or anything else that is not the default is left out as long as the program fails in the same way.
+Each try takes two trainings, so what leaves out most is tried first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tests.fuzz.compare import Verdict
+from tests.fuzz.events import EVENTS
+from tests.fuzz.program import BEFORE_SETUP, NUM_EPOCHS, SHORT, Program, is_possible
+
+Judge = Callable[[Program], Verdict]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A program and what came of it."""
+
+    program: Program
+    verdict: Verdict
+
+
+def shrink(judge: Judge, finding: Finding, *, within_s: float) -> Finding:
+    """Return the smallest program that fails as that of `finding` does, as far as it is found in time."""
+    until = time.monotonic() + within_s
+    tried = {finding.program}
+    while (smaller := _next_smaller(judge, finding, tried, until)) is not None:
+        finding = smaller
+    return finding
+
+
+def _next_smaller(judge: Judge, finding: Finding, tried: set[Program], until: float) -> Finding | None:
+    for program in simpler(finding.program):
+        if time.monotonic() > until:
+            return None
+        if program not in tried and is_possible(program):
+            tried.add(program)
+            verdict = judge(program)
+            # Another failure would be another story.
+            if verdict.kind == finding.verdict.kind:
+                return Finding(program, verdict)
+    return None
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    """Yield programs with less in them, those first that have lost most."""
+    shorter = tuple(replace(event, at=min(event.at, NUM_EPOCHS * SHORT - 1)) for event in program.events)
+    bare = Program(loop=program.loop, accumulate=program.accumulate, events=shorter)
+    yield bare
+    yield replace(bare, options=program.options)
+    yield replace(program, options=())
+    for index in range(len(program.events)):
+        yield replace(program, events=program.events[:index] + program.events[index + 1 :])
+    for index in range(len(program.options)):
+        yield replace(program, options=program.options[:index] + program.options[index + 1 :])
+    yield replace(program, loop="automatic", num_optimizers=1, blocks_sync=True)
+    yield replace(program, num_batches=SHORT, events=shorter)
+    for field in fields(program):
+        if field.name not in ("events", "options", "num_batches"):
+            default: Any = {field.name: field.default}
+            yield replace(program, **default)
+    yield replace(program, accumulate=min(program.accumulate, 2))
+    for index, event in enumerate(program.events):
+        kind = EVENTS[event.what]
+        earliest = BEFORE_SETUP if kind.place == "setup" else 0
+        for at in range(earliest, event.at):
+            moved = replace(event, at=at)
+            yield replace(program, events=(*program.events[:index], moved, *program.events[index + 1 :]))

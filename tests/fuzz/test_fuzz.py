@@ -1,0 +1,106 @@
+"""60 drawn programs have the weights that ddp gives, and the machine that draws them sees what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fuzz.__main__ import main
+from tests.fuzz.compare import Verdict, check, compare, right_weights, train_on_ranks
+from tests.fuzz.events import EVENTS
+from tests.fuzz.models import MODELS
+from tests.fuzz.program import OPTIONS, Event, Program, draw
+from tests.fuzz.reference import Reference
+from tests.fuzz.script import script_of
+from tests.fuzz.shrink import Finding, shrink
+from tests.support.programs import run
+
+# Chosen because these 60 programs have every model, event and option.
+FIRST_SEED, NUM_SEEDS, SEEDS_PER_TEST = 3060, 60, 10
+SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)
+
+
+@pytest.mark.parametrize("first", SEEDS[::SEEDS_PER_TEST])
+def test_programs_have_the_weights_that_ddp_gives(first: int) -> None:
+    failures = []
+    for seed in range(first, first + SEEDS_PER_TEST):
+        program = draw(seed)
+        verdict = check(program)
+        if verdict.is_failure:
+            shrinks = f"python -m tests.fuzz --seed {seed} --programs 1"
+            failures.append(f"{program}\n{verdict}\n`{shrinks}` shrinks it.")
+    assert failures == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_ten_minutes_find_nothing() -> None:
+    assert main(["--minutes", "10", "--verbose"]) == 0
+
+
+def test_the_seeds_have_every_block() -> None:
+    blocks = {block for seed in SEEDS for block in draw(seed).blocks}
+    assert {f"event {name}" for name in EVENTS} <= blocks
+    assert {f"model {name}" for name in MODELS} <= blocks
+    assert {f"option {name}={value}" for name, values in OPTIONS.items() for value in values} <= blocks
+
+
+def test_a_difference_is_seen() -> None:
+    # Lightning has torch DDP share no buffers where a module optimizes by itself.
+    program = Program(model="forward_buffer", loop="manual")
+    ddp = train_on_ranks(program, "ddp")
+    assert not isinstance(ddp, str)
+    differences = compare(ddp[0].values, Reference(program).train()[0].values)
+    assert any(line.startswith("weight layers.0.weight: ") for line in differences)
+
+
+def test_numbers_are_compared_bit_for_bit() -> None:
+    nan = float("nan")
+    assert compare({"a": [1.0, nan], "logged loss": 1.0}, {"a": [1.0, nan]}) == []
+    [line] = compare({"a": [1.0, 2.0]}, {"a": [1.0, 2.0000002]})
+    assert line.startswith("a: [1.0, 2.0] is not [1.0, 2.0000002], off by 2e-07")
+    assert compare({"a": 1.0}, {"a": 1.0000001}, tolerance=1e-6) == []
+    assert compare({"a": 1.0}, {"b": 1.0}) == ["a: only one of them has it", "b: only one of them has it"]
+
+
+def test_the_reference_ends_by_an_accident_before_the_step() -> None:
+    accident = Event("raise_late_in_backward", 2, 1)
+    undisturbed, stopped = Reference(Program()), Reference(Program(events=(accident,)))
+    [right, _] = undisturbed.train()
+    assert all(outcome.kinds == ("Accident",) for outcome in stopped.train())
+    assert stopped.weights_at_accident == [[right.trajectory[2]] * 2] * 2
+    assert undisturbed.weights_at_accident == []
+
+
+def test_a_failure_is_shrunk_to_what_it_needs() -> None:
+    def judge(program: Program) -> Verdict:
+        is_wrong = program.happens("nan_loss") and not program.all_options["overlap"] and program.loop == "fabric"
+        return Verdict("different" if is_wrong else "same", "ddp")
+
+    smallest = Program(loop="fabric", events=(Event("nan_loss", 0, 1),), options=(("overlap", False),))
+    large = replace(
+        smallest,
+        model="tied",
+        accumulate=3,
+        num_batches=14,
+        clip="norm",
+        events=(Event("update_ema", 3), Event("nan_loss", 20, 1)),
+        options=(("bucket_cap_mb", "auto"), ("overlap", False)),
+    )
+    assert shrink(judge, Finding(large, judge(large)), within_s=60).program == smallest
+
+
+@pytest.mark.parametrize("loop", ["automatic", "fabric"])
+def test_a_script_says_whether_weights_are_right(loop: str, tmp_path: Path) -> None:
+    program = Program(model="branches_by_rank", loop=loop, accumulate=2, events=(Event("auxiliary_loss", 1, 1),))
+    right = right_weights(program)
+    wrong: list[Any] = [[{name: [0.0] for name in weights} for weights in rank] for rank in right]
+    for weights, words in ((right, "right"), (wrong, "WRONG")):
+        script = tmp_path / f"{words}.py"
+        script.write_text(script_of(program, verdict="different", right=weights))
+        finished = run(script, root="lightning.pytorch", directory=tmp_path)
+        assert finished.returncode == 0, finished.output
+        assert all(f"rank {rank} has {words} weights after batch 7" in finished.output for rank in (0, 1))
