@@ -111,7 +111,8 @@ class _Buffer:
     def is_due(self) -> bool:
         """Return whether to copy it now (Note: large buffers)."""
         before, version = self._seen, self._version
-        self._seen = buffer = getattr(self._owner, self._key, None)
+        buffer: Tensor | None = getattr(self._owner, self._key, None)
+        self._seen = buffer
         if buffer is None:
             return False
         self._version = 0 if buffer.is_inference() else buffer._version
@@ -135,9 +136,11 @@ class _Buffer:
         return buffer, copy
 
     def restore(self) -> None:
-        if self._seen is None or self._copy is None:
+        seen = self._seen
+        if seen is None or self._copy is None:
             return
-        if getattr(self._owner, self._key, None) is self._seen:
-            self._seen.copy_(self._copy)
+        is_there = getattr(self._owner, self._key, None) is seen
+        if is_there:
+            seen.copy_(self._copy)
         else:
             setattr(self._owner, self._key, self._copy.clone())
