@@ -298,9 +298,10 @@ class Reducer:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
     def _fail(self, error: BaseException) -> None:
-        backward, self._backward = self._backward, None
+        self._backward = None
         self._hooks.rest()
-        if backward is not None and backward.syncs:
+        # Also if no gradient has come here yet: on other ranks some may have.
+        if self._no_sync_depth == 0:
             self._failure = f"{type(error).__name__}: {error}"
 
     def _refuse_after_failure(self) -> None:
