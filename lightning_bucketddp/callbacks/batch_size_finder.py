@@ -10,7 +10,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_bucketddp.data.exact_batches import share_of
+from lightning_bucketddp.data.evaluation import share_of
 from lightning_bucketddp.strategies.launchers import ProcessLauncher
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 

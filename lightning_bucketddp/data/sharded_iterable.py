@@ -4,7 +4,8 @@ Note: dealing
     Every process reads the whole stream. Sample i goes to rank i % world_size; of the samples of a rank, as many in a
     row as make a batch go to one worker, the next ones to the next worker. So a rank gets the same batches in the same
     order with any number of workers, `len` is right, and only its last batch may be incomplete. The stream has to be
-    the same in every process: it may be shuffled by a seed, but not by the random numbers of the process.
+    the same in every process: it may be shuffled by a seed, but not by the random numbers of the process. For
+    evaluation the batches of one process are dealt out, so that all ranks run as many (Note: rounds).
 
 Note: reading on
     A checkpoint holds how many samples of the stream all ranks together have trained on. A run that is resumed begins
@@ -25,6 +26,7 @@ from typing import Any, cast
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_bucketddp.data.evaluation import Part, Rounds
 from lightning_bucketddp.wording import list_names
 
 # Names by which code asks which part of the data is its own: in a worker, or on a rank.
@@ -75,7 +77,7 @@ class NoSharding:
         """Return `loader`, or one like it over this rank's part.
 
         Args:
-            num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: nothing trains.
+            num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: for evaluation.
         """
         return loader
 
@@ -107,20 +109,18 @@ class IterableSharding(NoSharding):
     def _deal(self, loader: DataLoader[Any], num_batches_trained: Callable[[], int] | None) -> object:
         batch_size = loader.batch_size or 1
         dataset = cast(IterableDataset[Any], loader.dataset)
-        dealt = ShardedIterable(dataset, rank=self._rank, world_size=self._world_size, batch_size=batch_size)
+        is_training = num_batches_trained is not None
+        rank, world_size = (self._rank, self._world_size) if is_training else (0, 1)
+        dealt = ShardedIterable(dataset, rank=rank, world_size=world_size, batch_size=batch_size)
         prepared = copy.copy(loader)
         # `DataLoader` forbids to set `dataset`. Workers that are there have the old one.
         vars(prepared).update(dataset=dealt, dealt_from=loader, _iterator=None)
         original: Any = type(loader)
-
-        def iterate(this: Any) -> Iterator[Any]:
-            batches: Iterator[Any] = original.__iter__(this)
-            this.dataset.num_read = 0  # workers have copies
-            return batches
-
-        members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__}
         if num_batches_trained is not None:
-            members.update(_stateful(num_batches_trained, samples_per_batch=batch_size * self._world_size))
+            members = _stateful(original, num_batches_trained, samples_per_batch=batch_size * self._world_size)
+        else:
+            members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
+        members["__module__"] = original.__module__
         # Still an instance of its own class, as users and Lightning expect.
         prepared.__class__ = type(original.__name__, (original,), members)
         return prepared
@@ -131,8 +131,23 @@ class IterableSharding(NoSharding):
             self._warn(text)
 
 
-def _stateful(num_batches_trained: Callable[[], int], *, samples_per_batch: int) -> dict[str, Any]:
+def _in_rounds(original: Any, part: Part) -> dict[str, Any]:
+    """Return the members of a loader that deals out the batches of `original` (Note: rounds)."""
+    rounds = Rounds(part, has_last_apart=True)
+    return {
+        "rounds": rounds,
+        "__iter__": lambda this: rounds.deal(original.__iter__(this)),
+        "__len__": lambda this: rounds.number_of(original.__len__(this)),
+    }
+
+
+def _stateful(original: Any, num_batches_trained: Callable[[], int], *, samples_per_batch: int) -> dict[str, Any]:
     """Return the members by which Lightning saves and restores the position of a loader (Note: reading on)."""
+
+    def iterate(this: Any) -> Iterator[Any]:
+        batches: Iterator[Any] = original.__iter__(this)
+        this.dataset.num_read = 0  # workers have copies
+        return batches
 
     def state_dict(this: Any) -> dict[str, int]:
         return {"num_samples": num_batches_trained() * samples_per_batch}
@@ -141,6 +156,7 @@ def _stateful(num_batches_trained: Callable[[], int], *, samples_per_batch: int)
         this.dataset.num_read = state.get("num_samples", 0)
 
     return {
+        "__iter__": iterate,
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
         "num_batches_read": property(lambda this: this.dataset.num_read // samples_per_batch),

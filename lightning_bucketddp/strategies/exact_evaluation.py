@@ -3,7 +3,7 @@
 Note: all samples first
     Lightning gives each rank a `DistributedSampler`, which repeats samples until all ranks have as many. It asks the
     strategy how many ranks there are. For evaluation we say one: its sampler then gives every sample, in the order that
-    one process would see, also through a batch sampler of the user's. Of that, `data/exact_batches` takes this rank's
+    one process would see, also through a batch sampler of the user's. Of that, `data/evaluation` takes this rank's
     part. What Lightning leaves alone (a sampler that is distributed already, `use_distributed_sampler=False`, a
     stream) we never see.
 """
@@ -11,15 +11,17 @@ Note: all samples first
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.data.exact_batches import Part, divide, share_of
+from lightning_bucketddp.data.evaluation import Part, divide, share_of
+from lightning_bucketddp.strategies.metric_rollback import rolled_back
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,33 +30,8 @@ _TRAINING = "train"
 _PREDICTING = "predict"
 
 
-class PaddedEvaluation:
-    """Lightning divides the data, and there is nothing to add."""
-
-    def sampler_kwargs(self) -> dict[str, Any] | None:
-        """Return what Lightning shall make the sampler with that it asks for; None: for this rank's data."""
-        return None
-
-    def begin(self) -> None:
-        """Begin to count batches."""
-
-    def see_batch(self, dataloader_idx: int) -> None:
-        """Count a batch of an evaluation."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return what a step of an evaluation runs in."""
-        return nullcontext()
-
-    def take_notes(self) -> list[str]:
-        """Return what is new to say about the data, for the log."""
-        return []
-
-    def close(self) -> None:
-        """Leave the Trainer as it was."""
-
-
-class ExactEvaluation(PaddedEvaluation):
-    """Divides the data that Lightning prepares for evaluation (Note: all samples first).
+class ExactEvaluation:
+    """Divides the data that Lightning prepares for evaluation, and takes back what is repeated.
 
     Args:
         pads: leave validation and test to Lightning.
@@ -63,112 +40,112 @@ class ExactEvaluation(PaddedEvaluation):
 
     def __init__(self, trainer: Trainer, collectives: Collectives, *, pads: bool, keeps_batches: bool) -> None:
         self._trainer: Any = trainer
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-        self._seed = common_seed(collectives)
+        self.part = Part(collectives.rank, collectives.world_size, common_seed(collectives))
         self._pads = pads
         self._keeps_batches = keeps_batches
         self._gives_all = False
         self._was_asked = False
-        self._num_seen = Counter[int]()
-        self._repeats = False
-        # By the name of a dataloader; empty once it was taken.
-        self._notes: dict[str, str] = {}
-        # Nothing else tells for what a sampler is: validation data is prepared in the middle of training.
-        self._connector: Any = self._trainer._data_connector
-        vars(self._connector)["_prepare_dataloader"] = self._prepare
+        # Nothing else tells for what a sampler is (validation data is prepared in the middle of training), and which
+        # batch of which loader a step and its hooks are about.
+        self._replaced: list[tuple[Any, str]] = []
+        self._replace(self._trainer._data_connector, "_prepare_dataloader", self._prepare)
+        fit_loop = self._trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit_loop, self._trainer.validate_loop, self._trainer.test_loop):
+            self._replace(loop, "_evaluation_step", self._evaluation_step(loop))
+        self._replace(self._trainer.predict_loop, "_predict_step", self._predict_step)
 
-    def take_notes(self) -> list[str]:
-        notes = [note for note in self._notes.values() if note]
-        self._notes = dict.fromkeys(self._notes, "")
-        return notes
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        vars(owner)[name] = method
+        self._replaced.append((owner, name))
 
     def close(self) -> None:
-        vars(self._connector).pop("_prepare_dataloader", None)
+        """Leave the Trainer as it was."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
 
     def sampler_kwargs(self) -> dict[str, Any] | None:
+        """Return what Lightning shall make the sampler with that it asks for; None: for this rank's data."""
         self._was_asked = True
-        return {"num_replicas": 1, "rank": 0, "seed": self._seed} if self._gives_all else None
+        return {"num_replicas": 1, "rank": 0, "seed": self.part.seed} if self._gives_all else None
 
     def _prepare(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        prepare = type(self._connector)._prepare_dataloader
+        connector = self._trainer._data_connector
         self._gives_all = mode != _TRAINING and not (self._pads and mode != _PREDICTING)
         self._was_asked = False
         try:
-            loader = prepare(self._connector, dataloader, shuffle, mode)
+            loader = type(connector)._prepare_dataloader(connector, dataloader, shuffle, mode)
             if self._gives_all and self._was_asked:
-                self._divide(loader, mode)
+                divide(loader, self.part, keeps_batches=self._keeps_batches and mode == _PREDICTING)
         finally:
             self._gives_all = False
         return loader
 
-    def _divide(self, loader: Any, mode: Any) -> None:
-        # A prediction is returned, and nothing in it can be taken back.
-        is_prediction = mode == _PREDICTING
-        part = Part(self._rank, self._world_size, self._seed, repeats=not is_prediction)
-        divide(loader, part, keeps_batches=self._keeps_batches and is_prediction)
-        name, share = f"{mode.dataloader_prefix}_dataloader", share_of(loader)
-        sampler = getattr(share, "sampler", None)
-        if is_prediction or sampler is None or len(sampler) % self._world_size == 0 or name in self._notes:
+    def _evaluation_step(self, loop: Any) -> Callable[..., None]:
+        def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+            run = type(loop)._evaluation_step
+            repeated = [] if dataloader_iter is not None else _shares_repeated(loop, batch_idx, dataloader_idx)
+            if not repeated:
+                run(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+                return
+            # One that has nothing of its own would log nan for itself, which callbacks of this rank compare.
+            has_nothing = all(share.num_own_batches == 0 for share in repeated)
+            with rolled_back(self._trainer._results, keeps_own_values=has_nothing):
+                run(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+
+        return step
+
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        loop = self._trainer.predict_loop
+        if dataloader_iter is not None or not _shares_repeated(loop, batch_idx, dataloader_idx):
+            type(loop)._predict_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        # Not said now: a progress bar may be on the screen.
-        self._notes[name] = (
-            f"each of the {len(sampler)} samples of `{name}` was evaluated once, on {self._world_size} ranks"
-            " (`exact_evaluation=False` repeats some, as `ddp` does)"
+        # For collectives in the step. Nobody else is told, because nobody could take back what he writes.
+        strategy, module = self._trainer.strategy, self._trainer.lightning_module
+        batch = strategy.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        arguments = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)
+        strategy.predict_step(*loop._build_step_args_from_hook_kwargs(arguments, "predict_step"))
+
+
+def divided_loaders(loop: Any) -> list[bool]:
+    """Return for each dataloader of a prediction whether we have divided it; what others give, every rank has.
+
+    Raises:
+        ValueError: the user's own sampler has divided one.
+    """
+    loaders = loop._combined_loader.flattened
+    for number, loader in enumerate(loaders):
+        # Lightning's sampler that remembers the indices is beside it.
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+        if isinstance(sampler, DistributedSampler) and share_of(loader) is None:
+            raise ValueError(
+                f"`gather_predictions=True` puts together what it has divided itself, and dataloader {number} has a"
+                f" `{type(sampler).__name__}` already, so nobody knows the order of its samples. Pass the loader"
+                " without it; or leave `gather_predictions` out."
+            )
+    are_divided = [share_of(loader) is not None for loader in loaders]
+    if not all(are_divided):
+        rank_zero_warn(
+            "bucketddp: `gather_predictions=True` returns rank zero's own predictions of a dataloader that every rank"
+            " reads in full (`use_distributed_sampler=False`, or a stream without `shard_iterable=True`)."
         )
+    return are_divided
 
-    def begin(self) -> None:
-        self._num_seen.clear()
 
-    def see_batch(self, dataloader_idx: int) -> None:
-        self._num_seen[dataloader_idx] += 1
-        combined = self._trainer._evaluation_loop._combined_loader
-        share = share_of(combined.flattened[dataloader_idx])
-        # Where each step takes batches of several loaders, some of them may be this rank's own.
-        is_alone = combined._mode == "sequential"
-        self._repeats = is_alone and share is not None and self._num_seen[dataloader_idx] > share.num_own_batches
-
-    def step(self) -> AbstractContextManager[None]:
-        if not self._repeats:
-            return nullcontext()
-        return _taken_back(self._trainer._results, self._trainer.lightning_module)
+def _shares_repeated(loop: Any, batch_idx: int, dataloader_idx: int) -> list[Any]:
+    """Return the shares of data that a batch repeats; none: something in it is this rank's own."""
+    combined = loop._combined_loader
+    # In other modes a step takes a batch of each loader that has one left.
+    loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
+    shares = [share_of(loader) for loader in loaders]
+    has_own = any(share is None or batch_idx < share.num_own_batches for share in shares)
+    return [] if has_own else shares
 
 
 def common_seed(collectives: Collectives) -> int:
     """Return the seed of rank zero; others may have been seeded in another way."""
-    seed: int = collectives.broadcast_json(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-    return seed
-
-
-@contextmanager
-def _taken_back(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Take back what is logged into `results`, and what the metrics of `module` count; collectives take place."""
-    from torchmetrics import Metric
-
-    def metrics() -> dict[int, Metric]:
-        logged = [result.value for result in results.values()]
-        found = [metric for metric in (*results.values(), *logged, *module.modules()) if isinstance(metric, Metric)]
-        return {id(metric): metric for metric in found}  # their hashes change with their states
-
-    before = {
-        key: {name: _copied(value) for name, value in metric.metric_state.items()} for key, metric in metrics().items()
-    }
-    yield
-    for key, metric in metrics().items():
-        states = before.get(key, metric._defaults)
-        for name, value in metric.metric_state.items():
-            setattr(metric, name, _without_samples(value, states[name]))
-        metric._computed = None
-
-
-def _copied(state: Any) -> Any:
-    return state.clone() if isinstance(state, Tensor) else list(state)
-
-
-def _without_samples(state: Any, before: Any) -> Any:
-    """Return the state of a metric `before` it became `state`; one that had nothing keeps dtype and shape of nothing.
-
-    The ranks gather such states, and one that has none at all would not take part.
-    """
-    if isinstance(state, list) and not before:
-        return [value.reshape(-1, *value.shape[1:])[:0] for value in state]
-    return _copied(before)
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    own = zlib.crc32(torch.default_generator.get_state().numpy().tobytes()) if seed is None else int(seed)
+    common: int = collectives.broadcast_json(own)
+    return common

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO
-from lightning_bucketddp.data.exact_batches import Part, divided
+from lightning_bucketddp.data.evaluation import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.graphs import graphs_split
@@ -234,8 +234,8 @@ class FabricStrategy(FabricCheckpointHooks):
     def exact_dataloader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return `loader` for `fabric.setup_dataloaders`, so that every sample is evaluated once, by one of the ranks.
 
-        All ranks get as many batches wherever there are enough samples to split; else some get one less. Call it on all
-        ranks, after `fabric.launch()`.
+        All ranks get as many batches wherever there are enough samples to split; else, and with batches of your own
+        batch sampler, which are not split, some get one less. Call it on all ranks, after `fabric.launch()`.
         """
         if self._collectives is None:
             raise RuntimeError("`exact_dataloader` divides data among the ranks, so call `fabric.launch()` before.")

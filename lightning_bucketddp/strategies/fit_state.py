@@ -20,7 +20,7 @@ from lightning_bucketddp.replicas.consistency import NoReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.strategies.batch_weighting import EqualBatches
-from lightning_bucketddp.strategies.exact_evaluation import PaddedEvaluation
+from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.local_steps import NoLocalSteps
 from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
@@ -150,7 +150,7 @@ class FitState:
         buffers: when the ranks get rank 0's.
         layers: those that are synchronised between ranks.
         checks: compare the replicas.
-        evaluation: which samples this rank evaluates.
+        evaluation: which samples this rank evaluates; None: it is alone.
         first_batches: compares the ranks' training data.
         sharding: gives each rank its part of a stream.
         islands: the ranks that take each step together; None: all of them do.
@@ -170,7 +170,7 @@ class FitState:
     buffers: NoBufferSync = field(default_factory=NoBufferSync)
     layers: NoLayerSync = field(default_factory=NoLayerSync)
     checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
-    evaluation: PaddedEvaluation = field(default_factory=PaddedEvaluation)
+    evaluation: ExactEvaluation | None = None
     first_batches: NoFirstBatches = field(default_factory=NoFirstBatches)
     sharding: NoSharding = field(default_factory=NoSharding)
     islands: Islands | None = None
@@ -186,7 +186,8 @@ class FitState:
             self.reducer.close()
         if self.shards is not None:
             self.shards.release_gradients()
-        self.evaluation.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
         layers, self.layers = self.layers, NoLayerSync()
         return model if model is None else layers.revert(model)
 

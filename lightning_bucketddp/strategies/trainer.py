@@ -285,20 +285,19 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def _prepare_evaluation(self, trainer: Trainer) -> None:
         assert self._collectives is not None
-        options = self.options
-        if self._collectives.world_size > 1 and (options.exact_evaluation or options.gather_predictions):
+        if self._collectives.world_size > 1:
             self._state.evaluation = ExactEvaluation(
                 trainer,
                 self._collectives,
-                pads=not options.exact_evaluation,
-                keeps_batches=options.gather_predictions,
+                pads=not self.options.exact_evaluation,
+                keeps_batches=self.options.gather_predictions,
             )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
         ranks = {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-        return self._state.evaluation.sampler_kwargs() or ranks
+        return ranks if self._state.evaluation is None else self._state.evaluation.sampler_kwargs() or ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
@@ -476,7 +475,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         state.done = [part for part in done if part]
 
     def log_end(self) -> None:
-        done, self._state.done = self._state.done + self._state.evaluation.take_notes(), []
+        done, self._state.done = self._state.done, []
         if done:
             rank_zero_info(f"bucketddp: {'; '.join(done)}.")
 

@@ -23,6 +23,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import TrainingState, training_state
 from lightning_bucketddp.strategies.base import StrategyBase
+from lightning_bucketddp.strategies.exact_evaluation import divided_loaders
 from lightning_bucketddp.strategies.fit_state import FitState
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.strategies.predictions import gather_predictions
@@ -48,6 +49,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _batch_size: OwnBatchSize
     _position: NoEpochPosition
     _is_loading_training_data = False
+    # By dataloader of the prediction that runs.
+    _are_divided: list[bool]
     # None: nobody searches for a batch size.
     _trials: Trials | None = None
     # Lightning's own.
@@ -114,8 +117,6 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         if self._is_training():
             self._state.weighting.see(batch)
             self._state.first_batches.see(batch)
-        elif self._is_evaluating():
-            self._state.evaluation.see_batch(dataloader_idx)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         # Validation has batches of its own.
         if self._is_training():
@@ -124,9 +125,6 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def _is_training(self) -> bool:
         return self.lightning_module is not None and self._trainer.training
-
-    def _is_evaluating(self) -> bool:
-        return self.lightning_module is not None and self._trainer.evaluating
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._progress.epoch, self._progress.batch = self._module.current_epoch, batch_idx
@@ -249,30 +247,27 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def on_validation_start(self) -> None:
         self._state.buffers.begin_validation()
-        self._state.evaluation.begin()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("validation")
         self._state.buffers.before_validation_step()
-        with self._state.evaluation.step():
-            return super().validation_step(*args, **kwargs)
+        return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("test")
-        with self._state.evaluation.step():
-            return super().test_step(*args, **kwargs)
+        return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("prediction")
         return super().predict_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
-        self._state.evaluation.begin()
         self._state.buffers.before_evaluation()
 
     def on_predict_start(self) -> None:
         self._state.buffers.before_evaluation()
         if self._gathers_predictions:
+            self._are_divided = divided_loaders(self._trainer.predict_loop)
             # Lightning returns none where it has launched processes by itself.
             self._trainer.predict_loop._return_predictions |= self._start_method != "popen"
 
@@ -280,7 +275,10 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         loop = self._trainer.predict_loop
         if self._gathers_predictions and loop.return_predictions:
             assert self._collectives is not None
-            gather_predictions(loop._predictions, self._collectives)
+            divided = [
+                batches for batches, is_divided in zip(loop._predictions, self._are_divided, strict=True) if is_divided
+            ]
+            gather_predictions(divided, self._collectives)
 
     @property
     def _gathers_predictions(self) -> bool:

@@ -109,8 +109,13 @@ LIGHTNING_ATTRIBUTES = {
     # read by us, of a sampler of the user's
     "_sampler": "overrides.distributed",
     # read by us in an evaluation
-    "_evaluation_loop": "trainer.trainer",
     "_results": "trainer.trainer",
+    # replaced by us on the loops of an evaluation, and called in what replaces them
+    "_evaluation_step": "loops.evaluation_loop",
+    "_predict_step": "loops.prediction_loop",
+    "_build_kwargs": "loops.prediction_loop",
+    "_build_step_args_from_hook_kwargs": "loops.prediction_loop",
+    "_on_before_batch_transfer": "loops.prediction_loop",
     "_mode": "utilities.combined_loader",
     # written by us in a prediction
     "_return_predictions": "loops.prediction_loop",
@@ -118,7 +123,7 @@ LIGHTNING_ATTRIBUTES = {
     # overridden by us
     "_collect_rank_zero_results": "strategies.launchers.multiprocessing",
 }
-METRICS = {"_computed", "_defaults"}
+METRICS = {"_computed", "_defaults", "_reductions", "_update_count"}
 FABRIC = {"_init_dist_connection": "utilities.distributed"}
 FABRIC_ATTRIBUTES = {
     # written by us

@@ -22,7 +22,6 @@ from tests.support.scripts.evaluations import (
     predict,
 )
 
-# Where nothing has to be repeated.
 CASES = {
     "more batches on some ranks": Case((103,)),
     "one sample more than full batches": Case((9,), batch_size=4),
@@ -32,10 +31,7 @@ CASES = {
     "drawn by the user's sampler": Case((41,), kind="subset"),
     "the user's batches": Case((17,), kind="custom batches", batch_size=3),
     "two loaders": Case((20, 9)),
-    "two loaders at once, the longer one counts": Case((21, 10), mode="max_size"),
-}
-# Where a rank has to repeat a batch, which must not count.
-REPEATING = {
+    "two loaders at once, the longer one is uneven": Case((23, 12), mode="max_size"),
     "one sample": Case((1,)),
     "fewer samples than ranks": Case((3,), batch_size=2),
     "batches of one": Case((7,), batch_size=1),
@@ -46,7 +42,7 @@ REPEATING = {
 
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
-    [outcome] = run_on_ranks(evaluate, world_size=1, cases=[{**CASES, **REPEATING}[name]])[0]
+    [outcome] = run_on_ranks(evaluate, world_size=1, cases=[CASES[name]])[0]
     return outcome
 
 
@@ -62,60 +58,59 @@ def assert_logged_as_alone(outcome: dict[str, Any], expected: dict[str, Any], wo
 
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
 def test_every_sample_counts_once(world_size: int) -> None:
-    cases = {**CASES, **REPEATING}
-    ranks = run_on_ranks(evaluate, world_size=world_size, cases=list(cases.values()))
-    for number, (name, case) in enumerate(cases.items()):
+    ranks = run_on_ranks(evaluate, world_size=world_size, cases=list(CASES.values()))
+    for number, (name, case) in enumerate(CASES.items()):
         outcomes = [rank[number] for rank in ranks]
         assert len({outcome["num_steps"] for outcome in outcomes}) == 1, name
         for outcome in outcomes:
             assert_logged_as_alone(outcome, alone(name), world_size)
-        if name in CASES:
-            seen = sorted(index for outcome in outcomes for batch in outcome["seen"] for index in batch)
-            assert seen == sorted(index for batch in alone(name)["seen"] for index in batch), name
-            assert case.batch_size is not None
-            assert all(len(batch) <= case.batch_size for outcome in outcomes for batch in outcome["seen"])
+        seen = {index for outcome in outcomes for batch in outcome["seen"] for index in batch}
+        assert seen == {index for batch in alone(name)["seen"] for index in batch}, name
+        assert all(len(batch) <= (case.batch_size or 1) for outcome in outcomes for batch in outcome["seen"])
+        if case.kind != "custom batches":
+            sizes = [[len(batch) for batch in outcome["seen"]] for outcome in outcomes]
+            assert all(of_rank == sizes[0] for of_rank in sizes), name
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: Any) -> None:
     ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((21, 10), mode=mode)])]
-    # 11 and 10 samples of the first loader, 5 and 5 of the second.
-    assert [outcome["num_steps"] for outcome in ranks] == ([2, 2] if mode == "min_size" else [3, 3])
-    taken = [
-        batches[::2] if mode != "max_size" else [batches[at] for at in (0, 2, 4)]
-        for batches in (o["seen"] for o in ranks)
-    ]
-    first = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(taken)))
-    assert first == (list(range(16)) if mode == "min_size" else list(range(21)))
+    # 9 samples of the first loader on both ranks, and 3 more on one; 5 and 5 of the second.
+    assert [outcome["num_steps"] for outcome in ranks] == ([2, 2] if mode == "min_size" else [4, 4])
+    sizes = [[len(batch) for batch in outcome["seen"]] for outcome in ranks]
+    together = {"min_size": [4, 4, 4, 1], "max_size": [4, 4, 4, 1, 1, 3], "max_size_cycle": [4, 4, 4, 1, 1, 4, 3, 1]}
+    assert sizes == [together[mode]] * 2
     assert ranks[0]["logged"] == ranks[1]["logged"]
 
 
 def test_last_batches_that_are_not_full_are_dropped() -> None:
     ranks = run_on_ranks(evaluate, cases=[Case((21,), drop_last=True), Case((7,), drop_last=True)])
-    full, nothing = zip(*ranks, strict=True)
-    assert [outcome["seen"] for outcome in full] == [
-        [list(range(rank, 16, 2))[:4], list(range(rank, 16, 2))[4:]] for rank in (0, 1)
-    ]
-    assert [outcome["seen"] for outcome in nothing] == [[], []]
+    # Five and one full batches, of which the last is repeated.
+    seen = [[outcome["seen"] for outcome in rank] for rank in ranks]
+    batches = [list(range(start, start + 4)) for start in range(0, 20, 4)]
+    assert seen == [[batches[0::2], batches[:1]], [[*batches[1::2], batches[4]], batches[:1]]]
+    [alone] = run_on_ranks(evaluate, world_size=1, cases=[Case((21,), drop_last=True)])
+    for rank in ranks:
+        assert_logged_as_alone(rank[0], alone[0], world_size=2)
 
 
 @pytest.mark.parametrize(
     ("trainer", "num_batches", "num_asked"),
     [
-        ({}, [4], 1),
+        ({}, [5], 1),
         ({"limit_val_batches": 3}, [3], 1),
         ({"limit_val_batches": 0.5}, [2], 1),
         ({"overfit_batches": 2}, [2], 1),
-        ({"num_sanity_val_steps": 1}, [1, 4], 1),
-        ({"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}, [4, 4, 4], 2),
+        ({"num_sanity_val_steps": 1}, [1, 5], 1),
+        ({"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}, [5, 5, 5], 2),
     ],
     ids=str,
 )
 def test_validation_in_a_fit(trainer: dict[str, Any], num_batches: list[int], num_asked: int) -> None:
     ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((31,), trainer=trainer)], stage="fit")]
     for rank, outcome in enumerate(ranks):
-        share = list(range(rank, 31, 2))
-        batches = [share[at : at + 4] for at in range(0, len(share), 4)]
+        share = list(range(rank, 28, 2))
+        batches = [*(share[at : at + 4] for at in range(0, len(share), 4)), [28, 29, 30]]
         assert outcome["seen"] == [batch for num in num_batches for batch in batches[:num]]
         assert outcome["num_asked"] == num_asked
     assert ranks[0]["logged"] == ranks[1]["logged"]
@@ -151,7 +146,7 @@ def test_fabric_evaluates_every_sample_once(options: dict[str, Any]) -> None:
     for number, *batches in zip(num_samples, *ranks, strict=True):
         samples = itertools.chain.from_iterable
         assert sorted(samples(samples(batches))) == list(range(number))
-        if number > 1 and options.get("batch_size", 4) is not None:
+        if number > 1 and "batch_size" not in options and "kind" not in options:  # there is something to split
             assert len(batches[0]) == len(batches[1])
 
 
@@ -202,7 +197,7 @@ def test_predictions_stay_where_they_are_made_by_default() -> None:
         list(range(5)),
         [0],
     ]
-    assert [[len(batch["value"]) for batch in rank[0]["returned"]] for rank in ranks] == [[2, 1], [1, 1]]
+    assert [[len(batch["value"]) for batch in rank[0]["returned"]] for rank in ranks] == [[2, 1], [2]]
 
 
 def test_rank_zero_needs_memory_for_the_result_and_little_more() -> None:
@@ -233,6 +228,5 @@ def test_every_launcher(launcher: str, tmp_path: Path) -> None:
     if only != "predict":
         mean = sum(i * i % 97 for i in range(103)) / 103
         assert finished.results["test"] == [pytest.approx({"mean": mean, "count": 103})]
-        assert finished.results["steps"] == [13, 13]
-        assert finished.output.count("bucketddp: each of the 103 samples of `test_dataloader` was evaluated once") == 1
+        assert finished.results["steps"] == [14, 14]
         assert "it is recommended to use `Trainer(devices=1" not in finished.output

@@ -1,0 +1,356 @@
+"""What users of `ddp` do in evaluation works, with numbers of samples that the ranks cannot share evenly."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
+from torchmetrics.regression import SpearmanCorrCoef
+from torchmetrics.retrieval import RetrievalMAP
+
+from lightning_bucketddp import BucketDDPStrategy
+from tests.support.ranks import RankFailed, run_on_ranks
+from tests.support.scripts.evaluations import Numbered, Stream
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+
+class Evaluated(LightningModule):
+    """Trains nothing to speak of; a test and a validation are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.told: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch[1].float()[:, None]).mean()
+        return loss
+
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        raise NotImplementedError
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, batch_idx)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Gathers(Evaluated):
+    """Collects outputs, and gathers them in a step and at the end."""
+
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.told.append(batch[0])
+        gathered: Any = self.all_gather({"indices": batch[0], "pair": [batch[1], batch[2]]})
+        assert gathered["indices"].shape == (dist.get_world_size(), len(batch[0])) == gathered["pair"][0].shape
+
+    def on_validation_epoch_end(self) -> None:
+        everything: Any = self.all_gather(torch.cat(self.told))
+        self.told = everything.flatten().tolist()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class GatheredOneByOne(Metric):
+    """Keeps a tensor for each sample, as metrics of detections do, and begins to count in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", [], dist_reduce_fx=None)
+        self.add_state("weight", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("by_class", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.boxes: list[Tensor]
+        self.weight: Tensor
+        self.by_class: Tensor
+
+    def update(self, indices: Tensor) -> None:
+        self.boxes += [torch.full((2, 4), float(index)) for index in indices]
+        self.weight = self.weight + indices.double().sum()
+        self.by_class = self.by_class + torch.stack([indices.float().sum(), indices.float().square().sum()])
+
+    def compute(self) -> Tensor:
+        boxes = torch.cat(self.boxes) if self.boxes else torch.zeros(0, 4)
+        return torch.stack([boxes.double().sum(), self.weight, *self.by_class.double()])
+
+
+class Measures(Evaluated):
+    """Has metrics everywhere, and logs in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_by_one = GatheredOneByOne()
+        self.retrieval, self.ranks, self.values = RetrievalMAP(), SpearmanCorrCoef(), CatMetric()
+        self.group = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3, average="micro")])
+        self.in_a_dict = {"mean": MeanMetric()}
+        self.after_each = SumMetric()
+
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        indices, values, labels = batch
+        self.trainer.strategy.batch_to_device(batch)
+        scores = (indices * 7 % 11) / 11
+        self.one_by_one.update(indices)
+        self.retrieval.update(scores, indices % 2 == 0, indexes=indices // 4)
+        self.ranks.update(scores, values.float())
+        self.values.update(values)
+        self.group.update((indices * 7 // 5) % 3, labels)
+        self.in_a_dict["mean"].update(values)
+        self.log("float64", values.mean(), sync_dist=True, on_epoch=True, batch_size=len(values))
+        self.log("total", values.sum(), sync_dist=True, on_epoch=True, reduce_fx="sum")
+
+    def on_test_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.after_each.update(batch[1])
+        self.log("later", batch[1].sum(), sync_dist=True, on_epoch=True, reduce_fx="sum")
+        # One that is emptied in every batch has nothing to take back.
+        self.after_each.compute()
+        self.after_each.reset()
+
+    def on_test_epoch_end(self) -> None:
+        self.told = [
+            self.one_by_one.compute().tolist(),
+            self.retrieval.compute().item(),
+            self.ranks.compute().item(),
+            sorted(torch.as_tensor(self.values.compute()).reshape(-1).tolist()),
+            {name: value.item() for name, value in self.group.compute().items()},
+            self.in_a_dict["mean"].compute().item(),
+            self.after_each.compute().item(),
+        ]
+
+
+class Counts(Callback):
+    """Has a metric of its own, and asks for a batch as some do who run the model once more."""
+
+    def __init__(self) -> None:
+        self.metric = SumMetric()
+
+    def on_test_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        trainer.strategy.batch_to_device(batch)
+        self.metric.update(batch[0])
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.total = self.metric.compute().item()
+
+
+def run_stage(module: Evaluated, loader: Any, *, stage: str = "test", callbacks: Any = (), **options: Any) -> Any:
+    trainer_options = {"max_epochs": 1, "num_sanity_val_steps": 0, **options.pop("trainer", {})}
+    trainer = make_trainer(BucketDDPStrategy(**options), callbacks=list(callbacks), **trainer_options)
+    if stage == "fit":
+        trainer.fit(module, DataLoader(Numbered(8), batch_size=2), loader)
+    elif stage == "predict":
+        return trainer.predict(module, loader)
+    else:
+        getattr(trainer, stage)(module, loader, verbose=False)
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@like_torchrun()
+def gather(num_samples: list[int], stage: str) -> list[list[int]]:
+    modules = [Gathers() for _ in num_samples]
+    for module, number in zip(modules, num_samples, strict=True):
+        run_stage(module, DataLoader(Numbered(number), batch_size=4), stage=stage)
+    return [module.told for module in modules]
+
+
+@pytest.mark.parametrize("stage", ["test", "fit"])
+def test_outputs_are_gathered_in_steps_and_at_the_end(stage: str) -> None:
+    num_samples = [101, 7, 3, 1]
+    first, second = run_on_ranks(gather, num_samples=num_samples, stage=stage)
+    assert first == second
+    for number, gathered in zip(num_samples, first, strict=True):
+        assert set(gathered) == set(range(number))
+        assert len(gathered) <= number + 3  # what is repeated
+
+
+@like_torchrun()
+def measure(num_samples: list[int]) -> list[Any]:
+    outcomes = []
+    for number in num_samples:
+        module, callback = Measures(), Counts()
+        logged = run_stage(module, DataLoader(Numbered(number), batch_size=4), callbacks=[callback])
+        outcomes.append((module.told, logged, callback.total))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_logged_and_measured_is_that_of_one_process(world_size: int) -> None:
+    num_samples = [29, 30, 9, 5]
+    [alone] = run_on_ranks(measure, world_size=1, num_samples=num_samples)
+    for rank in run_on_ranks(measure, world_size=world_size, num_samples=num_samples):
+        for (told, logged, counted), expected in zip(rank, alone, strict=True):
+            assert told == [pytest.approx(value, rel=1e-6) for value in expected[0]]
+            assert logged == pytest.approx(expected[1])
+            assert counted == expected[2]
+
+
+# --- batch samplers of the user's
+
+
+class Pairs(BatchSampler):
+    """An anchor and what belongs to it, which lie far apart."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = list(self.sampler)
+        half = len(samples) // 2
+        return ([anchor, positive] for anchor, positive in zip(samples[:half], samples[half:], strict=True))
+
+
+class UnsizedPairs(Pairs):
+    def __len__(self) -> int:
+        raise TypeError("nobody knows how many")
+
+
+class EndlessPairs(UnsizedPairs):
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.cycle(super().__iter__())
+
+
+class Agreement(Evaluated):
+    def __init__(self, num_pairs: int) -> None:
+        super().__init__()
+        self.num_pairs = num_pairs
+
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        indices = batch[0]
+        agrees = float(len(indices) == 2 and indices[1] - indices[0] == self.num_pairs)
+        dist.all_reduce(torch.ones(1))
+        self.log("agreement", agrees, sync_dist=True, on_epoch=True, batch_size=1)
+        self.log("number", 1.0, sync_dist=True, on_epoch=True, reduce_fx="sum")
+
+
+@like_torchrun()
+def agree(num_pairs: int) -> list[Any]:
+    outcomes = []
+    for pairs in (Pairs, UnsizedPairs, EndlessPairs):
+        loader = DataLoader(Numbered(2 * num_pairs), batch_sampler=pairs(range(2 * num_pairs), 2, drop_last=False))
+        limit = {"limit_test_batches": 2} if pairs is EndlessPairs else {}
+        outcomes.append(run_stage(Agreement(num_pairs), loader, trainer=limit))
+    return outcomes
+
+
+def test_batches_of_a_users_sampler_are_never_cut() -> None:
+    for sized, unsized, endless in run_on_ranks(agree, num_pairs=5):
+        assert sized == unsized == {"agreement": 1.0, "number": 5.0}
+        assert endless == {"agreement": 1.0, "number": 4.0}
+
+
+# --- fewer samples than ranks
+
+
+class OwnValue(Evaluated):
+    """Logs the value of each rank, which callbacks of that rank watch."""
+
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("own", batch[1].mean())
+        self.log("shared", batch[1].mean(), sync_dist=True)
+
+
+@like_torchrun()
+def watch(num_samples: int) -> Any:
+    module = OwnValue()
+    stopping = EarlyStopping("own", patience=5, check_finite=True)
+    loader = DataLoader(Numbered(num_samples), batch_size=4)
+    logged = run_stage(module, loader, stage="fit", callbacks=[stopping], trainer={"max_epochs": 3})
+    return module.trainer.current_epoch, logged["own"], logged["shared"]
+
+
+def test_a_rank_without_samples_watches_the_value_of_one_that_has_some() -> None:
+    for outcome, own in zip(run_on_ranks(watch, world_size=3, num_samples=2), (0.0, 1.0, 0.0), strict=True):
+        assert outcome == (3, own, pytest.approx(0.5))
+
+
+# --- random samplers
+
+
+class Remembers(Evaluated):
+    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.told.append((self.current_epoch, batch[0].tolist()))
+
+
+@like_torchrun()
+def draw(seed: int) -> list[tuple[int, list[int]]]:
+    torch.manual_seed(seed + dist.get_rank())
+    module = Remembers()
+    sampler = WeightedRandomSampler([1.0] * 50, num_samples=12, replacement=False)
+    loader = DataLoader(Numbered(50), batch_size=4, sampler=sampler)
+    run_stage(module, loader, stage="fit", trainer={"max_epochs": 3})
+    return module.told
+
+
+def test_random_samplers_draw_anew_in_each_epoch_and_run_and_alike_on_all_ranks() -> None:
+    drawn = set()
+    for seed in (1, 11):
+        ranks = run_on_ranks(draw, seed=seed)
+        for epoch in range(3):
+            batches = [batch for rank in ranks for number, batch in rank if number == epoch]
+            samples = frozenset(itertools.chain.from_iterable(batches))
+            assert len(samples) == 12, "the ranks divide one draw"
+            drawn.add(samples)
+    assert len(drawn) == 6
+
+
+# --- predictions
+
+
+class Predicts(Evaluated):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> list[int]:
+        steps = torch.tensor([batch_idx, 1])
+        dist.all_reduce(steps)
+        assert steps.tolist() == [batch_idx * dist.get_world_size(), dist.get_world_size()]
+        return batch[0].tolist()
+
+
+@like_torchrun()
+def predict(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Any]:
+    outcomes = []
+    for kind, number, options in cases:
+        data: Any = Stream(number) if kind == "stream" else Numbered(number)
+        sampler: Any = DistributedSampler(data, shuffle=False) if kind == "divided by the user" else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            predicted = run_stage(
+                Predicts(), DataLoader(data, batch_size=2, sampler=sampler), stage="predict", **options
+            )
+        outcomes.append((predicted, [str(warning.message) for warning in caught]))
+    return outcomes
+
+
+def test_predictions_come_in_the_order_of_one_process_and_steps_may_have_collectives() -> None:
+    gathers = {"gather_predictions": True}
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("plain", 9, gathers),
+        ("stream", 9, {**gathers, "shard_iterable": True}),
+        ("stream", 3, {**gathers, "shard_iterable": True}),
+        ("plain", 7, {}),
+    ]
+    first, second = run_on_ranks(predict, cases=cases)
+    in_order = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+    assert [first[number][0] for number in range(3)] == [in_order, in_order, [[0, 1], [2]]]
+    own = [*itertools.chain.from_iterable(first[3][0]), *itertools.chain.from_iterable(second[3][0])]
+    assert sorted(own) == list(range(7))
+
+
+def test_predictions_that_every_rank_makes_are_returned_once_with_a_word() -> None:
+    cases = [("plain", 5, {"gather_predictions": True, "trainer": {"use_distributed_sampler": False}})]
+    [(predicted, caught)], _ = run_on_ranks(predict, cases=cases)
+    assert predicted == [[0, 1], [2, 3], [4]]
+    assert [text for text in caught if "returns rank zero's own predictions" in text]
+
+
+def test_predictions_in_an_unknown_order_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"dataloader 0 has a `DistributedSampler` already"):
+        run_on_ranks(predict, cases=[("divided by the user", 5, {"gather_predictions": True})])
