@@ -27,6 +27,7 @@ REGISTRY_OF = {
     ],
     ids=["lightning", "pytorch_lightning", *(f"torch, {root}" for root in REGISTRY_OF)],
 )
+@pytest.mark.sampled(1)
 def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(
     run: Callable[[str], str], imported: str, roots: list[str]
 ) -> None:

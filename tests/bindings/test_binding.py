@@ -15,6 +15,7 @@ from tests.support.programs import REPOSITORY
     ("root", "module"),
     [("lightning.pytorch", "trainer_lightning"), ("pytorch_lightning", "trainer_pytorch_lightning")],
 )
+@pytest.mark.sampled(1)
 def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, module: str) -> None:
     # In the order in which import sorters put them.
     printed = run_code_after_torch(

@@ -37,7 +37,7 @@ def scaled(rates: list[Any], *, warmup_steps: int, first: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"two_optimizers", "tensor"}))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_each_step_is_made_with_the_scheduled_rate_times_the_multiplier(schedule: str) -> None:
     plain = run_on_ranks(train, schedule=schedule)
     ours = run_on_ranks(train, schedule=schedule, scaling={"base_batch_size": BASE, "warmup_steps": 8})

@@ -12,6 +12,7 @@ OPTIMIZERS = ["sgd", "momentum", "adam", "nadam", "adagrad", "asgd", "signs", "m
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(4)
 def test_divided_state_is_saved_and_loaded_as_if_it_were_not(optimizer: str) -> None:
     tolerance = 0.0 if optimizer == "sgd" else 1e-6
     run_on_ranks(save_and_load, case="mlp", optimizer=optimizer, shard=True, tolerance=tolerance)

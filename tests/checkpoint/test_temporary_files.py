@@ -36,7 +36,7 @@ def directories(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_killed_save_loses_itself_at_most_and_leaves_nothing_for_long(
     in_background: bool, directories: tuple[Path, Path]
 ) -> None:

@@ -106,6 +106,7 @@ def test_last_batches_that_are_not_full_are_dropped() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_validation_in_a_fit(trainer: dict[str, Any], num_batches: list[int], num_asked: int) -> None:
     ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((31,), trainer=trainer)], stage="fit")]
     for rank, outcome in enumerate(ranks):

@@ -43,6 +43,7 @@ STREAM = "`train_dataloader` (`DataLoader` over `Numbers`)"
         ("several loaders", f"{ROWS} and {STREAM}", f"{SPLIT_ROWS} {SPLIT_STREAM}"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_the_same_data_on_all_ranks_is_warned_of_once(kind: str, loaders: str, remedy: str) -> None:
     first, second = run_on_ranks(fit, kind=kind)
     assert first.texts == [warning("All ranks", loaders, remedy)]

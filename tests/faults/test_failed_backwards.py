@@ -38,8 +38,9 @@ class Failing(torch.autograd.Function):
 class Steps(LightningModule):
     """Weights of which each moves by -1 in each step, whatever the batch."""
 
-    def __init__(self, *, fails_on: int, num_unused: int, overrides_backward: bool) -> None:
+    def __init__(self, *, fails_on: int, num_unused: int, overrides_backward: bool, fails_at: int = 3) -> None:
         super().__init__()
+        self._fails_at = fails_at
         self.weights = nn.ParameterList([torch.zeros(4) for _ in range(6)])
         self.unused = nn.ParameterList([torch.zeros(4) for _ in range(num_unused)])
         self._fails_on = fails_on
@@ -49,9 +50,10 @@ class Steps(LightningModule):
         fails = batch_idx == FAILS_IN and rank == self._fails_on and not self._overrides_backward
         loss = torch.zeros(())
         for number, weight in enumerate(self.weights):
-            used = Failing.apply(weight) if fails and number == 3 else weight
+            used = Failing.apply(weight) if fails and number == self._fails_at else weight
             loss = loss + used.sum()
-        return loss
+        # Before the first gradient there is.
+        return Failing.apply(loss) if fails and self._fails_at < 0 else loss
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.loss(batch_idx, self.global_rank)
@@ -134,10 +136,10 @@ def test_nobody_takes_a_step_in_which_a_backward_failed(case: dict[str, Any], tm
     ]
 
 
-def train_with_fabric(*, directory: Path, catches: bool) -> None:
+def train_with_fabric(*, directory: Path, catches: bool, fails_at: int) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
     fabric.launch()
-    module = Steps(fails_on=1, num_unused=0, overrides_backward=False)
+    module = Steps(fails_on=1, num_unused=0, overrides_backward=False, fails_at=fails_at)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
     model.mark_forward_method("loss")
     errors: list[str] = []
@@ -158,9 +160,11 @@ def train_with_fabric(*, directory: Path, catches: bool) -> None:
         write(directory / f"seen{fabric.global_rank}.json", {"weights": weights, "errors": errors})
 
 
-@pytest.mark.parametrize("catches", [False, True])
-def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(catches: bool, tmp_path: Path) -> None:
-    with doomed_ranks(train_with_fabric, directory=tmp_path, catches=catches) as ranks:
+@pytest.mark.parametrize(("catches", "fails_at"), [(False, 3), (True, 3), (True, -1)])
+def test_nobody_goes_on_with_fabric_even_if_the_exception_is_caught(
+    catches: bool, fails_at: int, tmp_path: Path
+) -> None:
+    with doomed_ranks(train_with_fabric, directory=tmp_path, catches=catches, fails_at=fails_at) as ranks:
         ended = ranks.wait()
     for rank in (0, 1):
         assert ended.results[f"seen{rank}"]["weights"] == [[-1.0 * FAILS_IN] * 4] * 6

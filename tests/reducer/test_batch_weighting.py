@@ -99,7 +99,7 @@ def test_several_weighted_losses_in_one_step_add_up() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
     run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
 
@@ -127,7 +127,7 @@ def test_a_weight_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", ["iterable", "stream", "sized"])
 @pytest.mark.parametrize("sizes", [UNEVEN, UNEVEN[::-1], [[4], [4, 4], [4, 4, 4, 4]]], ids=["1", "0", "three"])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_no_batch_is_lost_where_data_is_uneven(sizes: list[list[int]], data: str, accumulate: int) -> None:
     setting = Setting(sizes, data=data, accumulate=accumulate, options={"uneven_data": True})
     for rank in assert_trained_as_one_process(setting):

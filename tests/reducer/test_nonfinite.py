@@ -139,6 +139,7 @@ def test_a_gradient_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(4)
 def test_no_collective_is_added(way: str) -> None:
     # Each step beside a hook, and beside what travels as int8.
     flags_travel_alone = 3 if "hook" in way or "int8" in way else 0
@@ -170,7 +171,7 @@ def test_warnings_become_rare() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("parameter", ["2.weight", None])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 def test_a_skipped_step_leaves_no_trace(way: str, parameter: str | None, micro_batches: int) -> None:
     bad = Bad(parameter, micro_batch=0)
     ranks = trained(bad=bad, steps=4, micro_batches=micro_batches, on_nonfinite="skip", **WAYS[way])

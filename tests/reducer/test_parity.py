@@ -37,6 +37,7 @@ def test_accumulation_equals_torch_ddp(case: str, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
+@pytest.mark.sampled(9)
 def test_accumulation_equals_the_mean(case: str) -> None:
     # Also where a parameter is used only in an earlier micro-batch, which torch DDP never synchronises.
     run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=3))
@@ -52,7 +53,7 @@ def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float
 
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
     run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))
 
@@ -71,7 +72,7 @@ def test_lbfgs_equals_torch_ddp() -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 def test_four_ranks(case: str) -> None:
     job = parity_with_torch_ddp if torch_ddp_can(case) else parity_with_mean
     tolerance = BF16_TOLERANCE if case == "many_dtypes" else FOUR_RANKS_TOLERANCE

@@ -44,6 +44,7 @@ def in_short(names: Iterable[str], *short: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(8)
 def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
     tolerance = 0.0 if optimizer == "sgd" else TOLERANCE
     ranks = run_on_ranks(compare, case="mlp", optimizer=optimizer, tolerance=tolerance)
@@ -51,7 +52,7 @@ def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != NOT_DENSE])
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
 
@@ -80,6 +81,7 @@ def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("optimizer", WHOLE_TENSOR_OPTIMIZERS)
+@pytest.mark.sampled(3)
 def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str, world_size: int) -> None:
     setting: dict[str, Any] = {"case": "mlp", "optimizer": optimizer, "is_double": True}
     ranks = run_on_ranks(compare, world_size=world_size, **setting, tolerance=TOLERANCE)

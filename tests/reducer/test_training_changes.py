@@ -10,7 +10,7 @@ from tests.support.scripts.changes import CHANGES, FINETUNINGS, finetune, reduct
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_training_equals_ddp(change: str) -> None:
     ours = run_on_ranks(train_with_change, change=change, like_ddp=False)
     ddp = run_on_ranks(train_with_change, change=change, like_ddp=True)

@@ -148,7 +148,7 @@ def test_equal_values_do_not_diverge() -> None:
         ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: str) -> None:
     ranks = run_on_ranks(drift, of=of, check_replicas_every_n_steps=3)
     for rank in ranks:
@@ -246,6 +246,7 @@ def test_drift_in_a_bare_loop(on_divergence: str) -> None:
 
 @pytest.mark.parametrize("of", ["weight", "moment", "learning_rate"])
 @pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
+@pytest.mark.sampled(4)
 def test_diverged_replicas_are_not_written_silently(on_divergence: str, of: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(
         drift,
@@ -346,7 +347,7 @@ def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
 
 
 @pytest.mark.parametrize("training", list(HEALTHY))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
     assert ranks == [([], HEALTHY[training].is_checked)] * 2
@@ -358,6 +359,7 @@ def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("of", ["weight", "moment"])
 @pytest.mark.parametrize("every_n_steps", [2, None])
 @pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
+@pytest.mark.sampled(5)
 def test_fabric_compares_too(on_divergence: str, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(
         drift_in_fabric,

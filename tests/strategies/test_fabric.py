@@ -37,6 +37,7 @@ LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
         for name in LOOPS
     ],
 )
+@pytest.mark.sampled(5)
 def test_training_equals_ddp(loop: str) -> None:
     ddp = run_on_ranks(train, strategy="ddp", loop=LOOP_FOR_DDP.get(loop, loop))
     for rank in run_on_ranks(train, strategy="bucketddp", loop=loop):

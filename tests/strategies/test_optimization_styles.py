@@ -20,6 +20,7 @@ needs_toggled_optimizer = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("style", list(STYLES))
+@pytest.mark.sampled(10)
 def test_training_equals_ddp(style: str) -> None:
     ours = run_on_ranks(train_in_style, style=style, like_ddp=False)
     ddp = run_on_ranks(train_in_style, style=style, like_ddp=True)

@@ -325,6 +325,7 @@ def compare_fit(*, name: str, shard: Any) -> None:
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
 @pytest.mark.parametrize("name", FITS)
+@pytest.mark.sampled(8)
 def test_a_fit_gives_the_weights_of_ddp(name: str, shard: bool | str) -> None:
     run_on_ranks(compare_fit, name=name, shard=shard)
 

@@ -41,7 +41,7 @@ ALIKE = {
 @pytest.mark.parametrize(
     "scenario", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in SCENARIOS]
 )
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 def test_training_equals_that_without_sharding(scenario: str) -> None:
     run_on_ranks(compare, scenario=scenario)
 
@@ -145,6 +145,7 @@ def test_a_checkpoint_is_that_of_ddp(shard: bool | str, asynchronously: bool, un
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
     runs: list[tuple[int, bool | str | None]], undivided: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_checkpoint_resumes_with_and_without_sharding_on_any_number_of_ranks(
     ("loop", "shard"),
     [*((loop, True) for loop in LOOPS if not loop.startswith("buffer")), ("two_modules", "parameters")],
 )
+@pytest.mark.sampled(4)
 def test_a_loop_of_fabric_trains_as_without_sharding(loop: str, shard: bool | str) -> None:
     run_on_ranks(compare_fabric, loop=loop, shard=shard)
 
