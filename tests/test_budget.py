@@ -26,14 +26,14 @@ def own_classes() -> list[type]:
 
 
 def files_with_trainer_internals() -> list[str]:
-    """Those that name something private of Lightning's."""
+    """Those outside of `bindings` that name something private of Lightning's."""
     private = {name for name in (*LIGHTNING, *LIGHTNING_ATTRIBUTES) if name.startswith("_")}
     found = []
     for path, text in FILES.items():
         nodes = list(ast.walk(ast.parse(text)))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        if names & private:
+        if names & private and path.parts[0] != "bindings":
             found.append(str(path))
     return sorted(found)
 
@@ -48,9 +48,9 @@ def null_classes() -> list[str]:
 
 # What there is at most, and where it shall end.
 BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: len(FILES), 160, 100),
-    "lines": (lambda: count_lines(with_commands=True), 25_000, 21_000),
-    "lines without commands": (lambda: count_lines(with_commands=False), 22_200, 17_500),
+    "files": (lambda: len(FILES), 156, 100),
+    "lines": (lambda: count_lines(with_commands=True), 24_900, 21_000),
+    "lines without commands": (lambda: count_lines(with_commands=False), 22_100, 17_500),
     "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 56, 30),
     "own classes of the strategy": (lambda: len(own_classes()), 5, 3),
     "files with Trainer internals": (lambda: len(files_with_trainer_internals()), 17, 1),

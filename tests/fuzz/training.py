@@ -19,8 +19,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricBucketDDP
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy as TrainerBucketDDP
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDP
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy as TrainerBucketDDP
 from tests.fuzz.events import EVENTS
 from tests.fuzz.models import MODELS, WIDTH
 from tests.fuzz.program import BEFORE_SETUP, NUM_EPOCHS, Program
