@@ -67,7 +67,7 @@ def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, mo
     assert printed.splitlines() == [
         f"True lightning_bucketddp.bindings.{module} True",
         "3 0:00:07 static_graph",
-        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and there is no such thing for Fabric. Leave it"
+        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric. Leave it"
         f" out, or see `lightning_bucketddp.bindings.{module}.BucketDDPStrategy` for what there is.",
     ]
 

@@ -81,7 +81,7 @@ def end_of(
 def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
     ended = end_of("script", tmp_path, brought=fault_of("kill", 0))
     assert ended.exit_status == -9
-    assert "RankFailedError: Rank 1 ends, because another rank failed first. Rank 0 (process " in ended.output
+    assert "RankFailedError: Rank 1 is stopping because another rank failed first. Rank 0 (process " in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
     # The store was his. The other rank has saved, as the only one that could.
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
@@ -142,7 +142,7 @@ def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
     fault = {"what": "raise", "rank": 1, "step": 3}
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     assert "ValueError: an accident" in ended.output
-    assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 (process " in ended.output
+    assert "RankFailedError: Rank 0 is stopping because another rank failed first. Rank 1 (process " in ended.output
 
 
 def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(t
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     # Neither is rank 0 in a step any more, which nobody may interrupt, nor is it forgotten where rank 1 has failed.
     assert re.search(
-        r"Rank 0 ends, because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
+        r"Rank 0 is stopping because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
     )
 
 

@@ -155,7 +155,7 @@ def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: bo
             assert error == (
                 f"ShardedGradientError: `{'lerp_' if name == 'adam' else name}` reads the gradient of `2.weight`,"
                 f" {share}: `shard_optimizer` divides gradients among the ranks once they are averaged. Clipping, norms"
-                " and changes element by element work as ever. For all of it call `strategy.full_gradient(param)` on"
+                " and changes element by element work as usual. For all of it call `strategy.full_gradient(param)` on"
                 " every rank, or set `shard_optimizer=False`."
             )
 
