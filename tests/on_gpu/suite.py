@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
-
 import torch
 from torch import nn
 
@@ -43,7 +40,7 @@ from tests.support.jobs.parity import (
 )
 from tests.support.jobs.recording import CONFIGS
 from tests.support.jobs.sync_batchnorm import Batches
-from tests.support.ranks import close_pools, run_on_ranks
+from tests.support.ranks import close_pools, run_on_ranks, use_gpu
 
 # NCCL reduces no sparse tensors, so torch DDP cannot train this there.
 WITHOUT_DDP_ON_NCCL = {"sparse_embedding"}
@@ -304,6 +301,7 @@ def trainer_runs(module: str) -> bool:
 
 def main() -> int:
     """Run everything; the exit status says whether all passed."""
+    use_gpu()
     failed = 0
     num_tests = 0
     wanted = sys.argv[1:]
