@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> int:
         if options.verbose or finding.verdict.is_failure:
             seconds = f"{time.monotonic() - began:.1f} s"
             print(f"{seed:<8}{seconds:>7}  {finding.verdict.kind:<27}{finding.program}", flush=True)
+        if finding.verdict.is_failure and options.keep_going:
+            print(finding.verdict, flush=True)
         if finding.verdict.is_failure and not options.keep_going:
             _tell(seed, shrink(check, finding, within_s=60 * options.shrink_minutes))
             break
