@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.parity import average_by_hand
 from tests.support.ranks import RankFailed, device, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -191,6 +191,6 @@ def test_disorder_is_refused() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(fit, grace_s=40)  # on a GPU it takes seconds to end what waits there
     [of_first, of_second] = str(failed.value).split("--- rank 1 ---")
-    assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 " in of_first, of_first
+    assert "RankFailedError: Rank 0 is stopping because another rank failed first. Rank 1 " in of_first, of_first
     refusal = "RuntimeError: The program has begun to communicate inside a backward, and rank 1 does not use all"
     assert refusal in of_second, of_second
