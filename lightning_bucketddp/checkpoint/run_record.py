@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 _DIRECTORY = ".bucketddp/runs"
 # Files that are removed by hand stay in the record.
 _MAX_CHECKPOINTS = 100
+
+# The class and the version of each.
+Loggers = Sequence[tuple[str, int | str | None]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,23 @@ class SavedCheckpoint:
         return damage or (None if self.is_there() else "another file has taken its place")
 
 
+@dataclass(frozen=True)
+class RunEnd:
+    """Where a run has ended by itself.
+
+    Attributes:
+        step: that was its last.
+        num_epochs: that were complete.
+        seconds: that a `Timer` has counted; 0: there was none.
+        was_stopped: a callback other than a `Timer` has stopped it.
+    """
+
+    step: int
+    num_epochs: int
+    seconds: float
+    was_stopped: bool
+
+
 class RunRecord:
     """The checkpoints of the run that is called `name`, in a file under `root`; read again for each change.
 
@@ -75,15 +96,15 @@ class RunRecord:
         self._path = f"{directory}/{name}.json"
 
     @property
-    def ended_at(self) -> int | None:
-        """The step that the run has ended at by itself; None: it has not."""
-        step: int | None = self._read().get("ended_at")
-        return step
+    def end(self) -> RunEnd | None:
+        """Where the run has ended; None: it has not."""
+        end: dict[str, Any] | None = self._read().get("end")
+        return None if end is None else RunEnd(**end)
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether it ended there because a callback had stopped it."""
-        return bool(self._read().get("was_stopped"))
+    def loggers(self) -> Loggers:
+        """Its loggers when it has saved last."""
+        return [(kind, version) for kind, version in self._read().get("loggers", [])]
 
     def newest_first(self) -> list[SavedCheckpoint]:
         """Return the checkpoints (Note: newest). The files may have changed since."""
@@ -97,8 +118,12 @@ class RunRecord:
         names = {os.path.basename(name) for name in self._filesystem.ls(self._directory, detail=False)}
         return len({name for name in names if name.endswith(".json")} - {os.path.basename(self._path)})
 
-    def add(self, path: str, *, step: int, epoch: int) -> None:
-        """Note that the newest checkpoint is at `path`."""
+    def add(self, path: str, *, step: int, epoch: int, loggers: Loggers | None = None, is_over: bool = False) -> None:
+        """Note that the newest checkpoint is at `path`, and the `loggers` of now, if they are known.
+
+        Args:
+            is_over: it is saved after the end of the run.
+        """
         if (content := fingerprint(path)) is None:
             log.warning("bucketddp: `auto_resume` will not find `%s`, because it is not a file.", path)
             return
@@ -106,7 +131,9 @@ class RunRecord:
         number = record.get("last", 0) + 1
         saved = SavedCheckpoint(self._shortened(path), number, content, step, epoch)
         record["checkpoints"] = [*record["checkpoints"], asdict(saved)][-_MAX_CHECKPOINTS:]
-        self._write({**record, "last": number, "ended_at": None, "was_stopped": False})
+        if loggers is not None:
+            record["loggers"] = list(loggers)
+        self._write({**record, "last": number, "end": record.get("end") if is_over else None})
 
     def remove(self, path: str) -> None:
         """Note that the checkpoint at `path` is removed."""
@@ -114,9 +141,9 @@ class RunRecord:
         if record["checkpoints"] != self._read().get("checkpoints", []):
             self._write(record)
 
-    def end(self, *, step: int, was_stopped: bool) -> None:
-        """Note that the run has ended by itself."""
-        self._write({**self._read(), "ended_at": step, "was_stopped": was_stopped})
+    def set_end(self, end: RunEnd) -> None:
+        """Note that the run has ended."""
+        self._write({**self._read(), "end": asdict(end)})
 
     def _without(self, path: str) -> dict[str, Any]:
         record, name = self._read(), self._shortened(path)

@@ -11,11 +11,14 @@ Note: what a run is
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import inspect
 import json
+import math
 import os
 import sys
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +29,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_bucketddp.checkpoint.run_record import RunRecord, SavedCheckpoint
+from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.wording import list_some_ranks, pluralize
@@ -49,7 +53,10 @@ class NoAutoResume:
     def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
         """Choose what a fit begins with, and have the Trainer load it. All ranks must call this."""
 
-    def add(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
+    def started(self, trainer: Trainer) -> None:
+        """Note that training begins."""
+
+    def add(self, path: Any, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
         """Note that `checkpoint` was written to `path`."""
 
     def remove(self, path: Any) -> None:
@@ -71,6 +78,7 @@ class AutoResume(NoAutoResume):
         self._name = ""
         self._is_path_given = False
         self._record: RunRecord | None = None
+        self._is_over = False
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
@@ -81,7 +89,12 @@ class AutoResume(NoAutoResume):
         self._is_path_given = bool(arguments.get("ckpt_path")) or trainer._checkpoint_connector._user_managed
         of_run = self._describe_run(trainer, arguments)
         self._name = f"{of_run}-{self.num_fits_ended[of_run]}"
-        yield
+        loop = trainer.fit_loop.epoch_loop
+        min_steps = loop.min_steps
+        try:
+            yield
+        finally:
+            loop.min_steps = min_steps
         self.num_fits_ended[of_run] += 1
 
     def _describe_run(self, trainer: Any, arguments: Mapping[str, Any]) -> str:
@@ -105,7 +118,7 @@ class AutoResume(NoAutoResume):
         vars(connector).pop("resume_start", None)
         if trainer.state.fn != "fit":
             return
-        self._record = None
+        self._record, self._is_over = None, False
         if finders := [callback for callback in _callbacks(trainer) if hasattr(callback, "_early_exit")]:
             if all(finder._early_exit for finder in finders):
                 return  # a tuner's fit, which ends before the first step that counts
@@ -120,9 +133,12 @@ class AutoResume(NoAutoResume):
             return
         chosen = _agree(self._record, collectives, checks_files=is_first_of_host)
         path = None if chosen is None else chosen.path
-        is_over = self._tell(self._record, chosen, root) if collectives.rank == 0 else None
-        if collectives.broadcast_json(is_over):
-            trainer.should_stop = True  # as a callback has decided there
+        told = self._tell(self._record, chosen, root, trainer) if collectives.rank == 0 else None
+        self._is_over, loggers = collectives.broadcast_json(told)
+        if self._is_over:
+            _end_at_once(trainer)
+        if chosen is not None:
+            _continue_loggers(trainer, loggers, writes=collectives.rank == 0)
         resume_start = connector.resume_start
 
         def resume_from_chosen(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -131,8 +147,10 @@ class AutoResume(NoAutoResume):
 
         connector.resume_start = resume_from_chosen
 
-    def _tell(self, record: RunRecord, chosen: SavedCheckpoint | None, root: str) -> bool:
-        """Say what is done; return whether the run has been stopped where it goes on now."""
+    def _tell(
+        self, record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer
+    ) -> tuple[bool, Loggers]:
+        """Say what is done; return whether the run is over, and which loggers it had."""
         if chosen is None:
             others = record.num_other_runs()
             advice = f" ({pluralize(others, 'other run')} left some)" if others else ""
@@ -140,26 +158,112 @@ class AutoResume(NoAutoResume):
                 f"bucketddp: `auto_resume`: no checkpoint of this run under `{root}`{advice}: training begins at the"
                 " start."
             )
-            return False
-        is_end = chosen.step == record.ended_at
-        where = ", where the run had ended" if is_end else ""
-        rank_zero_info(f"bucketddp: `auto_resume`: resuming from {chosen.describe()}{where}.")
-        return is_end and record.was_stopped
+            return False, ()
+        end = record.end
+        is_over = end is not None and _is_over(end, trainer)
+        where = "."
+        if end is not None and chosen.step == end.step:
+            where = ", where the run had ended."
+        elif end is not None and is_over:
+            where = f". The run had ended at step {end.step}: nothing is trained."
+        rank_zero_info(f"bucketddp: `auto_resume`: resuming from {chosen.describe()}{where}")
+        return is_over, record.loggers
 
-    def add(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
+    def started(self, trainer: Trainer) -> None:
+        if self._record is not None and not self._is_path_given:
+            # Where `ModelCheckpoint` would keep it for good. It is a checkpoint of this run like others.
+            trainer.ckpt_path = None
+
+    def add(self, path: Any, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
         is_hidden = os.path.basename(str(path)).startswith(".")
         if self._record is not None and "optimizer_states" in checkpoint and not is_hidden:
-            self._record.add(_absolute(path), step=checkpoint["global_step"], epoch=checkpoint["epoch"])
+            self._record.add(
+                _absolute(path),
+                step=checkpoint["global_step"],
+                epoch=checkpoint["epoch"],
+                # Others do not know them: after a failure one of them may save.
+                loggers=_describe_loggers(trainer) if trainer.global_rank == 0 else None,
+                is_over=self._is_over,
+            )
 
     def remove(self, path: Any) -> None:
         if self._record is not None:
             self._record.remove(_absolute(path))
 
     def end(self, trainer: Trainer) -> None:
-        # A `Timer` stops a run that goes on when it has more time.
-        has_timer = any(hasattr(callback, "time_remaining") for callback in _callbacks(trainer))
+        self._is_over = True
         if self._record is not None:
-            self._record.end(step=trainer.global_step, was_stopped=trainer.should_stop and not has_timer)
+            seconds, may_last = _time(trainer)
+            loop: Any = trainer.fit_loop
+            self._record.set_end(
+                RunEnd(
+                    step=trainer.global_step,
+                    num_epochs=loop.epoch_progress.current.processed,
+                    seconds=seconds,
+                    was_stopped=trainer.should_stop and seconds < may_last,
+                )
+            )
+
+
+def _is_over(end: RunEnd, trainer: Trainer) -> bool:
+    """Return whether a run that has come to `end` has nothing left to do: it may have got more steps since."""
+    limits = [(end.step, trainer.max_steps), (end.num_epochs, trainer.max_epochs), (end.seconds, _time(trainer)[1])]
+    return end.was_stopped or any(limit not in (-1, None) and reached >= limit for reached, limit in limits)
+
+
+def _time(trainer: Trainer) -> tuple[float, float]:
+    """Return how many seconds a `Timer` has counted, and how many it lets a run last."""
+    timers = [callback for callback in _callbacks(trainer) if hasattr(callback, "time_remaining")]
+    limits = [timer.time_elapsed() + left for timer in timers if (left := timer.time_remaining()) is not None]
+    return max((timer.time_elapsed() for timer in timers), default=0.0), min(limits, default=math.inf)
+
+
+def _end_at_once(trainer: Trainer) -> None:
+    """Have a fit train nothing, also where its last checkpoint is older than what it must do at least."""
+    trainer.should_stop = True
+    loop: Any = trainer.fit_loop
+    loop.min_epochs = loop.epoch_loop.min_steps = None
+
+
+def _continue_loggers(trainer: Trainer, saved: Loggers, *, writes: bool) -> None:
+    """Have loggers go on in the version, or the run of W&B or MLflow, in which they were, unless the user names one."""
+    for logger, (kind, version) in zip(_loggers(trainer), saved, strict=False):
+        own = vars(logger)
+        if type(logger).__name__ != kind or version is None or own.get("_experiment") is not None:
+            continue
+        for name in {"_version", "_run_id", "_id"} & own.keys():
+            if own[name] is None:
+                own[name] = version
+                own.get("_wandb_init", {})["id"] = version
+        if writes and any(base.__name__ == "CSVLogger" for base in type(logger).__mro__):
+            _reopen_csv(logger)
+    for callback in _callbacks(trainer):
+        if hasattr(callback, "config_filename"):
+            callback.overwrite = True  # `LightningCLI` saves its configuration there, and raises if it has before
+
+
+def _reopen_csv(logger: Any) -> None:
+    """Have a `CSVLogger` add to its file, which it would remove."""
+    filesystem, path = url_to_fs(os.path.join(logger.log_dir, "metrics.csv"))
+    if not filesystem.isfile(path):
+        return
+    filesystem.mv(path, f"{path}.kept")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it would
+        writer = logger.experiment
+    filesystem.mv(f"{path}.kept", path)
+    with filesystem.open(path, "r", newline="") as file:
+        writer.metrics_keys = next(csv.reader(file))
+
+
+def _describe_loggers(trainer: Trainer) -> Loggers:
+    versions = [(type(logger).__name__, logger.version) for logger in _loggers(trainer)]
+    return [(kind, version if isinstance(version, int | str) else None) for kind, version in versions]
+
+
+def _loggers(trainer: Trainer) -> list[Any]:
+    loggers: list[Any] = trainer.loggers
+    return loggers
 
 
 def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -> SavedCheckpoint | None:

@@ -132,7 +132,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
                 with self._finite_checkpoints.known_unless_failing(path), raised_once(self.checkpoint_io):
                     super(TrainerCheckpointHooks, self).save_checkpoint(content, path, storage_options)
                 if path is filepath and self._trials is None:
-                    self._auto_resume.add(path, content)
+                    self._auto_resume.add(path, content, self._trainer)
 
             self._writer.save(checkpoint, write, path=path, in_background=in_background)
             if path is not filepath and self._links_to_last:
@@ -240,6 +240,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             self._saved.append(str(self._trainer.ckpt_path))
             if NAN not in self._weights_at_start.values():
                 self._finite_checkpoints.add(self._trainer.ckpt_path, can_resume=True)
+        self._auto_resume.started(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.

@@ -103,6 +103,12 @@ LIGHTNING_ATTRIBUTES = {
     "resume_start": "trainer.connectors.checkpoint_connector",
     "_user_managed": "trainer.connectors.checkpoint_connector",
     "_early_exit": "callbacks.lr_finder",
+    # written by us in a logger of a run that is resumed; `_version` is Fabric's
+    "_run_id": "loggers.mlflow",
+    "_id": "loggers.wandb",
+    "_wandb_init": "loggers.wandb",
+    # written by us in a fit that is over
+    "min_steps": "loops.training_epoch_loop",
     # corrected by us in a checkpoint that is loaded
     "optim_progress": "loops.optimization.automatic",
     "batch_progress": "loops.training_epoch_loop",
@@ -128,6 +134,8 @@ METRICS = {"_computed", "_defaults", "_reductions", "_update_count"}
 FABRIC = {"_init_dist_connection": "utilities.distributed"}
 FABRIC_ATTRIBUTES = {
     # written by us
+    "_version": "loggers.csv_logs",
+    "metrics_keys": "loggers.csv_logs",
     "_main_port": "plugins.environments.lightning",
     # written and read by Lightning
     "_backward_sync_control": "strategies.strategy",

@@ -10,7 +10,7 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from lightning_bucketddp.checkpoint.run_record import RunRecord
+from lightning_bucketddp.checkpoint.run_record import RunEnd, RunRecord
 
 
 def save(path: Path, number: int) -> str:
@@ -38,10 +38,12 @@ def test_checkpoints_are_told_from_the_newest_on(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_goes_on_when_it_saves_again(tmp_path: Path) -> None:
     record = RunRecord(str(tmp_path), "run")
-    record.end(step=7, was_stopped=True)
-    assert (record.ended_at, record.was_stopped) == (7, True)
+    end = RunEnd(step=7, num_epochs=1, seconds=0.0, was_stopped=True)
+    record.set_end(end)
+    record.add(save(tmp_path / "final.ckpt", 1), step=7, epoch=1, is_over=True)
+    assert record.end == end
     record.add(save(tmp_path / "a.ckpt", 1), step=8, epoch=1)
-    assert (record.ended_at, record.was_stopped) == (None, False)
+    assert record.end is None
 
 
 def test_a_directory_may_be_moved(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import zipfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -204,15 +205,51 @@ def run_folds(*, interruptions: list[Interruption | None], **options: Any) -> li
     return run_program(*interruptions, **options)
 
 
-def test_the_version_of_a_logger_does_not_matter(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"directory": tmp_path, "setting": Setting("logger", num_epochs=1, saves=True)}
-    run_on_ranks(start, interruption=Interruption(3), **options)
-    [outcome, _] = run_on_ranks(start, **options)
-    assert "/version_0/checkpoints/" in outcome.messages[-1]
-    assert (outcome.begun_at, sorted(path.name for path in (tmp_path / "logs").iterdir())) == (
-        3,
-        ["version_0", "version_1"],
-    )
+def test_a_resumed_run_goes_on_in_its_directory_and_knows_its_best_checkpoints(tmp_path: Path) -> None:
+    # The third step is the newest that is saved when the run is interrupted, and is to be removed later.
+    scores = [5.0, 1.0, 4.0, 6.0, 2.0, 7.0, 3.0]
+    of_best = {"monitor": "score", "save_top_k": 2, "save_last": None}
+    setting = Setting("logger", num_epochs=1, saves=True, checkpoints=of_best, scores=scores)
+    ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=[Interruption(4)])
+    for undisturbed, [_, resumed] in ranks:
+        assert (resumed.begun_at, resumed.best) == (3, undisturbed.best)
+        assert resumed.best == ({"step=2.ckpt": 1.0, "step=5.ckpt": 2.0}, "step=2.ckpt", 1.0)
+    for run in (tmp_path / "undisturbed", tmp_path / "disturbed"):
+        assert [path.name for name in ("logs", "board") for path in (run / name).iterdir()] == ["version_0"] * 2
+        files = (run / "logs" / "version_0" / "checkpoints").iterdir()
+        assert sorted(path.name for path in files) == ["step=2.ckpt", "step=5.ckpt"]
+    rows = (tmp_path / "disturbed" / "logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    # The fourth step, which was lost, is there twice.
+    assert [float(row.split(",")[rows[0].split(",").index("score")]) for row in rows[1:]] == [*scores[:4], *scores[3:]]
+
+
+@pytest.mark.parametrize(
+    ("setting", "newest"),
+    [
+        pytest.param(Setting(trainer={"max_steps": 12}, checkpoints={"every_n_train_steps": 5}), 10, id="number"),
+        pytest.param(
+            Setting(
+                trainer={"min_epochs": 2},
+                checkpoints={"monitor": "score", "save_top_k": 1, "save_last": None},
+                scores=[2.0, 1.0, *[3.0] * 19],
+            ),
+            2,
+            id="best",
+        ),
+    ],
+)
+def test_a_run_that_has_ended_after_its_newest_checkpoint_trains_nothing(
+    setting: Setting, newest: int, tmp_path: Path
+) -> None:
+    setting = replace(setting, saves=True)
+    [first, _] = run_on_ranks(start, directory=tmp_path, setting=setting)
+    ranks = run_on_ranks(start, directory=tmp_path, setting=setting)
+    assert [(rank.begun_at, rank.seen, rank.ended_at) for rank in ranks] == [(None, {}, newest)] * 2
+    assert ranks[0].messages[-1].endswith(f"The run had ended at step {first.ended_at}: nothing is trained.")
+    limits = {"max_steps": first.ended_at + 1} if "max_steps" in setting.trainer else {}
+    longer = replace(setting, trainer={**setting.trainer, **limits}, num_epochs=3)
+    [more, _] = run_on_ranks(start, directory=tmp_path, setting=longer)
+    assert (more.begun_at, more.ended_at > first.ended_at) == (newest, True)
 
 
 def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path: Path) -> None:

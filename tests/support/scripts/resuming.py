@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class Setting:
         loader: which kind of training data it has.
         num_samples: of the dataset; with `loader="two"` there is another one with half of them.
         saves: every step, or only what an exception leaves.
+        checkpoints: options of the `ModelCheckpoint` in the place of ours.
+        scores: what it logs as `score`, by step.
         is_manual: optimizes by itself.
         trainer: further options.
         stops: a hook ends the run after the first epoch.
@@ -49,6 +51,8 @@ class Setting:
     num_samples: int = 28
     accumulate: int = 1
     saves: bool = False
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    scores: Sequence[float] = ()
     plans: bool = False
     stops: bool = False
     is_manual: bool = False
@@ -74,6 +78,7 @@ class Outcome:
         ended_at: the step.
         seen: the samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
         messages: what was logged about `auto_resume`, and warned.
+        best: what the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
     """
 
     begun_at: int | None = None
@@ -83,6 +88,7 @@ class Outcome:
     seen: dict[int, list[int]] = field(default_factory=dict)
     weights: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    best: tuple[dict[str, float], str, Any] = ({}, "", None)
 
 
 class Numbers(Dataset[Tensor]):
@@ -130,6 +136,8 @@ class Seeing(LightningModule):
         batches = [one for one in batch if one is not None] if isinstance(batch, list) else [batch]
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
+        if self.setting.scores:
+            self.log("score", self.setting.scores[self.global_step])
         loss: Tensor = self.layer(numbers.view(-1, 1) / 100).square().mean()
         if self.setting.is_manual:
             optimizer: Any = self.optimizers()
@@ -247,16 +255,18 @@ def fit(
     seed_everything(7)
     has_logger = setting.loader == "logger"
     saving: list[Callback] = [] if has_logger else [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
+    saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
     if setting.saves:
-        where = None if has_logger else directory / "checkpoints"
-        saving.append(ModelCheckpoint(where, filename, every_n_train_steps=1, save_top_k=-1, save_last=True))
+        saving.append(saves)
     trainer = make_trainer(
         BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=True,
         callbacks=saving,
-        logger=CSVLogger(directory, name="logs") if has_logger else False,
+        logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
+        log_every_n_steps=1,
         accumulate_grad_batches=setting.accumulate,
         use_distributed_sampler=setting.loader != "own sampler",
         **setting.trainer,
@@ -271,6 +281,8 @@ def fit(
         except Interrupted:
             module.outcome.is_interrupted = True
     module.outcome.ended_at = trainer.global_step
+    scores = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
+    module.outcome.best = scores, Path(saves.best_model_path).name, saves.best_model_score
     return module
 
 
