@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lightning_bucketddp.bindings.bind import bind_fabric
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.parallel import ParallelStrategy
+    from lightning_fabric.strategies.parallel import ParallelStrategy
 
     from lightning_bucketddp.strategies.fabric import FabricStrategy
 
