@@ -5,30 +5,37 @@ Note: position
     Lightning's own count may be behind, where an exception came after the step and before the batch was over, or ahead,
     where gradients were being accumulated, which are lost. It is set right when the checkpoint is loaded.
 
-    Those batches are left out by the sampler, which costs no reading. Most samplers begin an epoch by drawing a seed
-    or an order from one of torch's generators: the state of that generator then is in the checkpoint, too, but not for
-    a `DistributedSampler`, which knows its order by the number of the epoch.
+    It also holds how many samples that were, of each dataloader and on each rank. Those are left out by the sampler,
+    which costs no reading. Most samplers begin an epoch by drawing a seed or an order from one of torch's generators:
+    the state of that generator then is in the checkpoint, too, but not for a `DistributedSampler`, which knows its
+    order by the number of the epoch.
 
-Note: fewer ranks
-    Each rank takes every n-th sample of an order that does not depend on the number of ranks. So the samples that all
-    ranks have seen are a number of whole batches of another number of ranks, and a rest. The rest is seen again.
+Note: other batches
+    With another batch size or number of ranks the samples that are left make other batches. Lightning is told that as
+    many batches are behind as make the rest of the epoch come out right. Each rank takes every n-th sample of an order
+    that does not depend on the number of ranks, so the samples behind are those of all ranks, divided by the new
+    number: fewer than there are ranks are seen again. Where ranks may have different numbers of samples, all begin with
+    a whole batch, so that they end together. Of batches that are the user's own nobody knows the samples.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from lightning_bucketddp.data.sharded_iterable import is_dealt
+from lightning_bucketddp.data.uneven_data import is_even
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,32 +48,30 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class ResumableSampler(Sampler[Any]):
-    """What `sampler` gives, in the first pass without what was trained on before. Attributes are those of `sampler`.
+    """What `sampler` gives, in the first pass from here to there, as `taken` says. Attributes are those of `sampler`.
 
     Attributes:
+        is_first_pass: whether the next pass is the first.
         generator_at_start: state of the generator when the pass began; None: there was none, or none is needed.
     """
 
-    def __init__(self, sampler: Any, *, num_to_skip: Callable[[], int], generator_at_start: Tensor | None) -> None:
+    def __init__(
+        self, sampler: Any, *, taken: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
+    ) -> None:
         self._sampler = sampler
-        self._num_to_skip: Callable[[], int] = num_to_skip
+        self._taken = taken
         self._draws = _random_sampler(sampler) is not None
         self._restored = generator_at_start
+        self.is_first_pass = True
         self.generator_at_start = generator_at_start
 
-    @property
-    def num_to_skip(self) -> int:
-        """How much the next pass leaves out."""
-        return self._num_to_skip()
-
     def __iter__(self) -> Iterator[Any]:
-        # For one pass. Not before its first batch is asked for: a loader with workers makes two iterators, and drops
-        # one.
-        num_to_skip, self._num_to_skip = self.num_to_skip, lambda: 0
+        # Not before its first batch is asked for: a loader with workers makes two iterators, and drops one.
+        begin, end = self._taken() if self.is_first_pass else (0, None)
+        self.is_first_pass = False
         restored, self._restored = self._restored, None
-        rest = islice(self._sampler, num_to_skip, None)
         if not self._draws:
-            yield from rest
+            yield from islice(self._sampler, begin, end)
             return
         own = getattr(_random_sampler(self._sampler), "generator", None)
         generator: torch.Generator = torch.default_generator if own is None else own
@@ -75,6 +80,7 @@ class ResumableSampler(Sampler[Any]):
             generator.set_state(restored)
         self.generator_at_start = generator.get_state()
         # Draws what the sampler draws.
+        rest = islice(self._sampler, begin, end)
         first = list(islice(rest, 1))
         if restored is not None and own is None:
             # All others that draw from it go on where they are.
@@ -101,6 +107,67 @@ def _random_sampler(sampler: Any) -> Any:
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
+@dataclass(slots=True)
+class _Part:
+    """Where this rank is in one of the training dataloaders (Note: other batches).
+
+    Attributes:
+        loader: as the strategy has prepared it.
+        batch_size: how many of what its sampler gives make a batch; None: it gives batches of the user's own.
+        num_samples: how many it gives in a pass; infinite: that is not known, or not the same on all ranks.
+        sampler: leaves out what was trained on; None: the loader does so itself.
+        begin: where in what its sampler gives the first pass of this run begins.
+        end: where it ends; None: at its end.
+        num_batches: how many batches that makes.
+    """
+
+    loader: Any
+    batch_size: int | None
+    num_samples: float
+    sampler: ResumableSampler | None
+    begin: int = 0
+    end: int | None = None
+    num_batches: float = math.inf
+
+    def take_all(self) -> None:
+        """Take all of an epoch."""
+        self.begin, self.end, self.num_batches = 0, None, _length(self.loader)
+
+    def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
+        """Take what comes after `num_behind` in an epoch of `num_batches`; return how many batches that leaves out.
+
+        `num_counted` is how many there were, which have become more or fewer if their size is another. There is one
+        left at least, to end the epoch with, even if it was seen before.
+        """
+        size, length = self.batch_size or 1, _length(self.loader)
+        if math.inf in (self.num_samples, num_batches):
+            num_before = num_behind // size
+            if num_before != num_counted and num_batches != math.inf:
+                num_before = min(num_before, int(min(length, num_batches)) - 1)
+            self.begin, self.num_batches = num_before * size, max(length - num_before, 0)
+            return num_before
+        self.end = int(min(self.num_samples, num_batches * size) if num_batches < length else self.num_samples)
+        drops_last = getattr(self.loader.batch_sampler, "drop_last", False)
+        num_left = (self.end - num_behind + (0 if drops_last else size - 1)) // size
+        self.begin, self.num_batches = (num_behind, num_left) if num_left > 0 else (max(self.end - size, 0), 1)
+        return int(num_batches - self.num_batches)
+
+    def state(self, num_batches: int, *, cycles: bool) -> dict[str, Any]:
+        """Return where it is after `num_batches` of this run in this epoch."""
+        size, length = self.batch_size or 1, _length(self.loader)
+        num_behind = self.begin + num_batches * size
+        if cycles and num_batches > self.num_batches:
+            num_behind = int((num_batches - self.num_batches) % length or length) * size
+        is_first = num_batches < self.num_batches
+        return {"num_samples": num_behind, "is_first_pass": is_first, "own_batches": self.own_batches}
+
+    @property
+    def own_batches(self) -> list[Any] | None:
+        """What batches of the user's own are told apart by; None: there are none."""
+        size = getattr(self.loader.batch_sampler, "batch_size", None)
+        return [size, _length(self.loader)] if self.batch_size is None else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A step of an optimizer: how many epochs were begun then, how many batches of the last, and steps in all."""
@@ -117,8 +184,8 @@ class _Resumed:
     epoch: int
     num_batches: int
     is_end_of_epoch: bool
-    generators: list[Tensor | None]
-    has_other_ranks: bool
+    is_schedule_due: bool
+    saved: dict[str, Any]
 
 
 class NoEpochPosition:
@@ -143,6 +210,10 @@ class NoEpochPosition:
     def resume(self) -> None:
         """Call before the first batch."""
 
+    def begun(self) -> tuple[int, int]:
+        """Return after how many samples, and how many batches, of its epoch this run goes on."""
+        return 0, 0
+
     def complete_step(self) -> None:
         """Note that an optimizer has stepped."""
 
@@ -156,18 +227,16 @@ class NoEpochPosition:
 
 
 class EpochPosition(NoEpochPosition):
-    """Counts the batches of an epoch that are in the weights (Note: position).
+    """Counts the batches of an epoch that are in the weights (Note: position)."""
 
-    Args:
-        counts_samples: the batch size may be another when the run is resumed, and who sets it also leaves samples out.
-    """
-
-    def __init__(self, *, counts_samples: bool) -> None:
-        self._counts_samples = counts_samples
+    def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._at_step: _Step | None = None
         self._resumed: _Resumed | None = None
-        self._samplers: list[ResumableSampler | None] = []
+        self._parts: list[_Part] = []
+        # In the epoch that is resumed, which has this number: how many batches come before the first of this run.
+        self._resumed_epoch: int | None = None
+        self._num_before: int | None = None
         self._can_skip = True
         self._filter: Any = None
 
@@ -183,12 +252,10 @@ class EpochPosition(NoEpochPosition):
         if trainer.state.fn != "fit" or saved is None or loop is None:
             return
         epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
-        num_batches, num_ranks = saved["num_batches"], trainer.world_size
+        num_batches = saved["num_batches"]
         is_end = batches["is_last_batch"] = batches["is_last_batch"] and num_batches == batches["current"]["ready"]
-        has_other_ranks = num_ranks != saved["world_size"] and not self._counts_samples
-        if has_other_ranks and not is_end:  # (Note: fewer ranks)
-            num_batches = num_batches * saved["world_size"] // num_ranks
-            num_batches -= num_batches % trainer.accumulate_grad_batches
+        # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
+        is_schedule_due = epochs["completed"] < epochs["processed"] == epochs["started"]
         _set_counts(batches, num_batches)
         _set_step(loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"], saved["step"])
         is_counted = epochs["started"] == epochs["processed"]
@@ -199,77 +266,152 @@ class EpochPosition(NoEpochPosition):
                 batches[name]["completed"] += 1
             is_counted = True
         self._at_step = _Step(epochs["started"], num_batches, saved["step"])
+        self._resumed_epoch = None if is_end else epochs["started"]
         self._resumed = _Resumed(
             epochs["processed"] + (is_end and not is_counted),
             0 if is_end else num_batches,
             is_end,
-            # After a failure there is only that of the rank that has saved.
-            saved["generators"][trainer.global_rank if len(saved["generators"]) == num_ranks else 0],
-            has_other_ranks,
+            is_schedule_due,
+            saved,
         )
 
     def begin_loaders(self) -> None:
-        self._samplers, self._can_skip = [], True
+        self._parts, self._num_before, self._can_skip = [], None, True
 
     def prepare(self, loader: Any) -> Any:
-        self._samplers.append(None)
         if is_dealt(loader):
+            self._parts.append(_Part(loader, loader.batch_size or 1, _length(loader.dataset), None))
             return loader
         has_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not has_samples or hasattr(loader, "load_state_dict"):
             self._can_skip = False
             return loader
-        return loader if self._counts_samples else self._with_sampler(loader)
+        return self._with_sampler(loader)
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        resumed, index = self._resumed, len(self._samplers) - 1
+        assert self._trainer is not None
+        resumed, index, num_ranks = self._resumed, len(self._parts), self._trainer.world_size
+        batches: Any = loader.batch_sampler
+        has_own_batches = batches is not None and type(batches).__iter__ is not BatchSampler.__iter__
+        original: Any = loader.sampler if batches is None else batches if has_own_batches else batches.sampler
+        are_even = num_ranks == 1 or is_even(loader)
         generator = None
         if resumed is not None:
-            if resumed.num_batches > 0 and index < len(resumed.generators) and not resumed.has_other_ranks:
-                generator = resumed.generators[index]
-            samplers: list[Any] = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+            # After a failure there is only that of the rank that has saved.
+            by_rank = resumed.saved["generators"]
+            generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
+            is_order_known = are_even or num_ranks == resumed.saved["world_size"]
+            if resumed.num_batches > 0 and index < len(generators) and is_order_known:
+                generator = generators[index]
+            samplers: list[Any] = [loader.sampler, getattr(batches, "sampler", None)]
             for one in samplers:
                 if hasattr(one, "set_epoch"):
                     # Workers ask for the first samples before Lightning says which epoch it is.
                     one.set_epoch(resumed.epoch)
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        num_behind = 0 if resumed is None else resumed.num_batches
-        sampler = ResumableSampler(
-            getattr(loader, name),
-            num_to_skip=lambda: self._num_to_skip(num_behind, length=len(prepared)),
-            generator_at_start=generator,
-        )
-        self._samplers[index] = sampler
+        sampler = ResumableSampler(original, taken=lambda: self._taken_from(index), generator_at_start=generator)
+        replaced: dict[str, Any] = {"sampler" if batches is None else "batch_sampler": sampler}
+        if original is not batches and batches is not None:
+            replaced = {"batch_sampler": copy.copy(batches)}
+            replaced["batch_sampler"].sampler = sampler
         prepared = copy.copy(loader)
         # A `DataLoader` does not let these be set. What workers there are know the old ones.
-        vars(prepared).update({name: sampler, "_iterator": None})
-        original: Any = type(loader)
-        members = {
-            "__module__": original.__module__,
-            "num_batches_read": property(lambda this: sampler.num_to_skip),
-        }
-        prepared.__class__ = type(original.__name__, (original,), members)
+        vars(prepared).update({**replaced, "_iterator": None})
+        cls: Any = type(loader)
+        num_read = property(lambda this: self._place_loaders() if sampler.is_first_pass else 0)
+        prepared.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "num_batches_read": num_read})
+        batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
+        num_samples = _length(original) if are_even and not has_own_batches else math.inf
+        self._parts.append(_Part(prepared, batch_size, num_samples, sampler))
         return prepared
 
-    def _num_to_skip(self, num_batches: int, *, length: int) -> int:
-        """Return how many batches to leave out of a loader that is perhaps shorter than another one beside it."""
+    def _taken_from(self, index: int) -> tuple[int, int | None]:
+        self._place_loaders()
+        return self._parts[index].begin, self._parts[index].end
+
+    def _place_loaders(self) -> int:
+        """Decide, once their limits are known, what the loaders give first; return how many batches come before."""
+        if self._num_before is None:
+            assert self._trainer is not None
+            resumed, loop = self._resumed, self._trainer.fit_loop
+            combined: Any = loop._combined_loader
+            lengths = [min(_length(it), limit) for it, limit in zip(combined.flattened, combined.limits, strict=True)]
+            ends_with_first = combined._mode == "min_size"
+            num_batches = min(lengths) if ends_with_first else max(lengths)
+            num_before = []
+            for index, part in enumerate(self._parts):
+                if resumed is None or resumed.num_batches == 0:
+                    part.take_all()
+                    continue
+                num_behind, is_first_pass = self._num_behind(index, resumed)
+                left_out = part.take_rest(
+                    num_behind,
+                    num_batches=num_batches if is_first_pass else math.inf,
+                    num_counted=resumed.num_batches,
+                )
+                num_before += [left_out] if is_first_pass else []
+            default = 0 if resumed is None else resumed.num_batches
+            self._num_before = max(num_before, default=default) if ends_with_first else min(num_before, default=default)
+        return self._num_before
+
+    def _num_behind(self, index: int, resumed: _Resumed) -> tuple[int, bool]:
+        """Return how much of what a sampler gives is in the weights, and whether that is of its first pass."""
         assert self._trainer is not None
-        if num_batches <= length:
-            return num_batches
-        combined: Any = self._trainer.fit_loop._combined_loader
-        begins_again = len(self._samplers) > 1 and combined._mode == "max_size_cycle"
-        return (num_batches % length or length) if begins_again else length
+        part, num_ranks, num_before = self._parts[index], self._trainer.world_size, resumed.saved["world_size"]
+        if part.sampler is None:
+            return len(range(self._trainer.global_rank, part.loader.dataset.begun[0], num_ranks)), True
+        loaders = resumed.saved.get("loaders", [])
+        if index >= len(loaders):  # saved by a version that counted batches
+            num_batches = resumed.num_batches * num_before // num_ranks
+            return num_batches * (part.batch_size or 1), num_batches < _length(part.loader)
+        saved = loaders[index]
+        if saved["own_batches"] != part.own_batches or (part.num_samples == math.inf and num_before != num_ranks):
+            rank_zero_warn(
+                "bucketddp: the data of this epoch begins again. Which samples are in the weights is not known: each"
+                " rank has samples, or batches, of its own, and had others when the checkpoint was saved."
+            )
+            return 0, True
+        return saved["num_samples"] * num_before // num_ranks, saved["is_first_pass"]
 
     def resume(self) -> None:
-        resumed, self._resumed = self._resumed, None
+        resumed = self._resumed
         if resumed is None or self._trainer is None:
             return
-        num_batches = self._trainer.num_training_batches
-        if resumed.is_end_of_epoch and resumed.has_other_ranks and isinstance(num_batches, int):
-            shift_counts(self._trainer.fit_loop.epoch_loop.batch_progress, num_processed=num_batches)
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        if self._can_skip:
+            num_before = self._place_loaders()
+            if resumed.is_end_of_epoch and self._trainer.num_training_batches != math.inf:
+                num_before = int(self._trainer.num_training_batches)
+            if self._at_step is not None and (not resumed.is_end_of_epoch or num_before > 0):
+                self._at_step = replace(self._at_step, num_batches=num_before)
+                shift_counts(progress, num_processed=num_before)
+        for part in self._parts:
+            if part.sampler is None and not resumed.is_end_of_epoch:
+                part.loader.dataset.begun = part.loader.dataset.begun[0], progress.current.processed
+        self._resumed = None
+        if "metrics" in resumed.saved:
+            self._continue_schedules(resumed, resumed.saved["metrics"])
         if resumed.num_batches > 0 and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]
+
+    def _continue_schedules(self, resumed: _Resumed, metrics: dict[str, float]) -> None:
+        """Have schedules that follow a metric step at the end of this epoch: Lightning leaves that out."""
+        trainer: Any = self._trainer
+        trainer._logger_connector._callback_metrics.update({name: torch.tensor(it) for name, it in metrics.items()})
+        trainer.fit_loop._restarting = False
+        for config in trainer.lr_scheduler_configs if resumed.is_schedule_due else ():
+            is_due = config.interval == "epoch" and resumed.epoch % config.frequency == 0
+            if config.reduce_on_plateau and is_due and config.monitor in metrics:
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+
+    def begun(self) -> tuple[int, int]:
+        is_resumed = self._parts and self._resumed_epoch == self._num_epochs_begun()
+        return (self._parts[0].begin, self._place_loaders()) if is_resumed else (0, 0)
+
+    def _num_epochs_begun(self) -> int:
+        trainer: Any = self._trainer
+        number: int = trainer.fit_loop.epoch_progress.current.started
+        return number
 
     def complete_step(self) -> None:
         if self._filter is not None:
@@ -281,19 +423,19 @@ class EpochPosition(NoEpochPosition):
         # Lightning counts this step later.
         is_counted_later = self._trainer.lightning_module.automatic_optimization
         self._at_step = _Step(
-            num_epochs=loop.epoch_progress.current.started,
+            num_epochs=self._num_epochs_begun(),
             num_batches=loop.epoch_loop.batch_progress.current.ready,
             number=self._trainer.global_step + 1 if is_counted_later else None,
         )
 
     def num_batches_trained(self) -> int | None:
-        if not self._can_skip or self._trainer is None:
+        if not self._can_skip or self._trainer is None or self._resumed is not None:
             return None
         loop: Any = self._trainer.fit_loop
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
             return None  # the optimizer's own `step` is called, and we see none
         last = self._at_step
-        if last is None or last.num_epochs != loop.epoch_progress.current.started:
+        if last is None or last.num_epochs != self._num_epochs_begun():
             return 0
         # After the end of an epoch Lightning may begin another one without counting it.
         return last.num_batches if last.num_batches <= loop.epoch_loop.batch_progress.current.ready else 0
@@ -302,12 +444,22 @@ class EpochPosition(NoEpochPosition):
         if (num_batches := self.num_batches_trained()) is None:
             return None
         assert self._trainer is not None
-        generators = [None if sampler is None else sampler.generator_at_start for sampler in self._samplers]
+        loop: Any = self._trainer.fit_loop
+        if self._num_epochs_begun() != self._resumed_epoch:
+            self._num_before = 0
+            for part in self._parts:
+                part.take_all()
+        cycles = len(self._parts) > 1 and loop._combined_loader._mode == "max_size_cycle"
+        num_own = num_batches - self._place_loaders()
+        known = self._trainer._logger_connector._callback_metrics
+        monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
         return {
             "num_batches": num_batches,
             "step": None if self._at_step is None else self._at_step.number,
             "world_size": self._trainer.world_size,
-            "generators": generators,
+            "generators": [part.sampler and part.sampler.generator_at_start for part in self._parts],
+            "loaders": [part.state(num_own, cycles=cycles) for part in self._parts],
+            "metrics": {name: float(known[name]) for name in monitors if name in known},
         }
 
 
@@ -335,3 +487,11 @@ def _set_step(steps: dict[str, Any], number: int | None) -> None:
     if number == steps["total"]["completed"] + 1:
         for counts in steps.values():
             counts["completed"] += 1
+
+
+def _length(sized: Any) -> float:
+    """Return the length; infinite: it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return math.inf

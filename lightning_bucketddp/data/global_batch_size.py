@@ -5,32 +5,23 @@ Note: incomplete step
     batches of a whole step, and counts a short batch like a full one. Here the losses of such a step are multiplied so
     that it is the mean over the samples that it has, which is what one process would do with them. With `drop_last` it
     is left out. The length of a stream is not known: there Lightning's way stays, unless `gradient_weight` says more.
-
-Note: position in an epoch
-    Lightning counts the batches of one rank. A checkpoint that is saved within an epoch is resumed, on any number of
-    ranks, after the whole steps that it holds: its counters are converted, and their samples are not read again. Each
-    rank takes every n-th sample of an order that does not depend on the number of ranks, so steps keep their samples.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lightning_bucketddp.data.epoch_position import shift_counts
 from lightning_bucketddp.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-# Where a checkpoint holds what is ours.
-_OURS = "bucketddp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +46,51 @@ def divide(size: int, *, num_ranks: int, largest: int) -> Division:
     return Division(per_rank // batches_per_step, batches_per_step)
 
 
+class _FirstSamples(Sampler[Any]):
+    """The first samples of `sampler`, whose attributes are its own, too."""
+
+    def __init__(self, sampler: Any, number: int) -> None:
+        self.sampler = sampler
+        self._number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.sampler, self._number)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler" or name.startswith("__"):  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+
 class StepSampler(BatchSampler):
     """Batches of which `batches_per_step` make an optimizer's step; with `drop_last`, as many as make whole steps."""
 
-    def __init__(self, sampler: Any, division: Division, *, drop_last: bool, num_to_skip: int = 0) -> None:
+    def __init__(self, sampler: Any, division: Division, *, drop_last: bool) -> None:
+        if drop_last and hasattr(sampler, "__len__"):
+            # Without the samples that a distributed sampler gives twice.
+            is_shared = isinstance(sampler, DistributedSampler)
+            number = len(sampler.dataset) // sampler.num_replicas if is_shared else len(sampler)
+            sampler = _FirstSamples(sampler, number - number % (division.batch_size * division.batches_per_step))
         super().__init__(sampler, division.batch_size, drop_last)
         self._batches_per_step = division.batches_per_step
-        self._num_to_skip = num_to_skip
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        is_cut = self.drop_last and isinstance(self.sampler, Sized)
-        # In the first epoch only: that is the one that was interrupted. Not before the first batch is asked for: a
-        # loader with workers makes two iterators and drops one.
-        num_to_skip, self._num_to_skip = self._num_to_skip, 0
-        yield from itertools.islice(super().__iter__(), num_to_skip, len(self) if is_cut else None)
+    def loss_factor(self, index: int, *, num_batches: float, begun: tuple[int, int] = (0, 0)) -> float:
+        """Return what makes a loss count by the samples of its batch (Note: incomplete step).
 
-    def __len__(self) -> int:
-        if not self.drop_last:
-            return super().__len__()
-        sampler: Any = self.sampler
-        # Without the samples that a distributed sampler gives twice.
-        shared = isinstance(sampler, DistributedSampler)
-        num_samples = len(sampler.dataset) // sampler.num_replicas if shared else len(sampler)
-        return num_samples // (self.batch_size * self._batches_per_step) * self._batches_per_step
+        `begun` says after how many samples, and how many batches, the epoch was resumed.
+        """
+        num_behind, num_before = begun
+        num_samples = len(self.sampler) - num_behind  # type: ignore[arg-type]
 
-    def loss_factor(self, index: int, *, num_batches: float) -> float:
-        """Return what makes a loss count by the samples of its batch (Note: incomplete step)."""
+        def size_of(index: int) -> int:
+            return min(self.batch_size, num_samples - (index - num_before) * self.batch_size)
+
         first = index - index % self._batches_per_step
-        step = range(first, int(min(first + self._batches_per_step, num_batches)))
-        return self._size_of(index) * self._batches_per_step / sum(map(self._size_of, step))
-
-    def _size_of(self, index: int) -> int:
-        return min(self.batch_size, len(self.sampler) - index * self.batch_size)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """Where a checkpoint was saved (Note: position in an epoch)."""
-
-    epoch: int
-    num_samples: int
-    is_end_of_epoch: bool
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> _Position | None:
-        saved = checkpoint.get(_OURS, {}).get("global_batch_size")
-        loop = checkpoint.get("loops", {}).get("fit_loop")
-        if saved is None or loop is None:
-            return None
-        progress = loop["epoch_loop.batch_progress"]
-        num_steps = progress["current"]["processed"] // saved["batches_per_step"]
-        is_end, epochs = progress["is_last_batch"], loop["epoch_progress"]["current"]
-        # At the end of an epoch Lightning may count it later.
-        epoch = epochs["processed"] + (is_end and epochs["started"] > epochs["processed"])
-        return cls(epoch, num_steps * saved["size"], is_end)
+        step = range(max(first, num_before), int(min(first + self._batches_per_step, num_batches)))
+        return size_of(index) * self._batches_per_step / sum(map(size_of, step))
 
 
 class OwnBatchSize:
@@ -127,22 +109,9 @@ class OwnBatchSize:
         """Return a training dataloader with the batches that a rank shall have."""
         return loader
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return `loss` as backward shall see it."""
+    def weigh(self, loss: Tensor, *, begun: tuple[int, int]) -> Tensor:
+        """Return `loss` as backward shall see it, in an epoch that has `begun` after so many samples and batches."""
         return loss
-
-    def take_from(self, checkpoint: Mapping[str, Any]) -> None:
-        """Remember where `checkpoint` was saved, for the training that may begin with it."""
-
-    def forget_checkpoint(self) -> None:
-        """Forget the checkpoint that was loaded: no training begins with it."""
-
-    def resume(self) -> None:
-        """Call before the first batch: count batches as this run has them."""
-
-    def state(self) -> dict[str, int] | None:
-        """Return what goes into a checkpoint."""
-        return None
 
 
 class GlobalBatchSize(OwnBatchSize):
@@ -158,7 +127,6 @@ class GlobalBatchSize(OwnBatchSize):
         self._trainer: Trainer | None = None
         self._division: Division | None = None
         self._sampler: StepSampler | None = None
-        self._position: _Position | None = None
         self._num_loaders = 0
 
     def begin(self, trainer: Trainer) -> None:
@@ -221,55 +189,20 @@ class GlobalBatchSize(OwnBatchSize):
         return f"global batch of {self._size}: {division.batch_size} samples on {ranks}{accumulated}"
 
     def _with_batches(self, loader: DataLoader[Any], division: Division) -> DataLoader[Any]:
-        is_sized = isinstance(loader.sampler, Sized)
-        position = self._position
-        num_to_skip = 0
-        # A stream, or a loader that has a state in the checkpoint, knows best where it was.
-        if position is not None and is_sized and not hasattr(loader, "load_state_dict"):
-            num_to_skip = 0 if position.is_end_of_epoch else self._num_batches_before(position, division)
-            if isinstance(loader.sampler, DistributedSampler):
-                # Workers ask for the first samples before Lightning says which epoch it is.
-                loader.sampler.set_epoch(position.epoch)
-        sampler = StepSampler(loader.sampler, division, drop_last=loader.drop_last, num_to_skip=num_to_skip)
-        self._sampler = sampler if is_sized else None
+        sampler = StepSampler(loader.sampler, division, drop_last=loader.drop_last)
+        self._sampler = sampler if isinstance(loader.sampler, Sized) else None
         prepared = copy.copy(loader)
         # A `DataLoader` does not let these be set. What workers there are know the old ones.
         vars(prepared).update(batch_size=division.batch_size, batch_sampler=sampler, _iterator=None)
         return prepared
 
-    def weigh(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor, *, begun: tuple[int, int]) -> Tensor:
         if self._sampler is None or not self._weighs:
             return loss
         assert self._trainer is not None
         index = self._trainer.fit_loop.epoch_loop.batch_idx
-        factor = self._sampler.loss_factor(index, num_batches=self._trainer.num_training_batches)
+        factor = self._sampler.loss_factor(index, num_batches=self._trainer.num_training_batches, begun=begun)
         return loss if factor == 1 else loss * factor
-
-    def take_from(self, checkpoint: Mapping[str, Any]) -> None:
-        self._position = _Position.of(checkpoint)
-
-    def forget_checkpoint(self) -> None:
-        self._position = None
-
-    def resume(self) -> None:
-        assert self._trainer is not None
-        position, self._position = self._position, None
-        num_batches = self._trainer.num_training_batches
-        if position is None or not self._trainer.fit_loop.restarting:
-            return
-        assert self._division is not None  # the data is there
-        num_before = self._num_batches_before(position, self._division)
-        if position.is_end_of_epoch and isinstance(num_batches, int):
-            num_before = num_batches
-        shift_counts(self._trainer.fit_loop.epoch_loop.batch_progress, num_processed=num_before)
-
-    def _num_batches_before(self, position: _Position, division: Division) -> int:
-        return position.num_samples // self._size * division.batches_per_step
-
-    def state(self) -> dict[str, int] | None:
-        if self._division is None:
-            return None
-        return {"size": self._size, "batches_per_step": self._division.batches_per_step}
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

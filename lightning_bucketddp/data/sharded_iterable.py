@@ -9,9 +9,9 @@ Note: dealing
 
 Note: reading on
     A checkpoint holds how many samples of the stream all ranks together have trained on. A run that is resumed begins
-    its first pass behind them, on any number of ranks and workers. The count is the training loop's, because loaders
-    are ahead of it. It is kept for one pass: a loader that is shorter than another one beside it, and has begun again
-    within the epoch, begins once more.
+    its first pass behind them, on any number of workers; on another number of ranks perhaps a few before, so that all
+    ranks have as many left. The count is the training loop's, because loaders are ahead of it. It is kept for one pass:
+    a loader that is shorter than another one beside it, and has begun again within the epoch, begins once more.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class ShardedIterable(IterableDataset[Any]):
 
     Attributes:
         num_read: how many samples of the whole stream are left out at the beginning of the next pass.
+        begun: how many were left out of this one, and how many batches the training loop counts before it.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, batch_size: int) -> None:
         self.dataset = dataset
         self.num_read = 0
+        self.begun = (0, 0)
         self._rank = rank
         self._world_size = world_size
         self._batch_size = batch_size
@@ -73,7 +75,7 @@ class ShardedIterable(IterableDataset[Any]):
 class NoSharding:
     """Streams are read as they are."""
 
-    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int] | None = None) -> object:
+    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int | None] | None = None) -> object:
         """Return `loader`, or one like it over this rank's part.
 
         Args:
@@ -91,7 +93,7 @@ class IterableSharding(NoSharding):
         self._warn = warn
         self._warnings: set[str] = set()
 
-    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int] | None = None) -> object:
+    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int | None] | None = None) -> object:
         loader = getattr(loader, "dealt_from", loader)  # one that was prepared before
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
             return loader
@@ -106,7 +108,7 @@ class IterableSharding(NoSharding):
             )
         return self._deal(loader, num_batches_trained)
 
-    def _deal(self, loader: DataLoader[Any], num_batches_trained: Callable[[], int] | None) -> object:
+    def _deal(self, loader: DataLoader[Any], num_batches_trained: Callable[[], int | None] | None) -> object:
         batch_size = loader.batch_size or 1
         dataset = cast(IterableDataset[Any], loader.dataset)
         is_training = num_batches_trained is not None
@@ -117,7 +119,7 @@ class IterableSharding(NoSharding):
         vars(prepared).update(dataset=dealt, dealt_from=loader, _iterator=None)
         original: Any = type(loader)
         if num_batches_trained is not None:
-            members = _stateful(original, num_batches_trained, samples_per_batch=batch_size * self._world_size)
+            members = _stateful(original, num_batches_trained, batch_size=batch_size, num_ranks=self._world_size)
         else:
             members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
         members["__module__"] = original.__module__
@@ -141,19 +143,28 @@ def _in_rounds(original: Any, part: Part) -> dict[str, Any]:
     }
 
 
-def _stateful(original: Any, num_batches_trained: Callable[[], int], *, samples_per_batch: int) -> dict[str, Any]:
+def _stateful(
+    original: Any, num_batches_trained: Callable[[], int | None], *, batch_size: int, num_ranks: int
+) -> dict[str, Any]:
     """Return the members by which Lightning saves and restores the position of a loader (Note: reading on)."""
+    samples_per_batch = batch_size * num_ranks
 
     def iterate(this: Any) -> Iterator[Any]:
+        if this.dataset.num_read == 0:
+            this.dataset.begun = (0, 0)
         batches: Iterator[Any] = original.__iter__(this)
         this.dataset.num_read = 0  # workers have copies
         return batches
 
     def state_dict(this: Any) -> dict[str, int]:
-        return {"num_samples": num_batches_trained() * samples_per_batch}
+        num_samples, num_batches = this.dataset.begun
+        trained = num_batches_trained()
+        return {"num_samples": 0 if trained is None else num_samples + (trained - num_batches) * samples_per_batch}
 
     def load_state_dict(this: Any, state: dict[str, int]) -> None:
-        this.dataset.num_read = state.get("num_samples", 0)
+        # So that each rank has as many left.
+        this.dataset.num_read = state.get("num_samples", 0) // num_ranks * num_ranks
+        this.dataset.begun = this.dataset.num_read, num_batches_trained() or 0
 
     return {
         "__iter__": iterate,

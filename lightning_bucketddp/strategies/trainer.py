@@ -214,8 +214,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         size = self.options.global_batch_size
         weighs = self.options.gradient_weight is None
         self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
-        counts_samples = size is not None
-        self._position = EpochPosition(counts_samples=counts_samples) if self.options.auto_resume else NoEpochPosition()
+        # What makes a step stays what it is on another number of ranks, also where only the user resumes.
+        self._position = EpochPosition() if self.options.auto_resume or size is not None else NoEpochPosition()
         self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
         self._islands: Islands | None = None
         self._is_restoring = False
@@ -273,10 +273,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
             self._prepare_fit(trainer)
-        else:
-            self._batch_size.forget_checkpoint()
-            if self._rank_seeds is not None:
-                self._rank_seeds.forget_checkpoint()
+        elif self._rank_seeds is not None:
+            self._rank_seeds.forget_checkpoint()
         super().setup(trainer)
         if self._state.is_fit and self._differs_by_design:
             self._enable_model_averaging()
@@ -454,7 +452,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._setup_model(self._module)
 
     def on_train_start(self) -> None:
-        self._batch_size.resume()
         self._position.resume()
         super().on_train_start()
         if self._rank_seeds is not None:

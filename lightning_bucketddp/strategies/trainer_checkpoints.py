@@ -203,7 +203,6 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             self._is_restoring = False
             checkpoint = read_on_every_rank(read, self._collectives, path=checkpoint_path)
             self._position.take_from(checkpoint, self._trainer)
-            self._batch_size.take_from(checkpoint)
         else:
             checkpoint = read()
         if self._rank_seeds is not None:
@@ -314,8 +313,6 @@ class TrainerCheckpointHooks(TrainerStepHooks):
             and (local := self._state.local_steps.gather_state(self.precision_plugin)) is not None
         ):
             state["local_steps"] = local
-        if (batch_size := self._batch_size.state()) is not None:
-            state["global_batch_size"] = batch_size
         if (position := self._position.state()) is not None:
             generators = gather_to_rank_zero(position["generators"], collectives)
             state["position"] = {**position, "generators": generators}

@@ -105,13 +105,13 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             self._position.begin_loaders()
         self._lightning_barrier(name, *args, **kwargs)
 
-    def _num_batches_trained(self) -> int:
-        """Return how many batches of an epoch a run that is resumed from a checkpoint of now must not see again."""
+    def _num_batches_trained(self) -> int | None:
+        """Return how many batches of an epoch a run that resumes from here must not see again; None: it is over."""
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         num_batches = self._position.num_batches_trained()
         num_batches = int(progress.current.processed) if num_batches is None else num_batches
         is_over = progress.is_last_batch and num_batches == progress.current.ready
-        return 0 if is_over else num_batches
+        return None if is_over else num_batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
@@ -162,7 +162,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             reducer = self.reducer
             if reducer is not None:
                 reducer.finiteness.see_loss(closure_loss)
-            closure_loss = self._state.weighting.weigh(self._batch_size.weigh(closure_loss))
+            closure_loss = self._batch_size.weigh(closure_loss, begun=self._position.begun())
+            closure_loss = self._state.weighting.weigh(closure_loss)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             with self._synchronised_backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)

@@ -113,6 +113,9 @@ LIGHTNING_ATTRIBUTES = {
     "optim_progress": "loops.optimization.automatic",
     "batch_progress": "loops.training_epoch_loop",
     "epoch_progress": "loops.fit_loop",
+    # restored by us for a schedule that follows a metric, and the reason why Lightning leaves it out
+    "_callback_metrics": "trainer.connectors.logger_connector.logger_connector",
+    "_restarting": "loops.fit_loop",
     # read by us, of a sampler of the user's
     "_sampler": "overrides.distributed",
     # read by us in an evaluation

@@ -1,0 +1,439 @@
+"""Resuming within an epoch, by many examples: Lightning's training loop in short, with its counters and fetchers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.progress import _BatchProgress, _Progress
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_bucketddp.data.epoch_position import EpochPosition
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
+from lightning_bucketddp.data.sharded_iterable import IterableSharding
+
+NUM_EPOCHS = 2
+MODES = ("max_size_cycle", "max_size", "min_size")
+OTHERS = 1000
+HOOKS = ("training_step", "optimizer_step", "on_train_batch_end", "between batches")
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._size))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self._size
+
+
+class Pairs(BatchSampler):
+    """One of a user's that makes batches as torch does."""
+
+
+class ByParity(BatchSampler):
+    """Batches of the user's own: first of even numbers, then of odd ones."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = list(self.sampler)
+        for parity in (0, 1):
+            yield from BatchSampler([n for n in numbers if n % 2 == parity], self.batch_size, False)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained."""
+
+    kind: str = "distributed"
+    num_samples: int = 24
+    shuffle: bool = True
+    drop_last: bool = False
+    limit: int | None = None
+    accumulate: int = 1
+    num_others: int = 0  # those of another loader beside it, in batches of 3
+    mode: str = MODES[0]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the program: on how many ranks, with which batches, and after how many it ends, in which hook."""
+
+    num_ranks: int = 2
+    batch_size: int = 2
+    stop: int | None = None
+    hook: str = HOOKS[0]
+
+
+def make_loader(job: Job, start: Start, rank: int) -> Any:
+    """As Lightning gives it to the strategy."""
+    data = Numbers(job.num_samples)
+    ranks = {"num_replicas": start.num_ranks, "rank": rank}
+    if job.kind.endswith("stream"):
+        dataset = SizedStream(job.num_samples) if job.kind == "sized stream" else Stream(job.num_samples)
+        return DataLoader(dataset, batch_size=start.batch_size, drop_last=job.drop_last)
+    sampler: Any = DistributedSampler(data, shuffle=job.shuffle, seed=3, **ranks)
+    if job.kind == "random":
+        sampler = DistributedSamplerWrapper(RandomSampler(data), shuffle=False, **ranks)
+    if job.kind == "of each rank":
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
+    if job.kind == "single":
+        return DataLoader(data, batch_size=None, sampler=sampler)
+    if job.kind == "pairs":
+        return DataLoader(data, batch_sampler=Pairs(sampler, start.batch_size, job.drop_last))
+    if job.kind == "own batches":
+        return DataLoader(data, batch_sampler=ByParity(SequentialSampler(data), start.batch_size, False))
+    return DataLoader(data, batch_size=start.batch_size, sampler=sampler, drop_last=job.drop_last)
+
+
+def make_loaders(job: Job, start: Start, rank: int) -> list[Any]:
+    others = replace(job, num_samples=job.num_others)
+    return [make_loader(job, start, rank)] + (
+        [make_loader(others, replace(start, batch_size=3), rank)] if job.num_others else []
+    )
+
+
+class Rank:
+    """One rank of one start."""
+
+    def __init__(self, job: Job, start: Start, rank: int, *, global_size: int | None) -> None:
+        self.job, self.start = job, start
+        self.seen: list[list[int]] = [[] for _ in range(NUM_EPOCHS)]
+        self.num_batches = 0
+        self.num_steps = 0
+        self.is_over = False
+        self._pending: list[int] = []
+        self.batches, self.epochs = _BatchProgress(), _Progress()
+        self.trainer: Any = SimpleNamespace(
+            state=SimpleNamespace(fn="fit"),
+            world_size=start.num_ranks,
+            global_rank=rank,
+            accumulate_grad_batches=1 if global_size else job.accumulate,
+            max_steps=-1,
+            callbacks=[],
+            lightning_module=SimpleNamespace(automatic_optimization=True),
+            lr_scheduler_configs=[],
+            _logger_connector=SimpleNamespace(_callback_metrics={}),
+            fit_loop=SimpleNamespace(
+                epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), restarting=False
+            ),
+        )
+        self.position = EpochPosition()
+        self.batch_size = GlobalBatchSize(global_size, weighs=True) if global_size else OwnBatchSize()
+        self.batch_size.begin(self.trainer)
+        self.position.begin(self.trainer)
+        self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        self.position.take_from(checkpoint, self.trainer)
+        loop = checkpoint["loops"]["fit_loop"]
+        self.epochs.load_state_dict(loop["epoch_progress"])
+        self.batches.load_state_dict(loop["epoch_loop.batch_progress"])
+        self.num_steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"][
+            "completed"
+        ]
+
+    def run(self, loaders: list[Any], checkpoint: dict[str, Any] | None) -> None:
+        self.batch_size.begin_loaders()
+        self.position.begin_loaders()
+        self.loaders = [self._prepare(loader) for loader in loaders]
+        combined = CombinedLoader(self.loaders if len(loaders) > 1 else self.loaders[0], self.job.mode)  # type: ignore[arg-type]
+        self.trainer.fit_loop._combined_loader = combined
+        lengths = [len(loader) if self.job.kind != "stream" else math.inf for loader in self.loaders]
+        assume(min(lengths) > 0)  # Lightning trains nothing then
+        combined.limits = [min(length, self.job.limit or math.inf) for length in lengths]
+        [loader, *_] = self.loaders
+        current = self.epochs.current
+        is_within = checkpoint is not None and not current.ready == current.started == current.processed
+        self.trainer.fit_loop.restarting = is_within
+        if checkpoint is not None and is_within and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(checkpoint["loader"])
+        fetcher = _PrefetchDataFetcher()
+        fetcher.setup(combined)
+        self._set_epoch(current.processed)
+        iter(fetcher)
+        self.trainer.num_training_batches = len(combined) if self.job.kind != "stream" else math.inf
+        self.position.resume()
+        is_first = True
+        while self.epochs.current.processed < NUM_EPOCHS and not self.is_over:
+            self._run_epoch(fetcher, is_within=is_within and is_first, is_first=is_first)
+            is_first = False
+
+    def _prepare(self, loader: Any) -> Any:
+        loader = self.sharding.prepare(self.batch_size.prepare(loader), num_batches_trained=self._num_batches_trained)
+        return self.position.prepare(loader)
+
+    def _set_epoch(self, epoch: int) -> None:
+        for loader in self.loaders:
+            for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+
+    def _run_epoch(self, fetcher: Any, *, is_within: bool, is_first: bool) -> None:
+        progress, epoch = self.batches, self.epochs.current.processed
+        self._set_epoch(epoch)
+        if is_within:
+            if progress.total.completed == progress.total.processed - 1:
+                progress.increment_completed()
+            progress.reset_on_restart()
+        else:
+            self.epochs.increment_ready()
+            self.epochs.increment_started()
+            progress.reset_on_run()
+            if not is_first:
+                iter(fetcher)
+        fetcher.fetched += progress.current.ready
+        total = self.trainer.num_training_batches
+        while progress.current.ready != total and not progress.is_last_batch:
+            try:
+                batch = next(fetcher)[0]
+            except StopIteration:
+                # Otherwise Lightning would not notice in time: no validation, and no step with the last gradients.
+                assert self.job.kind.endswith("stream"), "an epoch ends with a batch that is known to be its last"
+                break
+            progress.is_last_batch = fetcher.done
+            self._train(batch, epoch)
+            if self.is_over:
+                return
+        self.epochs.increment_processed()
+        self.epochs.increment_completed()
+
+    def _train(self, batch: Any, epoch: int) -> None:
+        progress = self.batches
+        progress.increment_ready()
+        progress.increment_started()
+        hook = self.start.hook if self.num_batches == self.start.stop else None
+        self.num_batches += 1
+        self.is_over = hook is not None
+        if hook == "training_step":
+            return
+        for number, one in enumerate(batch if isinstance(batch, list) else [batch]):
+            if one is not None:
+                self._pending += [OTHERS * number + int(index) for index in torch.as_tensor(one).view(-1)]
+        is_last = progress.is_last_batch or progress.current.ready == self.trainer.num_training_batches
+        if progress.current.ready % self.trainer.accumulate_grad_batches == 0 or is_last:
+            self.trainer.global_step = self.num_steps
+            self.position.complete_step()
+            self.seen[epoch] += self._pending
+            self._pending = []
+            if hook == "optimizer_step":
+                return
+            self.num_steps += 1
+        progress.increment_processed()
+        if hook != "on_train_batch_end":
+            progress.increment_completed()
+
+    def _num_batches_trained(self) -> int | None:
+        number = self.position.num_batches_trained()
+        number = self.batches.current.processed if number is None else number
+        is_end = self.batches.is_last_batch and number == self.batches.current.ready
+        return None if is_end else number
+
+    def save(self) -> dict[str, Any]:
+        progress = {"total": {"completed": self.num_steps}, "current": {"completed": self.num_steps}}
+        saved: dict[str, Any] = {
+            "loops": {
+                "fit_loop": {
+                    "epoch_progress": self.epochs.state_dict(),
+                    "epoch_loop.batch_progress": self.batches.state_dict(),
+                    "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": progress}},
+                }
+            },
+            "bucketddp": {"position": self.position.state()},
+        }
+        if hasattr(self.loaders[0], "state_dict"):
+            saved["loader"] = self.loaders[0].state_dict()
+        return saved
+
+
+def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None = None) -> list[list[Rank]]:
+    """All ranks of all starts, each of which resumes from what rank 0 of the one before has saved."""
+    outcome: list[list[Rank]] = []
+    saved: list[dict[str, Any]] = []
+    for number, start in enumerate(starts):
+        ranks = [
+            Rank(job, start, rank, global_size=None if global_sizes is None else global_sizes[number])
+            for rank in range(start.num_ranks)
+        ]
+        generators = [one["bucketddp"]["position"]["generators"] for one in saved]
+        for rank in ranks:
+            torch.default_generator.manual_seed(7 + number)  # a restart draws other numbers; ranks draw the same
+            checkpoint = None
+            if saved:
+                checkpoint = deepcopy(saved[0])
+                checkpoint["bucketddp"]["position"]["generators"] = generators
+                rank.load(checkpoint)
+            with warnings.catch_warnings():
+                rank.run(make_loaders(job, start, rank.trainer.global_rank), checkpoint)
+        outcome.append(ranks)
+        saved = [rank.save() for rank in ranks]
+        if not ranks[0].is_over:
+            break
+    return outcome
+
+
+def trained(outcome: list[list[Rank]], epoch: int) -> Counter[int]:
+    return Counter(number for ranks in outcome for rank in ranks for number in rank.seen[epoch])
+
+
+def in_order(outcome: list[list[Rank]], epoch: int, rank: int) -> list[int]:
+    return [number for ranks in outcome for number in ranks[rank].seen[epoch]]
+
+
+KINDS = ("distributed", "random", "single", "pairs", "of each rank", "own batches", "stream", "sized stream")
+# Orders that are drawn anew in an epoch that had not begun.
+DRAWN = ("random", "of each rank")
+STOPS = st.integers(0, 12)
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, changes_ranks: bool, changes_batches: bool) -> tuple[Job, list[Start]]:
+    kind = draw(st.sampled_from(KINDS))
+    job = Job(
+        kind=kind,
+        num_samples=60 if kind.endswith("stream") else draw(st.integers(1, 40)),  # as many on each of up to 5 ranks
+        shuffle=draw(st.booleans()),
+        drop_last=draw(st.booleans()),
+        limit=None if kind == "stream" else draw(st.none() | st.integers(1, 8)),
+        accumulate=draw(st.integers(1, 3)),
+    )
+    starts = [Start(draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(STOPS), draw(st.sampled_from(HOOKS)))]
+    for _ in range(draw(st.integers(1, 2))):
+        num_ranks = draw(st.integers(1, 5)) if changes_ranks else starts[0].num_ranks
+        batch_size = draw(st.integers(1, 6)) if changes_batches else starts[0].batch_size
+        starts.append(Start(num_ranks, batch_size, draw(STOPS), draw(st.sampled_from(HOOKS))))
+    starts[-1] = Start(starts[-1].num_ranks, starts[-1].batch_size)
+    return job, starts
+
+
+@settings(max_examples=600, deadline=None)
+@given(programs(changes_ranks=False, changes_batches=False))
+def test_a_run_that_is_resumed_goes_on_with_the_next_sample(program: tuple[Job, list[Start]]) -> None:
+    job, starts = program
+    outcome = run_program(job, starts)
+    [undisturbed] = run_program(job, starts[-1:])
+    for epoch in range(NUM_EPOCHS):
+        for rank, alone in enumerate(undisturbed):
+            if job.kind not in DRAWN:
+                assert in_order(outcome, epoch, rank) == alone.seen[epoch]
+        ours, theirs = trained(outcome, epoch), trained([undisturbed], epoch)
+        assert (ours.keys(), ours.total()) == (theirs.keys(), theirs.total()) or job.limit or job.drop_last
+
+
+@settings(max_examples=600, deadline=None)
+@given(programs(changes_ranks=False, changes_batches=True))
+def test_another_batch_size_leaves_out_no_sample_and_repeats_none(program: tuple[Job, list[Start]]) -> None:
+    job, starts = program
+    outcome = run_program(job, starts)
+    [whole] = run_program(replace(job, limit=None, drop_last=False), starts[-1:])
+    for ranks in outcome:
+        assert len({rank.num_batches for rank in ranks}) == 1  # or they would wait for each other for ever
+    for epoch in range(NUM_EPOCHS):
+        for rank, alone in enumerate(whole):
+            ours, order = in_order(outcome, epoch, rank), alone.seen[epoch]
+            if job.kind not in DRAWN:
+                assert any(set(ours) == set(order[:number]) for number in range(len(order) + 1))  # without gaps
+            if job.limit is None:
+                largest = max(start.batch_size for start in starts) if job.drop_last else 1
+                assert len(ours) > len(order) - largest
+            if job.limit is None and not job.drop_last and job.kind not in ("of each rank", "own batches"):
+                assert len(ours) == len(order)
+            else:
+                assert (
+                    len(ours) <= len(order) + sum(start.batch_size for start in starts[1:]) or job.kind == "own batches"
+                )
+
+
+@settings(max_examples=600, deadline=None)
+@given(programs(changes_ranks=True, changes_batches=True))
+def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[Start]]) -> None:
+    job, starts = program
+    outcome = run_program(job, starts)
+    for ranks in outcome:
+        assert len({rank.num_batches for rank in ranks}) == 1
+    if job.kind == "of each rank":
+        return  # whose orders are gone with their ranks
+    for epoch in range(NUM_EPOCHS):
+        ours = trained(outcome, epoch)
+        if job.limit is None and not job.drop_last:
+            assert ours.keys() == set(range(job.num_samples))
+            if job.kind != "own batches":
+                # Each time fewer than there are ranks: what does not come out even, and what an epoch is padded with.
+                padding = max(start.num_ranks for start in starts) - 1
+                assert ours.total() - len(ours) <= padding + sum(start.num_ranks - 1 for start in starts[1:])
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs(changes_ranks=True, changes_batches=True), st.lists(st.integers(1, 3), min_size=3, max_size=3))
+def test_a_global_batch_size_that_changes_leaves_out_no_sample(
+    program: tuple[Job, list[Start]], factors: list[int]
+) -> None:
+    job, starts = replace(program[0], kind="distributed", limit=None), program[1]
+    global_sizes = [start.num_ranks * factor for start, factor in zip(starts, factors, strict=False)]
+    outcome = run_program(job, starts, global_sizes=global_sizes)
+    for ranks in outcome:
+        assert len({rank.num_batches for rank in ranks}) == 1
+    for epoch in range(NUM_EPOCHS):
+        ours = trained(outcome, epoch)
+        padding = max(start.num_ranks for start in starts) - 1
+        # A step that would have been dropped, so that none is left, may be seen again.
+        step = max(global_sizes) if job.drop_last else 0
+        assert ours.total() - len(ours) <= padding + sum(step + start.num_ranks - 1 for start in starts[1:])
+        assert len(ours) > job.num_samples - (2 * step + padding if job.drop_last else 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
+def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
+    program: tuple[Job, list[Start]], num_others: int, mode: str
+) -> None:
+    job = Job(num_samples=program[0].num_samples, accumulate=program[0].accumulate, num_others=num_others, mode=mode)
+    for starts in ([replace(start, batch_size=2) for start in program[1]], program[1]):
+        outcome = run_program(job, starts)
+        [undisturbed] = run_program(job, starts[-1:])
+        for ranks in outcome:
+            assert len({rank.num_batches for rank in ranks}) == 1
+        for epoch in range(NUM_EPOCHS):
+            if starts is not program[1]:  # batches are the same
+                for rank, alone in enumerate(undisturbed):
+                    assert in_order(outcome, epoch, rank) == alone.seen[epoch]
+            elif mode != "min_size":  # which ends with the shorter one
+                assert trained(outcome, epoch).keys() == trained([undisturbed], epoch).keys()
