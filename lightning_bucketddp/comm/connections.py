@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 # A host that has acknowledged nothing for so long is lost.
 SILENT_AFTER_S = 15.0
@@ -114,11 +114,8 @@ def cut_connections(*, except_port: int | None) -> int:
 
 def connection_ids() -> set[int]:
     """Return what tells the TCP sockets of this process apart."""
-    ids = set()
-    for s in _tcp_sockets():
-        with s:
-            ids.add(os.fstat(s.fileno()).st_ino)
-    return ids
+    with ExitStack() as opened:
+        return {os.fstat(opened.enter_context(s).fileno()).st_ino for s in _tcp_sockets()}
 
 
 def cut_all_connections(*, but: Collection[int]) -> None:

@@ -5,17 +5,15 @@ Note: position
     Lightning's own count may be behind, where an exception came after the step and before the batch was over, or ahead,
     where gradients were being accumulated, which are lost. It is set right when the checkpoint is loaded.
 
-    It also holds how many samples that were, of each dataloader and on each rank. Those are left out by the sampler,
-    which costs no reading. Most samplers begin an epoch by drawing a seed or an order from one of torch's generators:
-    the state of that generator then is in the checkpoint, too, but not for a `DistributedSampler`, which knows its
-    order by the number of the epoch.
+    It also holds how many samples that were, of each dataloader. The sampler leaves them out, which costs no reading.
+    Most samplers begin an epoch by drawing a seed or an order from one of torch's generators: its state then is in the
+    checkpoint, too, but not for a `DistributedSampler`, which knows its order by the number of the epoch.
 
 Note: other batches
-    With another batch size or number of ranks the samples that are left make other batches. Lightning is told that as
-    many batches are behind as make the rest of the epoch come out right. Each rank takes every n-th sample of an order
-    that does not depend on the number of ranks, so the samples behind are those of all ranks, divided by the new
-    number: fewer than there are ranks are seen again. Where ranks may have different numbers of samples, all begin with
-    a whole batch, so that they end together. Of batches that are the user's own nobody knows the samples.
+    With another batch size or number of ranks the samples that are left make other batches, and Lightning counts as
+    many before them as make the epoch come out right. Each rank takes every n-th sample of an order that does not
+    depend on the number of ranks, so what is behind is divided by that number, and the remainder is seen again. Where
+    ranks may have different numbers of samples, they begin with a whole batch, so that they end together.
 """
 
 from __future__ import annotations
@@ -188,68 +186,38 @@ class _Resumed:
     saved: dict[str, Any]
 
 
-class NoEpochPosition:
-    """Lightning says where a resumed run begins, and loaders what they give then."""
+class EpochPosition:
+    """Counts the batches of an epoch that are in the weights (Note: position).
 
-    def begin(self, trainer: Trainer) -> None:
-        """Begin a fit."""
+    Args:
+        is_on: or else Lightning says where a resumed run begins, and loaders what they give then.
+    """
 
-    def forget_checkpoint(self) -> None:
-        """Forget the checkpoint that was loaded: no training has begun with it."""
-
-    def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        """Set the counts in `checkpoint` right, for the training that begins with it."""
-
-    def begin_loaders(self) -> None:
-        """Expect training dataloaders."""
-
-    def prepare(self, loader: Any) -> Any:
-        """Return a training dataloader that leaves out what was trained on."""
-        return loader
-
-    def resume(self) -> None:
-        """Call before the first batch."""
-
-    def begun(self) -> tuple[int, int]:
-        """Return after how many samples, and how many batches, of its epoch this run goes on."""
-        return 0, 0
-
-    def complete_step(self) -> None:
-        """Note that an optimizer has stepped."""
-
-    def num_batches_trained(self) -> int | None:
-        """Return how many batches of the epoch are in the weights; None: it is Lightning who counts."""
-        return None
-
-    def state(self) -> dict[str, Any] | None:
-        """Return what goes into a checkpoint; `generators` of every rank, by rank."""
-        return None
-
-
-class EpochPosition(NoEpochPosition):
-    """Counts the batches of an epoch that are in the weights (Note: position)."""
-
-    def __init__(self) -> None:
-        self._trainer: Trainer | None = None
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._trainer: Any = None  # a `Trainer`, once a fit has begun
         self._at_step: _Step | None = None
         self._resumed: _Resumed | None = None
         self._parts: list[_Part] = []
         # In the epoch that is resumed, which has this number: how many batches come before the first of this run.
         self._resumed_epoch: int | None = None
         self._num_before: int | None = None
-        self._can_skip = True
+        self._can_skip = is_on
         self._filter: Any = None
 
     def begin(self, trainer: Trainer) -> None:
+        """Begin a fit."""
         self._trainer = trainer
 
     def forget_checkpoint(self) -> None:
+        """Forget the checkpoint that was loaded: no training has begun with it."""
         self._resumed = None
 
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+        """Set the counts in `checkpoint` right, for the training that begins with it."""
         saved = checkpoint.get(_OURS, {}).get(_KEY)
         loop = checkpoint.get("loops", {}).get("fit_loop")
-        if trainer.state.fn != "fit" or saved is None or loop is None:
+        if not self._is_on or trainer.state.fn != "fit" or saved is None or loop is None:
             return
         epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
         num_batches = saved["num_batches"]
@@ -267,18 +235,17 @@ class EpochPosition(NoEpochPosition):
             is_counted = True
         self._at_step = _Step(epochs["started"], num_batches, saved["step"])
         self._resumed_epoch = None if is_end else epochs["started"]
-        self._resumed = _Resumed(
-            epochs["processed"] + (is_end and not is_counted),
-            0 if is_end else num_batches,
-            is_end,
-            is_schedule_due,
-            saved,
-        )
+        epoch = epochs["processed"] + (is_end and not is_counted)
+        self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, is_schedule_due, saved)
 
     def begin_loaders(self) -> None:
-        self._parts, self._num_before, self._can_skip = [], None, True
+        """Expect training dataloaders."""
+        self._parts, self._num_before, self._can_skip = [], None, self._is_on
 
     def prepare(self, loader: Any) -> Any:
+        """Return a training dataloader that leaves out what was trained on."""
+        if not self._can_skip:
+            return loader
         if is_dealt(loader):
             self._parts.append(_Part(loader, loader.batch_size or 1, _length(loader.dataset), None))
             return loader
@@ -289,7 +256,6 @@ class EpochPosition(NoEpochPosition):
         return self._with_sampler(loader)
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        assert self._trainer is not None
         resumed, index, num_ranks = self._resumed, len(self._parts), self._trainer.world_size
         batches: Any = loader.batch_sampler
         has_own_batches = batches is not None and type(batches).__iter__ is not BatchSampler.__iter__
@@ -303,19 +269,16 @@ class EpochPosition(NoEpochPosition):
             is_order_known = are_even or num_ranks == resumed.saved["world_size"]
             if resumed.num_batches > 0 and index < len(generators) and is_order_known:
                 generator = generators[index]
-            samplers: list[Any] = [loader.sampler, getattr(batches, "sampler", None)]
-            for one in samplers:
-                if hasattr(one, "set_epoch"):
-                    # Workers ask for the first samples before Lightning says which epoch it is.
-                    one.set_epoch(resumed.epoch)
+            for one in (loader.sampler, getattr(batches, "sampler", None)):
+                # Workers ask for the first samples before Lightning says which epoch it is.
+                getattr(one, "set_epoch", lambda epoch: None)(resumed.epoch)
         sampler = ResumableSampler(original, taken=lambda: self._taken_from(index), generator_at_start=generator)
-        replaced: dict[str, Any] = {"sampler" if batches is None else "batch_sampler": sampler}
-        if original is not batches and batches is not None:
-            replaced = {"batch_sampler": copy.copy(batches)}
-            replaced["batch_sampler"].sampler = sampler
-        prepared = copy.copy(loader)
+        prepared, replaced = copy.copy(loader), sampler
+        if batches is not None and not has_own_batches:
+            replaced = copy.copy(batches)
+            replaced.sampler = sampler
         # A `DataLoader` does not let these be set. What workers there are know the old ones.
-        vars(prepared).update({**replaced, "_iterator": None})
+        vars(prepared).update({"sampler" if batches is None else "batch_sampler": replaced, "_iterator": None})
         cls: Any = type(loader)
         num_read = property(lambda this: self._place_loaders() if sampler.is_first_pass else 0)
         prepared.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "num_batches_read": num_read})
@@ -331,9 +294,7 @@ class EpochPosition(NoEpochPosition):
     def _place_loaders(self) -> int:
         """Decide, once their limits are known, what the loaders give first; return how many batches come before."""
         if self._num_before is None:
-            assert self._trainer is not None
-            resumed, loop = self._resumed, self._trainer.fit_loop
-            combined: Any = loop._combined_loader
+            resumed, combined = self._resumed, self._trainer.fit_loop._combined_loader
             lengths = [min(_length(it), limit) for it, limit in zip(combined.flattened, combined.limits, strict=True)]
             ends_with_first = combined._mode == "min_size"
             num_batches = min(lengths) if ends_with_first else max(lengths)
@@ -343,11 +304,8 @@ class EpochPosition(NoEpochPosition):
                     part.take_all()
                     continue
                 num_behind, is_first_pass = self._num_behind(index, resumed)
-                left_out = part.take_rest(
-                    num_behind,
-                    num_batches=num_batches if is_first_pass else math.inf,
-                    num_counted=resumed.num_batches,
-                )
+                most = num_batches if is_first_pass else math.inf
+                left_out = part.take_rest(num_behind, num_batches=most, num_counted=resumed.num_batches)
                 num_before += [left_out] if is_first_pass else []
             default = 0 if resumed is None else resumed.num_batches
             self._num_before = max(num_before, default=default) if ends_with_first else min(num_before, default=default)
@@ -355,7 +313,6 @@ class EpochPosition(NoEpochPosition):
 
     def _num_behind(self, index: int, resumed: _Resumed) -> tuple[int, bool]:
         """Return how much of what a sampler gives is in the weights, and whether that is of its first pass."""
-        assert self._trainer is not None
         part, num_ranks, num_before = self._parts[index], self._trainer.world_size, resumed.saved["world_size"]
         if part.sampler is None:
             return len(range(self._trainer.global_rank, part.loader.dataset.begun[0], num_ranks)), True
@@ -373,20 +330,23 @@ class EpochPosition(NoEpochPosition):
         return saved["num_samples"] * num_before // num_ranks, saved["is_first_pass"]
 
     def resume(self) -> None:
+        """Call before the first batch."""
         resumed = self._resumed
         if resumed is None or self._trainer is None:
             return
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         if self._can_skip:
             num_before = self._place_loaders()
             if resumed.is_end_of_epoch and self._trainer.num_training_batches != math.inf:
                 num_before = int(self._trainer.num_training_batches)
             if self._at_step is not None and (not resumed.is_end_of_epoch or num_before > 0):
                 self._at_step = replace(self._at_step, num_batches=num_before)
-                shift_counts(progress, num_processed=num_before)
+                shift = num_before - self._batches.current.processed
+                for counts in (self._batches.total, self._batches.current):
+                    for name in _COUNTS:
+                        setattr(counts, name, getattr(counts, name) + shift)
         for part in self._parts:
             if part.sampler is None and not resumed.is_end_of_epoch:
-                part.loader.dataset.begun = part.loader.dataset.begun[0], progress.current.processed
+                part.loader.dataset.begun = part.loader.dataset.begun[0], self._batches.current.processed
         self._resumed = None
         if "metrics" in resumed.saved:
             self._continue_schedules(resumed, resumed.saved["metrics"])
@@ -396,7 +356,7 @@ class EpochPosition(NoEpochPosition):
 
     def _continue_schedules(self, resumed: _Resumed, metrics: dict[str, float]) -> None:
         """Have schedules that follow a metric step at the end of this epoch: Lightning leaves that out."""
-        trainer: Any = self._trainer
+        trainer = self._trainer
         trainer._logger_connector._callback_metrics.update({name: torch.tensor(it) for name, it in metrics.items()})
         trainer.fit_loop._restarting = False
         for config in trainer.lr_scheduler_configs if resumed.is_schedule_due else ():
@@ -405,51 +365,52 @@ class EpochPosition(NoEpochPosition):
                 trainer.lightning_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
 
     def begun(self) -> tuple[int, int]:
+        """Return after how many samples, and how many batches, of its epoch this run goes on."""
         is_resumed = self._parts and self._resumed_epoch == self._num_epochs_begun()
         return (self._parts[0].begin, self._place_loaders()) if is_resumed else (0, 0)
 
+    @property
+    def _batches(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress
+
     def _num_epochs_begun(self) -> int:
-        trainer: Any = self._trainer
-        number: int = trainer.fit_loop.epoch_progress.current.started
-        return number
+        return int(self._trainer.fit_loop.epoch_progress.current.started)
 
     def complete_step(self) -> None:
+        """Note that an optimizer has stepped."""
         if self._filter is not None:
             with suppress(ValueError):  # somebody has taken it away
                 warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
             self._filter = None
-        assert self._trainer is not None
-        loop: Any = self._trainer.fit_loop
         # Lightning counts this step later.
         is_counted_later = self._trainer.lightning_module.automatic_optimization
         self._at_step = _Step(
             num_epochs=self._num_epochs_begun(),
-            num_batches=loop.epoch_loop.batch_progress.current.ready,
+            num_batches=self._batches.current.ready,
             number=self._trainer.global_step + 1 if is_counted_later else None,
         )
 
     def num_batches_trained(self) -> int | None:
+        """Return how many batches of the epoch are in the weights; None: it is Lightning who counts."""
         if not self._can_skip or self._trainer is None or self._resumed is not None:
             return None
-        loop: Any = self._trainer.fit_loop
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
             return None  # the optimizer's own `step` is called, and we see none
         last = self._at_step
         if last is None or last.num_epochs != self._num_epochs_begun():
             return 0
         # After the end of an epoch Lightning may begin another one without counting it.
-        return last.num_batches if last.num_batches <= loop.epoch_loop.batch_progress.current.ready else 0
+        return last.num_batches if last.num_batches <= self._batches.current.ready else 0
 
     def state(self) -> dict[str, Any] | None:
+        """Return what goes into a checkpoint; `generators` of every rank, by rank."""
         if (num_batches := self.num_batches_trained()) is None:
             return None
-        assert self._trainer is not None
-        loop: Any = self._trainer.fit_loop
         if self._num_epochs_begun() != self._resumed_epoch:
             self._num_before = 0
             for part in self._parts:
                 part.take_all()
-        cycles = len(self._parts) > 1 and loop._combined_loader._mode == "max_size_cycle"
+        cycles = len(self._parts) > 1 and self._trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
         known = self._trainer._logger_connector._callback_metrics
         monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
@@ -461,14 +422,6 @@ class EpochPosition(NoEpochPosition):
             "loaders": [part.state(num_own, cycles=cycles) for part in self._parts],
             "metrics": {name: float(known[name]) for name in monitors if name in known},
         }
-
-
-def shift_counts(progress: Any, *, num_processed: int) -> None:
-    """Change Lightning's counts of batches so that `num_processed` are processed in the epoch."""
-    shift = num_processed - progress.current.processed
-    for counts in (progress.total, progress.current):
-        for name in _COUNTS:
-            setattr(counts, name, getattr(counts, name) + shift)
 
 
 def _set_counts(batches: dict[str, Any], num_batches: int) -> None:

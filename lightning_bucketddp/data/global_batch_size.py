@@ -47,7 +47,7 @@ def divide(size: int, *, num_ranks: int, largest: int) -> Division:
 
 
 class _FirstSamples(Sampler[Any]):
-    """The first samples of `sampler`, whose attributes are its own, too."""
+    """The first samples of `sampler`."""
 
     def __init__(self, sampler: Any, number: int) -> None:
         self.sampler = sampler
@@ -58,11 +58,6 @@ class _FirstSamples(Sampler[Any]):
 
     def __len__(self) -> int:
         return self._number
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "sampler" or name.startswith("__"):  # asked for while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.sampler, name)
 
 
 class StepSampler(BatchSampler):
@@ -93,35 +88,14 @@ class StepSampler(BatchSampler):
         return size_of(index) * self._batches_per_step / sum(map(size_of, step))
 
 
-class OwnBatchSize:
-    """Each rank takes the batches that its loader makes, and the user says how many are accumulated."""
-
-    def begin(self, trainer: Trainer) -> None:
-        """Begin a fit."""
-
-    def end(self) -> None:
-        """Leave the Trainer as it was."""
-
-    def begin_loaders(self) -> None:
-        """Expect training dataloaders."""
-
-    def prepare(self, loader: Any) -> Any:
-        """Return a training dataloader with the batches that a rank shall have."""
-        return loader
-
-    def weigh(self, loss: Tensor, *, begun: tuple[int, int]) -> Tensor:
-        """Return `loss` as backward shall see it, in an epoch that has `begun` after so many samples and batches."""
-        return loss
-
-
-class GlobalBatchSize(OwnBatchSize):
-    """Sets batch size and accumulation so that `size` samples make an optimizer's step.
+class GlobalBatchSize:
+    """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
     Args:
         weighs: weigh the losses of an incomplete step; nothing else does.
     """
 
-    def __init__(self, size: int, *, weighs: bool) -> None:
+    def __init__(self, size: int | None, *, weighs: bool) -> None:
         self._size = size
         self._weighs = weighs
         self._trainer: Trainer | None = None
@@ -130,6 +104,9 @@ class GlobalBatchSize(OwnBatchSize):
         self._num_loaders = 0
 
     def begin(self, trainer: Trainer) -> None:
+        """Begin a fit."""
+        if self._size is None:
+            return
         schedulers = [type(it).__name__ for it in _callbacks(trainer) if hasattr(it, "get_accumulate_grad_batches")]
         if trainer.accumulate_grad_batches != 1 or schedulers:
             found = schedulers[0] if schedulers else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
@@ -141,14 +118,19 @@ class GlobalBatchSize(OwnBatchSize):
         self._trainer, self._division = trainer, None
 
     def end(self) -> None:
+        """Leave the Trainer as it was."""
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = 1
         self._trainer, self._sampler = None, None
 
     def begin_loaders(self) -> None:
+        """Expect training dataloaders."""
         self._num_loaders = 0
 
     def prepare(self, loader: Any) -> Any:
+        """Return a training dataloader with the batches that a rank shall have."""
+        if self._size is None:
+            return loader
         self._num_loaders += 1
         self._check(loader)
         assert self._trainer is not None  # there is a fit
@@ -197,6 +179,7 @@ class GlobalBatchSize(OwnBatchSize):
         return prepared
 
     def weigh(self, loss: Tensor, *, begun: tuple[int, int]) -> Tensor:
+        """Return `loss` as backward shall see it, in an epoch that has `begun` after so many samples and batches."""
         if self._sampler is None or not self._weighs:
             return loss
         assert self._trainer is not None

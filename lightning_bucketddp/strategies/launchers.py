@@ -232,8 +232,6 @@ class Children:
     """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does.
 
     Attributes:
-        processes: by local rank, from 1 on.
-        first_rank: that of this process.
         connections_before: that it had before there were other ranks.
         has_failed: whether it has raised itself, which tells more.
     """

@@ -20,9 +20,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO
-from lightning_bucketddp.data.epoch_position import EpochPosition, NoEpochPosition
+from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
-from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.rank_zero import rank_zero_info
@@ -212,10 +212,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
-        weighs = self.options.gradient_weight is None
-        self._batch_size = OwnBatchSize() if size is None else GlobalBatchSize(size, weighs=weighs)
+        self._batch_size = GlobalBatchSize(size, weighs=self.options.gradient_weight is None)
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
-        self._position = EpochPosition() if self.options.auto_resume or size is not None else NoEpochPosition()
+        self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
         self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
         self._islands: Islands | None = None
         self._is_restoring = False

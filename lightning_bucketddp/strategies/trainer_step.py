@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.trial import Trials
-from lightning_bucketddp.data.epoch_position import NoEpochPosition
-from lightning_bucketddp.data.global_batch_size import OwnBatchSize
+from lightning_bucketddp.data.epoch_position import EpochPosition
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
@@ -46,8 +46,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _state: FitState
     _recording: StepRecording
     _model_averager: Any
-    _batch_size: OwnBatchSize
-    _position: NoEpochPosition
+    _batch_size: GlobalBatchSize
+    _position: EpochPosition
     _is_loading_training_data = False
     # By dataloader of the prediction that runs.
     _are_divided: list[bool]

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_bucketddp.data.epoch_position import EpochPosition
-from lightning_bucketddp.data.global_batch_size import GlobalBatchSize, OwnBatchSize
+from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 
 NUM_EPOCHS = 2
@@ -156,8 +156,8 @@ class Rank:
                 epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), restarting=False
             ),
         )
-        self.position = EpochPosition()
-        self.batch_size = GlobalBatchSize(global_size, weighs=True) if global_size else OwnBatchSize()
+        self.position = EpochPosition(is_on=True)
+        self.batch_size = GlobalBatchSize(global_size, weighs=True)
         self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
         self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
