@@ -117,6 +117,7 @@ class _Part:
         begin: where in what its sampler gives the first pass of this run begins.
         end: where it ends; None: at its end.
         num_batches: how many batches that makes.
+        is_first_pass: whether it is the first of the epoch; a loader that is shorter than another begins again.
     """
 
     loader: Any
@@ -126,10 +127,11 @@ class _Part:
     begin: int = 0
     end: int | None = None
     num_batches: float = math.inf
+    is_first_pass: bool = True
 
     def take_all(self) -> None:
         """Take all of an epoch."""
-        self.begin, self.end, self.num_batches = 0, None, _length(self.loader)
+        self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, _length(self.loader), True
 
     def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
         """Take what comes after `num_behind` in an epoch of `num_batches`; return how many batches that leaves out.
@@ -156,7 +158,7 @@ class _Part:
         num_behind = self.begin + num_batches * size
         if cycles and num_batches > self.num_batches:
             num_behind = int((num_batches - self.num_batches) % length or length) * size
-        is_first = num_batches < self.num_batches
+        is_first = self.is_first_pass and num_batches < self.num_batches
         return {"num_samples": num_behind, "is_first_pass": is_first, "own_batches": self.own_batches}
 
     @property
@@ -184,6 +186,12 @@ class _Resumed:
     is_end_of_epoch: bool
     is_schedule_due: bool
     saved: dict[str, Any]
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether samples of an epoch that is not over are in the weights."""
+        has_samples = any(loader["num_samples"] for loader in self.saved.get("loaders", []))
+        return not self.is_end_of_epoch and (self.num_batches > 0 or has_samples)
 
 
 class EpochPosition:
@@ -267,7 +275,7 @@ class EpochPosition:
             by_rank = resumed.saved["generators"]
             generators = by_rank[self._trainer.global_rank if len(by_rank) == num_ranks else 0]
             is_order_known = are_even or num_ranks == resumed.saved["world_size"]
-            if resumed.num_batches > 0 and index < len(generators) and is_order_known:
+            if resumed.is_within_epoch and index < len(generators) and is_order_known:
                 generator = generators[index]
             for one in (loader.sampler, getattr(batches, "sampler", None)):
                 # Workers ask for the first samples before Lightning says which epoch it is.
@@ -300,13 +308,13 @@ class EpochPosition:
             num_batches = min(lengths) if ends_with_first else max(lengths)
             num_before = []
             for index, part in enumerate(self._parts):
-                if resumed is None or resumed.num_batches == 0:
+                if resumed is None or not resumed.is_within_epoch:
                     part.take_all()
                     continue
-                num_behind, is_first_pass = self._num_behind(index, resumed)
-                most = num_batches if is_first_pass else math.inf
+                num_behind, part.is_first_pass = self._num_behind(index, resumed)
+                most = num_batches if part.is_first_pass else math.inf
                 left_out = part.take_rest(num_behind, num_batches=most, num_counted=resumed.num_batches)
-                num_before += [left_out] if is_first_pass else []
+                num_before += [left_out] if part.is_first_pass else []
             default = 0 if resumed is None else resumed.num_batches
             self._num_before = max(num_before, default=default) if ends_with_first else min(num_before, default=default)
         return self._num_before
@@ -350,7 +358,7 @@ class EpochPosition:
         self._resumed = None
         if "metrics" in resumed.saved:
             self._continue_schedules(resumed, resumed.saved["metrics"])
-        if resumed.num_batches > 0 and self._can_skip:
+        if resumed.is_within_epoch and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]
 
