@@ -372,7 +372,8 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, str(Path(__file__).with_name("small_reduce.py")), dist.distributed_c10d.__file__)
+    ours = [str(Path(__file__).with_name(name)) for name in ("small_reduce.py", "roll_call.py")]
+    return (__file__, *ours, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:
