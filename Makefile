@@ -52,9 +52,9 @@ soak: .venv/.test ## Train under random faults: ROUNDS=20 MINUTES=10 JOBS=1 SEED
 		$(if $(SEED),--seed $(SEED)) $(addprefix --fault ,$(FAULT)) $(addprefix --launcher ,$(LAUNCHER)) \
 		$(if $(RESULT),--result $(RESULT))
 
-fuzz: .venv/.test ## Draw programs and compare with ddp: MINUTES=10 SEED=... RESULT=...
+fuzz: .venv/.test ## Draw programs and compare with ddp: MINUTES=10 SEED=... DEVICE=cpu|cuda RESULT=...
 	.venv/bin/python -m tests.fuzz --minutes $(or $(MINUTES),10) --verbose $(if $(SEED),--seed $(SEED)) \
-		$(if $(RESULT),--result $(RESULT))
+		$(if $(DEVICE),--device $(DEVICE)) $(if $(RESULT),--result $(RESULT))
 
 ##@ Change
 

@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,8 +35,7 @@ from benchmarks.command import write
 from benchmarks.ports import own_port
 from benchmarks.report import Table
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.small_reduce import rounds_of
-from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, StepMessage
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
@@ -76,14 +75,10 @@ def exchange_table(sizes: Sequence[int], *, repetitions: int) -> Table:
     rows: dict[str, list[float]] = {}
     for num_ranks in sizes:
         by_rank = run_forked(time_exchanges, num_ranks, repetitions=repetitions)
-        row: list[float] = [num_ranks - 1, max(len(rounds_of(rank, num_ranks)) for rank in range(num_ranks))]
-        for what in ("ms", "cpu_ms"):
-            for way in by_rank[0]:
-                turns = zip(*(rank[way] for rank in by_rank), strict=True)
-                combine = max if what == "ms" else statistics.mean
-                row.append(statistics.median(combine(getattr(rank, what) for rank in turn) for turn in turns))
-        rows[str(num_ranks)] = row
-    columns = ["rounds, ring", "doubling", "ms, all-gather", "as in a step", "CPU ms, all-gather", "as in a step"]
+        turns = list(zip(*by_rank, strict=True))
+        slowest = statistics.median(max(rank.ms for rank in turn) for turn in turns)
+        rows[str(num_ranks)] = [slowest, statistics.median(statistics.mean(r.cpu_ms for r in turn) for turn in turns)]
+    columns = ["ms", "CPU ms"]
     return Table("a message from every rank to all, by number of processes", columns, rows, plot="lines")
 
 
@@ -95,33 +90,21 @@ class Turn:
     cpu_ms: float
 
 
-def time_exchanges(
-    rank: int, world_size: int, port: int, *, repetitions: int, per_turn: int = 20
-) -> dict[str, list[Turn]]:
-    """Exchange messages in both ways, in turns, on this rank."""
+def time_exchanges(rank: int, world_size: int, port: int, *, repetitions: int, per_turn: int = 20) -> list[Turn]:
+    """Exchange messages as in a step, on this rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_STUCK_AFTER)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_STUCK_AFTER)
     collectives = Collectives(torch.device("cpu"))
-    exchange, hosts = StepExchange(collectives), collectives.host_group()
-
-    def by_gather() -> None:
-        message = torch.tensor(astuple(StepMessage(MessageKind.STEP, weight=1)), dtype=torch.float64)
-        gathered = hosts.start_gather(message).wait()
-        [StepMessage.from_floats(tensor.tolist()) for tensor in gathered]
-
-    def as_in_a_step() -> None:
-        exchange.send(MessageKind.STEP, weight=1)
-        exchange.receive()
-
-    turns: dict[str, list[Turn]] = {"all-gather": [], "step": []}
+    exchange = StepExchange(collectives)
+    turns = []
     for _ in range(repetitions):
-        for way, once in zip(turns, (by_gather, as_in_a_step), strict=True):
-            dist.barrier()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            for _ in range(per_turn):
-                once()
-            taken, cpu = time.perf_counter() - began, time.process_time() - cpu_began
-            turns[way].append(Turn(1e3 * taken / per_turn, 1e3 * cpu / per_turn))
+        dist.barrier()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        for _ in range(per_turn):
+            exchange.send(MessageKind.STEP, weight=1)
+            exchange.receive()
+        taken, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+        turns.append(Turn(1e3 * taken / per_turn, 1e3 * cpu / per_turn))
     dist.barrier()
     return turns
 

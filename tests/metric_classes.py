@@ -68,7 +68,10 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 GROUPINGS = (
     torch.arange(NUM_SAMPLES).split(BATCH_SIZE),
     torch.arange(NUM_SAMPLES).split(NUM_SAMPLES),
-    *((*torch.arange(0, NUM_SAMPLES, 2).split(size), *torch.arange(1, NUM_SAMPLES, 2).split(size)) for size in (3, 4)),
+    *(
+        (*torch.arange(0, NUM_SAMPLES, 2).split(size), *torch.arange(1, NUM_SAMPLES, 2).split(size))
+        for size in (2, 3, 4)
+    ),
 )
 _BY_BATCHES = "depends on the batches, as with ddp"
 GOOD = ("one process", "ddp", _BY_BATCHES)
@@ -150,13 +153,13 @@ def find_usage(cls: type[Metric]) -> tuple[dict[str, Any], int] | str:
 
     Preferably inputs of which each sample counts by itself: nothing else can be the same in other batches.
     """
-    reason, usages = "no arguments fit", []
+    reason, usages = "", []
     for arguments in ARGUMENTS:
         for number, _ in enumerate(_inputs(torch.arange(1))):
             try:
                 values = [_value(cls(**arguments), number, batches) for batches in GROUPINGS]
             except Exception as error:  # of any kind, for any reason
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = reason or f"{type(error).__name__}: {error}".splitlines()[0]
                 continue
             usages.append((arguments, number))
             if all(are_close(value, values[0]) for value in values):
@@ -274,7 +277,7 @@ def main() -> None:
             "",
             "Not made with plain arguments and inputs:",
             "",
-            "| class | last reason |",
+            "| class | first reason |",
             "|---|---|",
             *left_out,
             "",

@@ -29,13 +29,6 @@ FOLDERS = [
     "bindings",
 ]
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-# Public import paths of what `bindings/` defines; nothing but that import is in them.
-PUBLIC_PATHS = {
-    "strategies/trainer_lightning.py",
-    "strategies/trainer_pytorch_lightning.py",
-    "strategies/fabric_lightning.py",
-    "strategies/fabric_lightning_fabric.py",
-}
 # Before there is a process group, about it, and in it.
 TALK_TO_OTHER_RANKS = {"startup/store.py", "comm/process_group.py", "comm/collectives.py", "comm/trial.py"}
 # What has to be checked, because it knows torch and must not know more.
@@ -77,7 +70,7 @@ def test_every_folder_has_its_place() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     above = {str(path.relative_to(PACKAGE)): folders_above(folder, path.read_text()) for path in files(folder)}
-    assert {path: found for path, found in above.items() if found and path not in PUBLIC_PATHS} == {}
+    assert {path: found for path, found in above.items() if found} == {}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -122,14 +115,6 @@ def _code_lines(path: Path) -> list[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return [line for line in ast.unparse(tree).splitlines() if line != "pass"]
-
-
-@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
-def test_public_import_paths_lead_to_the_bindings(path: str) -> None:
-    name = path.removesuffix(".py").replace("/", ".")
-    binding = name.replace("strategies.", "lightning_bucketddp.bindings.")
-    code = _code_lines(PACKAGE / path)
-    assert code == [f"from {binding} import BucketDDPStrategy", "__all__ = ['BucketDDPStrategy']"]
 
 
 def test_the_map_for_newcomers_is_right() -> None:

@@ -111,7 +111,7 @@ def test_an_installed_wheel_is_found_by_name(entry: str, root: str, module: str,
         PYTHONPATH=str(installed),
     )
     name, files = printed.splitlines()
-    assert name == f"lightning_bucketddp.strategies.{module}"
+    assert name == f"lightning_bucketddp.bindings.{module}"
     assert all(installed in Path(file).parents for file in files.split())
 
 

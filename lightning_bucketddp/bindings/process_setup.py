@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
-_Class = TypeVar("_Class", bound=type)
+from collections.abc import Iterable
+from typing import Any
 
 # What a strategy takes over from the `DDPStrategy` of Lightning's Trainer, and from that of Fabric.
 TRAINER_PROCESS_SETUP = (
@@ -39,21 +37,15 @@ FABRIC_PROCESS_SETUP = (
 )
 
 
-def adopt_process_setup(ddp_strategy: Any, names: Iterable[str]) -> Callable[[_Class], _Class]:
-    """Return a class decorator that takes over Lightning's own process set-up and registers as a `DDPStrategy`.
+def adopt_process_setup(cls: Any, ddp_strategy: Any, names: Iterable[str]) -> None:
+    """Have `cls` take over Lightning's own process set-up, and register as a `DDPStrategy`.
 
     The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
     installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
     `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
     `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
     """
-
-    def adopt(cls: _Class) -> _Class:
-        for name in names:
-            setattr(cls, name, vars(ddp_strategy)[name])
-        abc.update_abstractmethods(cls)
-        cls.__module__ = cls.__module__.replace(".bindings.", ".strategies.")  # the public import path
-        ddp_strategy.register(cls)
-        return cls
-
-    return adopt
+    for name in names:
+        setattr(cls, name, vars(ddp_strategy)[name])
+    abc.update_abstractmethods(cls)
+    ddp_strategy.register(cls)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import pickle
 import zipfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
@@ -16,7 +14,6 @@ _ARCHIVE_START = b"PK\x03\x04"
 _PICKLE_START = b"\x80"  # what `torch.save` wrote before its archives; nothing in it tells that it is complete
 _CHUNK_BYTES = 2**20
 _DIRECTORY_ATTRIBUTE = 0x10
-_MAX_NAMES_SHOWN = 3
 # Of the files beside a damaged one. Each may be gigabytes to read.
 _MAX_TRIED = 10
 
@@ -39,8 +36,8 @@ def damage_in(file: BinaryIO) -> str | None:
     incomplete = f"it is cut short or damaged ({size:,} bytes that are not a complete archive)"
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = list(_damaged_records(archive))
-            return f"{_describe(damaged, archive)} damaged (the checksum is wrong)" if damaged else None
+            damaged = next(_damaged_records(archive), None)
+            return None if damaged is None else f"its record `{damaged}` is damaged (the checksum is wrong)"
     except OSError as error:
         if error.errno != errno.EINVAL:  # a damaged index leads to places that no file has
             raise
@@ -71,21 +68,6 @@ def _damaged_records(archive: zipfile.ZipFile) -> Iterator[str]:
                 yield entry.filename
 
 
-def _describe(records: list[str], archive: zipfile.ZipFile) -> str:
-    """Return what the `records` hold, with the verb that follows."""
-    folder = records[0].partition("/")[0]
-    names: dict[str, str] = {}
-    if f"{folder}/data.pkl" not in records:
-        names = tensor_names(archive.read(f"{folder}/data.pkl"))
-    shown = [
-        f"the tensor `{names[key]}`" if (key := record.rpartition("/")[2]) in names else f"the record `{record}`"
-        for record in records[:_MAX_NAMES_SHOWN]
-    ]
-    if len(records) > len(shown):
-        shown.append(f"{len(records) - len(shown)} more")
-    return f"{', '.join(shown)} {'is' if len(records) == 1 else 'are'}"
-
-
 def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
     """Return the name of the newest file without damage, among those beside `path` with its suffix; None: none is."""
     try:
@@ -104,64 +86,3 @@ def _is_candidate(name: str, path: str) -> bool:
     base = os.path.basename(name)
     is_same = os.path.basename(path) == base
     return not is_same and not base.startswith(".") and os.path.splitext(base)[1] == os.path.splitext(path)[1]
-
-
-class _Record(str):
-    """Where the content of a tensor is: the last part of the name of its record."""
-
-
-class _Anything:
-    """Takes the place of every type and function that a pickle names: nothing of it is imported or called."""
-
-    parts: tuple[Any, ...]
-
-    def __new__(cls, *args: Any) -> _Anything:
-        anything = super().__new__(cls)
-        anything.parts = args
-        return anything
-
-    def append(self, part: Any) -> None:
-        self.parts = (*self.parts, part)
-
-    def __setstate__(self, state: Any) -> None:
-        self.append(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.append({key: value})
-
-
-class _Outline(pickle.Unpickler):
-    """Reads where tensors are, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return dict if (module, name) == ("collections", "OrderedDict") else _Anything
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _Record(pid[2])
-
-
-def tensor_names(pickled: bytes) -> dict[str, str]:
-    """Return where in a checkpoint's `data.pkl` the tensors are, by the last part of the name of their records."""
-    names: dict[str, str] = {}
-    try:
-        _collect(_Outline(io.BytesIO(pickled)).load(), (), names)
-    except Exception:
-        return {}  # what cannot be read has no names
-    return names
-
-
-def _collect(value: Any, place: tuple[str, ...], names: dict[str, str]) -> None:
-    if isinstance(value, _Record):
-        names.setdefault(value, ".".join(place))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _collect(item, (*place, str(key)), names)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _collect(item, (*place, str(index)), names)
-    elif isinstance(value, tuple):
-        for item in value:
-            _collect(item, place, names)
-    elif isinstance(value, _Anything):
-        parts, value.parts = value.parts, ()  # an object may hold itself
-        _collect(parts, place, names)

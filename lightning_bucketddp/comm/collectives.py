@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
 from lightning_bucketddp.comm.gloo_interface import gloo_interface
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
@@ -100,6 +101,8 @@ class Collectives:
         share = torch.tensor(1 / self.world_size, dtype=torch.float64)
         self._one_share = {dtype: share.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}
+        # Shared by all that launch collectives in this group beside a user's program.
+        self.foreign = ForeignCollectives(self.group)
 
     @property
     def global_rank(self) -> int:
@@ -151,7 +154,8 @@ class Collectives:
         """Return the same ranks for reductions that run beside a backward, in which users may have collectives, too.
 
         Those of gloo have connections of their own: when a rank reduces depends on which parameters it uses. NCCL's
-        kernels of two groups may wait for each other where ranks start them in different order.
+        kernels of two groups may wait for each other where ranks start them in different order. There the group is the
+        same one (Note: collectives of users, in `launch_queue`).
         """
         if self.device.type != "cpu" or self.world_size == 1:
             return self
@@ -372,8 +376,7 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    ours = [str(Path(__file__).with_name(name)) for name in ("small_reduce.py", "roll_call.py")]
-    return (__file__, *ours, dist.distributed_c10d.__file__)
+    return (__file__, str(Path(__file__).with_name("roll_call.py")), dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

@@ -112,6 +112,23 @@ def cut_connections(*, except_port: int | None) -> int:
             s.close()
 
 
+def connection_ids() -> set[int]:
+    """Return what tells the TCP sockets of this process apart."""
+    ids = set()
+    for s in _tcp_sockets():
+        with s:
+            ids.add(os.fstat(s.fileno()).st_ino)
+    return ids
+
+
+def cut_all_connections(*, but: Collection[int]) -> None:
+    """Shut down the connections of this process without those that have their id in `but`."""
+    for s in _tcp_sockets():
+        with s, suppress(OSError):
+            if _is_connected(s) and os.fstat(s.fileno()).st_ino not in but:
+                s.shutdown(socket.SHUT_RDWR)
+
+
 def _keep_alive(s: socket.socket) -> None:
     s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)

@@ -5,11 +5,7 @@ Note: one exchange for all
     data takes part in the next one even while the others take a step, and each of them learns where the others are,
     instead of waiting in different collectives for each other.
 
-Note: combined messages
-    All that a step needs of the messages is the sum, the least and the greatest of each field over the ranks, which
-    takes O(log N) rounds. Only when ranks are at different places, or one of them wants to see all messages, does every
-    rank get them. The combined ones tell that, and are the same everywhere; so all ranks send them on, wherever they
-    are meanwhile.
+    It is hidden behind the backward, so a plain gather is fast enough for any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +16,9 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any
 
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.small_reduce import PendingReduced, Reduced, SmallReduce, small_reduce
+import torch
+
+from lightning_bucketddp.comm.collectives import Collectives, PendingGather
 from lightning_bucketddp.wording import list_ranks
 
 
@@ -59,7 +56,6 @@ class StepMessage:
         digest: of its weights and optimizer state, in the step in which they are compared; else 0.
         batch_digest: of the batches of the step, as long as the first ones are compared; else 0.
         num_missing: the gradients that it did not have in its last backward.
-        wants_all: all ranks shall see the messages of all, not only what they come to.
     """
 
     kind: MessageKind = MessageKind.STEP
@@ -75,18 +71,17 @@ class StepMessage:
     digest: int = 0
     batch_digest: int = 0
     num_missing: int = 0
-    wants_all: bool = False
 
     @classmethod
     def from_floats(cls, values: Sequence[float]) -> StepMessage:
         """Return the message that has travelled as a tensor of `values`, one for each field."""
-        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4, bool)
+        types: tuple[type[Any], ...] = (MessageKind, int, int, float, float, int, int, bool, bool, *[int] * 4)
         return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class CombinedMessages:
-    """What the messages of all ranks come to (Note: combined messages).
+    """What the messages of all ranks come to.
 
     Attributes:
         weight: the sum over the ranks.
@@ -94,7 +89,7 @@ class CombinedMessages:
         num_skipped: the sum over the ranks.
         least: the least value of each field.
         greatest: the greatest value of each field.
-        by_rank: all messages, by rank, if a rank wants them or the ranks are at different places.
+        by_rank: all messages.
     """
 
     weight: float = 0.0
@@ -105,22 +100,22 @@ class CombinedMessages:
     by_rank: Sequence[StepMessage] = ()
 
     @classmethod
-    def from_reduced(cls, reduced: Reduced) -> CombinedMessages:
-        """Return what has travelled as numbers, one for each field."""
-        _, _, _, weight, full_weight, num_skipped, *_ = reduced.total
-        least, greatest = StepMessage.from_floats(reduced.least), StepMessage.from_floats(reduced.greatest)
-        by_rank = [StepMessage.from_floats(floats) for floats in reduced.by_rank] if _needs_all(reduced) else []
-        return cls(weight, full_weight, int(num_skipped), least, greatest, by_rank)
+    def of(cls, by_rank: Sequence[StepMessage]) -> CombinedMessages:
+        """Return what these messages come to."""
+        fields = list(zip(*map(astuple, by_rank), strict=True))
+        return cls(
+            weight=sum(message.weight for message in by_rank),
+            full_weight=sum(message.full_weight for message in by_rank),
+            num_skipped=sum(message.num_skipped for message in by_rank),
+            least=StepMessage(*map(min, fields)),
+            greatest=StepMessage(*map(max, fields)),
+            by_rank=by_rank,
+        )
 
     @property
     def are_in_step(self) -> bool:
         """Return whether all ranks are at the same place of the loop."""
         return (self.least.kind, self.least.epoch) == (self.greatest.kind, self.greatest.epoch)
-
-
-def _needs_all(reduced: Reduced) -> bool:
-    (kind, epoch, *_), (greatest_kind, greatest_epoch, *_, wants_all) = reduced.least, reduced.greatest
-    return (kind, epoch) != (greatest_kind, greatest_epoch) or bool(wants_all)
 
 
 @dataclass(slots=True)
@@ -143,7 +138,7 @@ class PendingComparison:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    pending: PendingReduced
+    pending: PendingGather
     comparison: PendingComparison | None = None
 
 
@@ -175,7 +170,7 @@ class StepExchange:
         self.batch_digests: list[int] = []
         # By rank in the messages: the rank in the run.
         self.global_ranks = collectives.global_ranks
-        self._reduce: SmallReduce | None = small_reduce(collectives.host_group(), needs_all=_needs_all)
+        self._hosts: Collectives | None = collectives.host_group()
         self._in_flight: deque[_InFlight] = deque()
         self._newest = CombinedMessages()
 
@@ -188,7 +183,6 @@ class StepExchange:
         num_skipped: int = 0,
         trainable: int = 0,
         num_missing: int = 0,
-        wants_all: bool = False,
     ) -> None:
         """Send a message to all ranks; `receive` returns what theirs come to."""
         digest = batch_digest = 0
@@ -204,7 +198,6 @@ class StepExchange:
             digest=digest,
             batch_digest=batch_digest,
             num_missing=num_missing,
-            wants_all=wants_all or batch_digest != 0,
         )
 
     def receive(self) -> CombinedMessages:
@@ -224,20 +217,19 @@ class StepExchange:
         """Exchange no more messages; return whether none is under way, so that the connections may be closed."""
         is_quiet = all(exchange.pending.has_arrived for exchange in self._in_flight)
         self._in_flight.clear()
-        if self._reduce is not None:
-            self._reduce.close()
-        self._reduce = None
+        self._hosts = None
         return is_quiet
 
     def _start(self, kind: MessageKind, comparison: PendingComparison | None = None, **fields: Any) -> None:
-        assert self._reduce is not None  # not closed yet
+        assert self._hosts is not None  # not closed yet
         flags: dict[str, Any] = {"stop_signal": self.stop_signal, "wants_requeue": self.wants_requeue}
         message = StepMessage(kind, self.epoch, self.num_batches, is_alert=self._has_alert(), **flags, **fields)
-        self._in_flight.append(_InFlight(self._reduce.start(astuple(message)), comparison))
+        numbers = torch.tensor(astuple(message), dtype=torch.float64)
+        self._in_flight.append(_InFlight(self._hosts.start_gather(numbers), comparison))
 
     def _take_next(self) -> None:
         exchange = self._in_flight.popleft()
-        combined = CombinedMessages.from_reduced(exchange.pending.wait())
+        combined = CombinedMessages.of([StepMessage.from_floats(sent.tolist()) for sent in exchange.pending.wait()])
         least, greatest = combined.least, combined.greatest
         if not combined.are_in_step:
             raise OutOfStepError(_explain(dict(zip(self.global_ranks, combined.by_rank, strict=True))))

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.small_reduce import DoublingReduce
 from lightning_bucketddp.comm.worker import WorkerThread
 
 # Methods of `ProcessGroup`: whatever calls a collective in Python comes to one of them. Not all are in each version.
@@ -121,15 +120,13 @@ def _before_each_collective(act: Callable[[Any], None]) -> Iterator[None]:
     """Call `act` with the process group before each collective that begins inside."""
     group_class: Any = dist.ProcessGroup
     originals = [(group_class, name, vars(group_class)[name]) for name in _COLLECTIVES if name in vars(group_class)]
-    # It goes from rank to rank, in a thread.
-    originals.append((DoublingReduce, "start", DoublingReduce.start))
 
     def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(owner: Any, *args: Any, **kwargs: Any) -> Any:
             # A worker goes on with what all ranks have begun, wherever they are by now.
             if not isinstance(threading.current_thread(), WorkerThread):
-                act(owner.group if isinstance(owner, DoublingReduce) else owner)
+                act(owner)
             return original(owner, *args, **kwargs)
 
         return collective

@@ -120,10 +120,10 @@ class UnevenData:
 
     def _anyone_has(self, has_batch: bool, *, is_begin: bool) -> bool:
         """Return whether any rank has another batch. All ranks must ask this."""
-        self._exchange.send(MessageKind.FETCH, weight=has_batch, wants_all=is_begin and not has_batch)
+        self._exchange.send(MessageKind.FETCH, weight=has_batch)
         told = self._exchange.receive()
-        if told.greatest.weight and told.greatest.wants_all:
-            without = [message.wants_all for message in told.by_rank].index(True)
+        if is_begin and told.least.weight < told.greatest.weight:
+            without = [message.weight for message in told.by_rank].index(0)
             raise ValueError(
                 f"Rank {self._exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
                 " one batch on every rank."

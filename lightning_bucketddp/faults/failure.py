@@ -102,7 +102,7 @@ class Failure:
     def error_for(self, rank: int) -> RankFailedError:
         """Return the error for `rank` to raise, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
-        return RankFailedError(f"Rank {rank} ends, because {why}. {self.describe()}")
+        return RankFailedError(f"Rank {rank} is stopping because {why}. {self.describe()}")
 
 
 def _are_numbers(*values: Any) -> bool:

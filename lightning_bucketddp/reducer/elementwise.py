@@ -2,7 +2,7 @@
 
 Note: tried on small tensors
     No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
-    gradients and DoG with the way from the first weights: each rank would have another one, and no error would say so.
+    gradients and DoG with the way from the first weights: each rank would have a different one, without an error.
     So only those are taken that are known, or whose author says what they do (`elementwise`, `per_parameter`). All but
     torch's own are tried before training begins: a twin steps small tensors together, others step parts of them, and
     the weights must be the same. That is no proof, but it finds what is wrong in the first steps.

@@ -9,6 +9,18 @@ Note: the last bucket
     It leaves when the backward has ended well on this rank, complete or not. So no rank gets all gradients of a step,
     and takes it, when the backward has failed on another one.
 
+Note: collectives of users
+    A process group runs collectives in the order in which a rank launches them, which must be the same on all ranks.
+    When a bucket leaves depends on the gradients that a rank has. So if users have collectives inside a backward, a
+    rank that misses a gradient launches its bucket behind such a one, and another rank before it. On a host reductions
+    therefore have a group of their own. On a GPU they have not, because kernels of two groups may wait for each other,
+    nor have those of a communication hook, which chooses its group.
+
+    There, collectives that are not ours are counted. After the first, buckets wait for the end of backwards, where
+    nothing comes in between. The first backward launches nothing before its end, so programs that communicate in every
+    backward are never disturbed. In one that begins later, that one backward may be: if a bucket could not leave while
+    the user communicated, on other ranks it may have, and the run is refused.
+
 Note: used-flags
     The last bucket carries one extra element per parameter: 1 where this rank has a gradient, 0 where it has not. Only
     a rank that missed something reads them back, unless it knows that all ranks miss the same. A parameter unused on
@@ -23,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.bucket import Bucket, PendingReduction, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
@@ -46,13 +59,17 @@ class LaunchQueue:
 
     Args:
         collectives: for what `reduction` does not cover.
+        foreign: collectives of others in the group of `reduction` (Note: collectives of users).
+        num_foreign: how many there were when the backward began.
     """
 
     __slots__ = (
         "_collectives",
         "_finiteness",
+        "_foreign",
         "_in_flight",
         "_missing",
+        "_num_foreign",
         "_observer",
         "_reduction",
         "_stats",
@@ -68,7 +85,9 @@ class LaunchQueue:
         collectives: Collectives,
         finiteness: Finiteness,
         stats: ReducerStats,
+        foreign: ForeignCollectives,
         observer: BackwardObserver,
+        num_foreign: int = 0,
     ) -> None:
         self.next_to_launch = 0
         self.bucket_set = bucket_set
@@ -76,6 +95,8 @@ class LaunchQueue:
         self._collectives = collectives
         self._finiteness = finiteness
         self._stats = stats
+        self._foreign = foreign
+        self._num_foreign = num_foreign
         self._observer = observer
         self._in_flight: list[PendingReduction] = []
         self._missing: list[_Missing] = []
@@ -92,7 +113,15 @@ class LaunchQueue:
         """Launch buckets up to the first that still waits for a gradient, or the last (Note: the last bucket)."""
         buckets = self.bucket_set.buckets
         while self.next_to_launch < len(buckets) - 1 and buckets[self.next_to_launch].arrivals.pending <= 0:
-            self._launch_next()
+            with self._foreign.left_out():
+                self._launch_next()
+            self._num_foreign = self._foreign.num_seen
+
+    @property
+    def may_be_out_of_order(self) -> bool:
+        """Whether a bucket could not leave while the user communicated: on other ranks it may have."""
+        is_held_back = self.next_to_launch < len(self.bucket_set.buckets) - 1
+        return is_held_back and self._foreign.num_seen > self._num_foreign
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""

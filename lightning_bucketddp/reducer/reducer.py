@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
@@ -53,7 +54,7 @@ class Reducer:
         shards: what optimizers divide among the ranks; None: nothing.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
-        say: tells the user on rank 0, in one line, what `bucket_cap_mb="auto"` has decided.
+        say: tells the user on rank 0, in one line, what was decided.
     """
 
     def __init__(
@@ -77,12 +78,17 @@ class Reducer:
         self._config = config
         self._weighting = weighting or EqualWeights()
         self._shards = shards
+        self._say = say
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
         reduces_by_itself = config.comm_hook is None
-        self._reduction = reduction = reduction_of(
-            config, self._collectives.gradient_group() if reduces_by_itself else self._collectives
-        )
+        of_gradients = self._collectives.gradient_group() if reduces_by_itself else self._collectives
+        self._reduction = reduction = reduction_of(config, of_gradients)
+        # All buckets wait for the end of a backward.
+        self._holds = not config.overlap
+        shares_group = of_gradients is self._collectives and of_gradients.world_size > 1 and not self._holds
+        self._foreign = self._collectives.foreign if shares_group else ForeignCollectives(None)
+        self._num_foreign = 0  # when the backward began
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
         )
@@ -92,6 +98,7 @@ class Reducer:
             collectives=self._collectives,
             finiteness=self.finiteness,
             stats=self.stats,
+            foreign=self._foreign,
         )
         self._end = BackwardEnd(
             replicas,
@@ -195,12 +202,14 @@ class Reducer:
             yield
             return
         self._refuse_after_failure()
+        self._num_foreign = self._foreign.count()
         if takes_part:
             self._begin()
         else:
             self._hooks.expect_first()
         try:
             yield
+            self._look_for_user_collectives()
         except BaseException as error:
             self._fail(error)
             raise
@@ -247,14 +256,15 @@ class Reducer:
             bucket.collect()
             return
         backward.observer.bucket_ready(bucket_index)
-        if self._config.overlap:
+        if not self._holds:
             backward.queue.launch_complete()
 
     def _begin(self) -> BackwardPass:
-        self.finiteness.begin(self.stats)
-        self.give_back_memory()
-        if self._shards is not None:
-            self._shards.begin_backward()
+        with self._foreign.left_out():
+            self.finiteness.begin(self.stats)
+            self.give_back_memory()
+            if self._shards is not None:
+                self._shards.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
         has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
@@ -274,12 +284,32 @@ class Reducer:
             observer,
             is_tuned=tuner is not None,
             bucket_set=bucket_set,
-            queue=self._new_queue(bucket_set, observer=observer) if syncs and bucket_set is not None else None,
+            queue=self._new_queue(bucket_set, observer=observer, num_foreign=self._num_foreign)
+            if syncs and bucket_set is not None
+            else None,
             factor=factor,
             some_miss=syncs and self._weighting.some_miss,
         )
         observer.backward_began()
         return self._backward
+
+    def _look_for_user_collectives(self) -> None:
+        """Have buckets wait for the end of backwards from now on if there were some (Note: collectives of users)."""
+        if self._foreign.count() == self._num_foreign or self._holds:
+            return
+        queue = None if self._backward is None else self._backward.queue
+        if queue is not None and queue.may_be_out_of_order:
+            raise RuntimeError(
+                f"The program has begun to communicate inside a backward, and rank {self._collectives.global_rank} does"
+                " not use all parameters in it: other ranks may have reduced gradients at another moment, so that"
+                " collectives which do not belong together have met. Communicate in the first backward, too: gradients"
+                " then wait for the end of each. Or pass `overlap=False` to the strategy."
+            )
+        self._holds = True
+        if self._collectives.rank == 0:
+            self._say(
+                "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
+            )
 
     def _see_arrival(self, param_index: int, backward: BackwardPass) -> None:
         backward.arrived.append(param_index)
@@ -291,7 +321,8 @@ class Reducer:
         try:
             if backward is None or not backward.syncs:
                 return
-            self._end.finish(backward)
+            with self._foreign.left_out():
+                self._end.finish(backward)
         finally:
             self._hooks.rest()
             if backward is not None:

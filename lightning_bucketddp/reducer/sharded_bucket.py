@@ -303,11 +303,12 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
         self.layout, self.shards, self.gathering = layout, layout.shards, gathering
         self.shares = layout.shares
         self.division = Division(gathering.collectives, gathering.norms)
-        self._own_gradient = torch.empty(0)
         super().__init__(layout.shards[0].param, arrivals=arrivals)
 
     def own_gradient(self, position: int) -> Tensor:
-        return self._own_gradient
+        # Not kept: it would hold the memory of a gradient that is gone.
+        gradient = self.params[position].grad
+        return gradient.own if isinstance(gradient, ShardedGradient) else torch.empty(0)
 
     def collect(self) -> list[int]:
         self.division = Division(self.gathering.collectives, self.gathering.norms)
@@ -316,9 +317,9 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     def attach(self, position: int) -> None:
         gradient = self._new() if self._gradient is None else self._gradient
         with torch._C.DisableTorchFunctionSubclass():
-            self._own_gradient = self.shards[0].cut(gradient.detach())
+            own = self.shards[0].cut(gradient.detach())
             self.params[0].grad = ShardedGradient.over(
-                gradient, own=self._own_gradient, division=self.division, name=self.shards[0].name
+                gradient, own=own, division=self.division, name=self.shards[0].name
             )
 
     def release(self) -> None:

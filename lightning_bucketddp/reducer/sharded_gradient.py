@@ -209,7 +209,7 @@ def refuse(gradient: ShardedGradient, name: str) -> NoReturn:
     raise ShardedGradientError(
         f"`{name}` reads the gradient of `{gradient.param_name}`, {_describe_share(gradient)}: `shard_optimizer`"
         " divides gradients among the ranks once they are averaged. Clipping, norms and changes element by element work"
-        " as ever. For all of it call `strategy.full_gradient(param)` on every rank, or set `shard_optimizer=False`."
+        " as usual. For all of it call `strategy.full_gradient(param)` on every rank, or set `shard_optimizer=False`."
     )
 
 

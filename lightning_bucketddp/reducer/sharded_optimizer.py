@@ -233,7 +233,7 @@ class ShardedOptimizer:
         if self.shards and self._whole is None:
             raise RuntimeError(
                 f"The state of `{type(optimizer).__name__}` is divided among the ranks (`shard_optimizer`), and"
-                " `state_dict` would have this rank's part. Save by Lightning, which gathers all of it:"
+                " `state_dict` would have this rank's part. Save with Lightning, which gathers all of it:"
                 " `trainer.save_checkpoint`, or `fabric.save`."
             )
 

@@ -30,11 +30,8 @@ class ChildProcesses:
     def find_failure(self) -> str | None:
         """Return in words which process has ended that the start needs; None if none has."""
         for rank, process in enumerate(self._processes, start=self._rank + 1):
-            if (status := process.poll()) is not None:
-                how = f"with exit status {status}" if status >= 0 else f"by {signal_name(-status)}"
-                return (
-                    f"Rank {rank} (process {process.pid}) ended {how} before all ranks had joined. Its output says why."
-                )
+            if process.poll() is not None:
+                return describe_end(rank, process, when=" before all ranks had joined")
         if self._launcher_pid and not is_running(self._launcher_pid):
             return (
                 f"Rank {self._rank} has lost the process that launched it ({self._launcher_pid}): that one has ended."
@@ -54,3 +51,10 @@ class ChildProcesses:
                 process.kill()  # does nothing if it has ended
                 process.wait()
             raise
+
+
+def describe_end(rank: int, process: subprocess.Popen[bytes], *, when: str = "") -> str:
+    """Return in words how the process of `rank` has ended."""
+    status = process.returncode
+    how = f"with exit status {status}" if status >= 0 else f"by {signal_name(-status)}"
+    return f"Rank {rank} (process {process.pid}) ended {how}{when}. Its output says why."

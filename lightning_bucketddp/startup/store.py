@@ -71,7 +71,7 @@ class Deadline:
         if self.waited_s >= _REPORTS_S[min(self._num_reports, len(_REPORTS_S) - 1)] + later * _REPORTS_S[-1]:
             self._num_reports += 1
             log.warning(
-                f"bucketddp: waiting for {awaited()} for {self.waited_s:.0f} s; giving up after {self.timeout_s:g} s."
+                f"bucketddp: have waited {self.waited_s:.0f} s for {awaited()}; giving up after {self.timeout_s:g} s."
             )
 
 
@@ -192,8 +192,8 @@ def listen(port: int, *, address: str | None) -> socket.socket:
 def explain_port_in_use(port: int) -> str:
     """Return what to do about a port that another program has."""
     return (
-        f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
-        " ranks; for a run on this host alone leave it unset, and a free one is found."
+        f"Rank 0 cannot listen on port {port}: another program is using it. Set `MASTER_PORT` to a free port, the same"
+        " for all ranks; for a run on this host alone leave it unset, and a free one is found."
     )
 
 

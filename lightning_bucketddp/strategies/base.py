@@ -181,8 +181,8 @@ class StrategyBase:
             self._start_line = line
             rank_zero_info(line)
 
-    def log_end(self) -> None:
-        """Say what was done. Called when the run has ended well, and no progress bar is on the screen any more."""
+    def end_run(self) -> None:
+        """Call when what was launched has ended well, and no progress bar is on the screen any more."""
 
     @contextmanager
     def _nccl_settings(self, store: torch.distributed.Store, point: StoreAddress) -> Iterator[None]:  # type: ignore[name-defined]
@@ -350,7 +350,9 @@ class StrategyBase:
 
     def end_run_by(self, error: BaseException) -> None:
         """End the run on all ranks, because it ends on this one by `error`. Raises if another rank was the cause."""
-        if self._fault_handler is not None and not isinstance(error, self._normal_ends):
+        if isinstance(error, self._normal_ends):
+            self._end_watching()
+        elif self._fault_handler is not None:
             instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
             if instead is not None:
                 # Not "from" the error, which is nothing but a connection that broke.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_bucketddp.processes import end_openmp_threads
-from lightning_bucketddp.startup.child_processes import LAUNCHER_PID
+from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
+from lightning_bucketddp.processes import end_openmp_threads, end_with_status
+from lightning_bucketddp.startup.child_processes import LAUNCHER_PID, describe_end
 from lightning_bucketddp.startup.store import is_on_this_host, listen
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class Guarded:
         try:
             try:
                 result = self.function(*args, **kwargs)
-                self.strategy.log_end()
+                self.strategy.end_run()
                 return result
             except BaseException as error:
                 self.strategy.end_run_by(error)
@@ -225,23 +227,62 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 process.kill()
 
 
+@dataclass
+class Children:
+    """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does.
+
+    Attributes:
+        processes: by local rank, from 1 on.
+        first_rank: that of this process.
+        connections_before: that it had before there were other ranks.
+        has_failed: whether it has raised itself, which tells more.
+    """
+
+    processes: tuple[subprocess.Popen[bytes], ...]
+    first_rank: int
+    connections_before: set[int]
+    has_failed: bool = False
+
+    def wait_at_exit(self) -> None:
+        """Wait until all have ended. To ranks that wait for this one it has ended by now."""
+        cut_all_connections(but=self.connections_before)
+        for rank, process in enumerate(self.processes, start=self.first_rank + 1):
+            if process.wait() != 0:
+                end_with_status(1)
+                if not self.has_failed:
+                    log.error("bucketddp: %s", describe_end(rank, process))
+
+
 class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host."""
 
-    children: tuple[subprocess.Popen[bytes], ...] = ()
+    _children: Children | None = None
+
+    @property
+    def children(self) -> tuple[subprocess.Popen[bytes], ...]:
+        """The processes that this one has started."""
+        return () if self._children is None else self._children.processes
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self.guarding_strategy
         with strategy.launched(kwargs.get("trainer"), function, args):
-            return super().launch(Guarded(function, strategy), *args, **kwargs)
+            try:
+                return super().launch(Guarded(function, strategy), *args, **kwargs)
+            except BaseException:
+                if self._children is not None:
+                    self._children.has_failed = True
+                raise
 
     def _call_children_scripts(self) -> None:
+        before = connection_ids()
         # `MASTER_PORT` and what else Lightning sets stays: this process is a rank.
         with launching():
             self._open_port(self.cluster_environment)
             super()._call_children_scripts()
         # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
-        self.children, self.procs = tuple(self.procs), []
+        first_rank = self.cluster_environment.node_rank() * self.num_processes
+        self._children, self.procs = Children(tuple(self.procs), first_rank, before), []
+        atexit.register(self._children.wait_at_exit)
 
     def exit_status_of(self, local_rank: int) -> int | None:
         """Return how the process of a rank ended that this one has started; None if it has not, or is not ours."""

@@ -221,7 +221,7 @@ def _check_local_steps(given: Mapping[str, Any]) -> int | None:
     if number is None:
         for name in ("islands", "outer_lr", "outer_momentum"):
             if given[name] != _DEFAULTS_OF_LOCAL_STEPS[name]:
-                raise ValueError(f"`{name}` has a meaning only with `local_steps`: pass that, too.")
+                raise ValueError(f"`{name}` only takes effect with `local_steps`.")
         return None
     for name, why in _NOT_WITH_LOCAL_STEPS.items():
         if given.get(name):

@@ -46,7 +46,7 @@ def _make_again(strategy: Any) -> None:
     options = {**strategy.given_options, "start_method": strategy._start_method}
     for name in options.keys() - inspect.signature(type(strategy)).parameters.keys():
         raise TypeError(
-            f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and there is no such thing for Fabric."
+            f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric."
             f" Leave it out, or see `{type(strategy).__module__}.BucketDDPStrategy` for what there is."
         )
     vars(strategy).clear()

@@ -479,7 +479,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         ]
         state.done = [part for part in done if part]
 
-    def log_end(self) -> None:
+    def end_run(self) -> None:
+        self._end_watching()
         done, self._state.done = self._state.done, []
         if done:
             rank_zero_info(f"bucketddp: {'; '.join(done)}.")
@@ -488,7 +489,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._batch_size.end()
         self.model = self._state.close(self.model)
         has_raised = self._fault_handler is not None and self._fault_handler.has_raised
-        self._end_watching()
+        # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
+        if has_raised:
+            self._end_watching()
         # A program may fit thousands of times. After an error some rank may still wait for this one.
         if self._state.end_exchange() and not has_raised:
             assert self._collectives is not None

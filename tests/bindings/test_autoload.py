@@ -126,12 +126,12 @@ def test_a_strategy_module_may_be_the_first_import() -> None:
     printed = run_code("""
         import warnings
         with warnings.catch_warnings(record=True) as caught:
-            import lightning_bucketddp.strategies.trainer_lightning
+            import lightning_bucketddp.bindings.trainer_lightning
         import lightning
         print([str(w.message) for w in caught if "bucketddp" in str(w.message)])
         print(type(lightning.pytorch.strategies.StrategyRegistry.get("bucketddp")).__module__)
     """)
-    assert printed == "[]\nlightning_bucketddp.strategies.trainer_lightning"
+    assert printed == "[]\nlightning_bucketddp.bindings.trainer_lightning"
 
 
 def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_one_root_is_enough(missing: list[str], root: str, fabric_root: str, mod
         print("bucketddp" in {root}.strategies.StrategyRegistry)
         print("bucketddp" in {fabric_root}.strategies.STRATEGY_REGISTRY)
     """)
-    assert printed == f"lightning_bucketddp.strategies.{module} True\nTrue\nTrue"
+    assert printed == f"lightning_bucketddp.bindings.{module} True\nTrue\nTrue"
 
 
 def test_without_lightning_the_strategy_says_what_to_install() -> None:
@@ -203,8 +203,8 @@ def test_the_exported_strategy_belongs_to_the_imported_root() -> None:
         print("BucketDDPStrategy" in dir(lightning_bucketddp), hasattr(lightning_bucketddp, "no_such_name"))
     """)
     assert printed.splitlines() == [
-        "lightning_bucketddp.strategies.trainer_pytorch_lightning",
-        "lightning_bucketddp.strategies.trainer_lightning",
+        "lightning_bucketddp.bindings.trainer_pytorch_lightning",
+        "lightning_bucketddp.bindings.trainer_lightning",
         "True False",
     ]
 
@@ -223,4 +223,4 @@ def test_a_lightning_cli_config_with_the_class_path_needs_no_registration(tmp_pa
         """,
         BUCKETDDP_AUTOLOAD="0",
     )
-    assert printed == "lightning_bucketddp.strategies.trainer_lightning"
+    assert printed == "lightning_bucketddp.bindings.trainer_lightning"

@@ -33,7 +33,7 @@ def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, mo
         """
     )
     assert printed.splitlines() == [
-        f"True lightning_bucketddp.strategies.{module} True",
+        f"True lightning_bucketddp.bindings.{module} True",
         f"3 lightning_bucketddp.bindings.{module}",
         # Both ranks import what they need one after the other, before a fit begins. Only monitors need these.
         "[]",
@@ -65,10 +65,10 @@ def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, mo
         """
     )
     assert printed.splitlines() == [
-        f"True lightning_bucketddp.strategies.{module} True",
+        f"True lightning_bucketddp.bindings.{module} True",
         "3 0:00:07 static_graph",
-        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and there is no such thing for Fabric. Leave it"
-        f" out, or see `lightning_bucketddp.strategies.{module}.BucketDDPStrategy` for what there is.",
+        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric. Leave it"
+        f" out, or see `lightning_bucketddp.bindings.{module}.BucketDDPStrategy` for what there is.",
     ]
 
 
@@ -89,7 +89,7 @@ def test_errors_can_be_imported_from_the_package() -> None:
 def test_a_subclass_for_another_root_is_refused_by_name() -> None:
     printed = run_code_after_torch(
         """
-        from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+        from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
         import pytorch_lightning
 
         class Mine(BucketDDPStrategy):
@@ -103,5 +103,5 @@ def test_a_subclass_for_another_root_is_refused_by_name() -> None:
     )
     assert printed == (
         "`Mine` derives from a `BucketDDPStrategy` for another root of Lightning than `pytorch_lightning`, where the"
-        " Trainer is from. Derive it from `lightning_bucketddp.strategies.trainer_pytorch_lightning.BucketDDPStrategy`."
+        " Trainer is from. Derive it from `lightning_bucketddp.bindings.trainer_pytorch_lightning.BucketDDPStrategy`."
     )

@@ -42,6 +42,7 @@ NEWER_TORCH = {"_storage_Use_Count"}
 TORCH_ATTRIBUTES = {
     "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
     "_cdata": torch.UntypedStorage,
+    "_get_sequence_number_for_group": torch.distributed.ProcessGroup,
     "_indices": torch.Tensor,
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.zeros(1)]),
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.zeros(1)]),
@@ -153,7 +154,7 @@ OURS = {
     "_TorchCheckpointIO",
     "_view",
 }
-STANDARD = {"_current_frames", "_exit", "_replace"}
+STANDARD = {"__cxa_atexit", "_current_frames", "_exit", "_replace"}
 
 
 @pytest.mark.parametrize(("name", "module"), TORCH.items())

@@ -36,6 +36,6 @@ def test_a_part_of_the_state_is_not_given_away_as_all_of_it() -> None:
         assert before == {}
         assert error == (
             "RuntimeError: The state of `AdamW` is divided among the ranks (`shard_optimizer`), and `state_dict` would"
-            " have this rank's part. Save by Lightning, which gathers all of it: `trainer.save_checkpoint`, or"
+            " have this rank's part. Save with Lightning, which gathers all of it: `trainer.save_checkpoint`, or"
             " `fabric.save`."
         )

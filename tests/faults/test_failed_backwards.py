@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.faults import write
 

@@ -18,8 +18,8 @@ from lightning_bucketddp.strategies.launchers import Guarded
 from tests.soak.round import SCRIPT
 from tests.soak.running import Program, Running, running
 from tests.soak.trial import Fault
-from tests.support import warm
-from tests.support.programs import SCRIPTS, run
+from tests.support import programs, warm
+from tests.support.programs import SCRIPTS, run, run_together
 
 # Far from the time-out of the group.
 SOON_S = 30
@@ -81,7 +81,7 @@ def end_of(
 def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
     ended = end_of("script", tmp_path, brought=fault_of("kill", 0))
     assert ended.exit_status == -9
-    assert "RankFailedError: Rank 1 ends, because another rank failed first. Rank 0 (process " in ended.output
+    assert "RankFailedError: Rank 1 is stopping because another rank failed first. Rank 0 (process " in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
     # The store was his. The other rank has saved, as the only one that could.
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
@@ -142,7 +142,7 @@ def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
     fault = {"what": "raise", "rank": 1, "step": 3}
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     assert "ValueError: an accident" in ended.output
-    assert "RankFailedError: Rank 0 ends, because another rank failed first. Rank 1 (process " in ended.output
+    assert "RankFailedError: Rank 0 is stopping because another rank failed first. Rank 1 (process " in ended.output
 
 
 def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(t
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     # Neither is rank 0 in a step any more, which nobody may interrupt, nor is it forgotten where rank 1 has failed.
     assert re.search(
-        r"Rank 0 ends, because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
+        r"Rank 0 is stopping because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
     )
 
 
@@ -159,3 +159,26 @@ def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) 
     ended = run(SCRIPTS / "idle_rank.py", root="lightning.pytorch", directory=tmp_path)
     assert ended.returncode == 0, ended.output
     assert "rank 1 has worked" in ended.output
+
+
+# A warm interpreter does not let a program change its exit status at its end.
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        pytest.param("popen test on_test_end abort", r"Rank 1 \(process \d+\) ended by signal 6", id="abort"),
+        pytest.param(
+            "popen fit on_fit_end raise",
+            r"Rank 1 \(process \d+\) ended with exit status 1",
+            id="on_fit_end",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("fork fit teardown raise", "ValueError: an accident", id="teardown"),
+    ],
+)
+def test_a_rank_that_fails_when_rank_zero_is_through(fault: str, expected: str, tmp_path: Path) -> None:
+    python = sys.executable if fault.startswith("popen") else None
+    program = programs.Program([SCRIPTS / "late_faults.py", *fault.split()], python=python)
+    finished = run_together(program, root="lightning.pytorch", directory=tmp_path)
+    assert finished.returncode == 1, finished.output
+    last = [line for line in finished.output.splitlines() if line][-1]
+    assert re.search(expected, last), finished.output

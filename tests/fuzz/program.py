@@ -14,6 +14,7 @@ NUM_EPOCHS = 2
 BEFORE_SETUP = -1
 # Gradients are counted in the first 20 backwards and only watched from then on, so some programs are longer.
 SHORT, LONG = 4, 14
+CHANGES_OF_WEIGHTS = ("clamp_weights", "clamp_data_of_weights")
 TINY_BUCKETS_MB = 1e-5
 SMALL_BUCKETS_MB = 1.5e-4
 
@@ -78,6 +79,10 @@ class Program:
         return f"Program({', '.join(given)})"
 
     @property
+    def num_all_batches(self) -> int:
+        return NUM_EPOCHS * self.num_batches
+
+    @property
     def all_options(self) -> dict[str, Any]:
         return {name: values[0] for name, values in OPTIONS.items()} | dict(self.options)
 
@@ -130,15 +135,29 @@ def is_possible(program: Program) -> bool:
     if not (program.ddp_can or program.reference_can):
         return False
     is_automatic, is_fabric = program.loop == "automatic", program.loop == "fabric"
+    accidents = [event for event in program.events if event.what in ACCIDENTS]
     # The first ends the program.
-    if sum(event.what in ACCIDENTS for event in program.events) > 1:
+    if len(accidents) > 1:
+        return False
+    # Of what happens behind the last exchange of a program of its own the other rank does not hear.
+    if is_fabric and any(event.at == program.num_all_batches - 1 and _is_after_exchange(event) for event in accidents):
+        return False
+    # As long as nothing is exchanged, the other rank may be any number of batches ahead.
+    if accidents and program.accumulate > 1 and any(program.happens(what) for what in CHANGES_OF_WEIGHTS):
         return False
     if is_automatic and (program.num_optimizers > 1 or not program.blocks_sync):
         return False
-    if program.resumes and (is_fabric or not program.ddp_can or program.happens("update_ema")):
+    # Weights that are not finite are not saved.
+    if program.resumes and (
+        is_fabric or not program.ddp_can or program.happens("update_ema") or program.happens("nan_loss")
+    ):
         return False
     # Attention has no second derivative.
     if program.model == "tied" and program.happens("gradient_penalty"):
+        return False
+    # With Fabric buffers are shared when a backward has ended: a forward of the user's behind that changes them.
+    own_forwards = any(event.what.startswith("own_backward") for event in program.events)
+    if is_fabric and program.model == "forward_buffer" and own_forwards:
         return False
     # Fabric refuses that.
     if is_fabric and program.clip == "norm" and program.happens("nan_loss"):
@@ -147,6 +166,10 @@ def is_possible(program: Program) -> bool:
     if is_automatic and program.happens("leave_out_step") and (program.accumulate > 1 or program.clip == "value"):
         return False
     return all(program.loop in EVENTS[event.what].loops for event in program.events)
+
+
+def _is_after_exchange(event: Event) -> bool:
+    return EVENTS[event.what].place in ("backward", "step", "end")
 
 
 def draw(seed: int) -> Program:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.fuzz.events import Accident
 from tests.fuzz.program import NUM_EPOCHS, NUM_RANKS, Program
 from tests.fuzz.training import Outcome, Run, scheduler_of, values_of, weights_of
+from tests.support.ranks import device
 
 
 def average_gradients(nets: list[nn.Module]) -> None:
@@ -98,7 +99,7 @@ class Rank:
 
     def _precision(self) -> AbstractContextManager[Any]:
         is_mixed, is_fabric = self.program.precision == "bf16-mixed", self.program.loop == "fabric"
-        return torch.autocast("cpu", torch.bfloat16, enabled=is_mixed, cache_enabled=is_fabric)
+        return torch.autocast(device().type, torch.bfloat16, enabled=is_mixed, cache_enabled=is_fabric)
 
 
 class Reference:

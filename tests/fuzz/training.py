@@ -19,12 +19,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricBucketDDP
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy as TrainerBucketDDP
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDP
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy as TrainerBucketDDP
 from tests.fuzz.events import EVENTS
 from tests.fuzz.models import MODELS, WIDTH
 from tests.fuzz.program import BEFORE_SETUP, NUM_EPOCHS, Program
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.ranks import device
+from tests.support.scripts.trainers import devices, like_torchrun, make_trainer
 
 LEARNING_RATES = {"sgd": 0.1, "momentum": 0.1, "adam": 0.01}
 
@@ -56,7 +57,7 @@ class Run:
     def __init__(self, program: Program, rank: int, *, seed: int, keeps_trajectory: bool = False) -> None:
         torch.manual_seed(seed)
         self.program = program
-        self.net = MODELS[program.model]()
+        self.net = MODELS[program.model]().to(device())
         self.rank = rank
         self.x = torch.empty(0)
         self.batch = BEFORE_SETUP
@@ -115,7 +116,8 @@ class Run:
 
 
 def inputs(rank: int, batch: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + batch))
+    generator = torch.Generator().manual_seed(1000 * rank + batch)
+    return torch.randn(4, WIDTH, generator=generator).to(device())
 
 
 def scheduler_of(optimizer: Optimizer) -> Any:
@@ -239,12 +241,7 @@ def _with_trainer(run: Run, strategy: Any, directory: Path) -> dict[str, Any]:
 
 def _with_fabric(run: Run, strategy: Any) -> dict[str, Any]:
     program = run.program
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy(),
-        precision=program.precision,  # type: ignore[arg-type]
-    )
+    fabric = Fabric(strategy=strategy(), precision=program.precision, **devices())  # type: ignore[arg-type]
     fabric.launch()
     net, *optimizers = fabric.setup(run.net, *run.optimizers())
     schedulers = [scheduler_of(optimizer.optimizer) for optimizer in optimizers] if program.has_scheduler else []

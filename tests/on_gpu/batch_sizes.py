@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bucketddp.bindings.trainer_pytorch_lightning import BatchSizeFinder
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BatchSizeFinder, BucketDDPStrategy
 
 WIDTH = 2**20  # 4 MiB per sample
 GIB = 2**30

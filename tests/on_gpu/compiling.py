@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
 from tests.on_gpu.fit import distance
 
 WIDTH = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 
 NUMS_OF_SAMPLES = (1, 2, 33, 103)
 

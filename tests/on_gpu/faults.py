@@ -103,7 +103,7 @@ def train(what: str, rank: int, directory: str) -> None:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+    from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:

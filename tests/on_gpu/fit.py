@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 
 # Half precision is averaged in another order of roundings than torch DDP's.
 HALF_ROUNDING = 2e-2

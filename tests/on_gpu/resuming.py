@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 from tests.on_gpu.fit import distance, power_sgd
 
 

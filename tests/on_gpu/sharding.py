@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.strategies.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
 from tests.on_gpu.fit import distance
 
 

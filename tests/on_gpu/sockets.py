@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.nccl_sockets import SETTINGS
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
 
 
 def main() -> None:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
-
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.reducer import test_unused_layers as unused
+from tests.reducer import test_user_collectives as user_collectives
+from tests.strategies import test_user_code as user_code
 from tests.support.jobs import (
     cuda,
     nonfinite,
@@ -43,7 +43,7 @@ from tests.support.jobs.parity import (
 )
 from tests.support.jobs.recording import CONFIGS
 from tests.support.jobs.sync_batchnorm import Batches
-from tests.support.ranks import close_pools, run_on_ranks
+from tests.support.ranks import close_pools, run_on_ranks, use_gpu
 
 # NCCL reduces no sparse tensors, so torch DDP cannot train this there.
 WITHOUT_DDP_ON_NCCL = {"sparse_embedding"}
@@ -122,12 +122,39 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         partial(run_on_ranks, cuda.a_recorded_step_never_makes_the_host_wait, config="plain", shard=True),
     )
     yield "captured step", partial(run_on_ranks, cuda.a_captured_step_trains_like_others)
+    yield from user_collectives_tests()
     for counted in ([0, 1], [1]):
         options = {"num_islands": 2, "counted": counted, "chunk_numbers": 8}
         yield f"outer steps {counted}", partial(run_on_ranks, step_beside_sgd, **options)
     yield from sharded_tests()
     yield from quantized_tests()
     yield "peak gradient memory", partial(run_on_ranks, cuda.peak_gradient_memory)
+
+
+def user_collectives_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and tests, of collectives that users have inside backwards."""
+    train = partial(run_on_ranks, user_collectives.train, timeout_s=40)
+    in_turns, all_of_them = user_collectives.in_turns, user_collectives.all_of_them
+    yield "user collectives, other parameters used", partial(train, uses_both=in_turns, communicates_from=0)
+    yield "user collectives, later", partial(train, uses_both=all_of_them, communicates_from=2)
+    yield (
+        "user collectives, not synchronised",
+        partial(train, uses_both=all_of_them, communicates_from=2, micro_batches=2),
+    )
+    yield "user collectives, hook", partial(train, uses_both=in_turns, communicates_from=0, comm_hook=allreduce_hook)
+    yield "user collectives, two modules", partial(run_on_ranks, user_collectives.two_modules)
+    yield "user collectives, refused", partial(no_result, user_collectives.test_disorder_is_refused)
+    yield "user collectives, like ddp", partial(no_result, partial(user_code.test_training_equals_ddp, "contrastive"))
+    yield (
+        "user collectives, captured",
+        partial(run_on_ranks, cuda.a_captured_step_trains_like_others, communicates=True),
+    )
+
+
+def no_result(test: Callable[[], None]) -> list[Any]:
+    """Run a test that compares by itself."""
+    test()
+    return []
 
 
 def sharded_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -304,6 +331,7 @@ def trainer_runs(module: str) -> bool:
 
 def main() -> int:
     """Run everything; the exit status says whether all passed."""
+    use_gpu()
     failed = 0
     num_tests = 0
     wanted = sys.argv[1:]

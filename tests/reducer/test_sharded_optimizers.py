@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer.elementwise import divides_by_elements
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.sharding import OPTIMIZERS, Muonlike, Signs, _lamb, raised_by
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import fabrics, models

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
+from lightning_bucketddp.reducer.sharded_bucket import ShardedInPlaceBucket
+from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
 from tests.support.jobs.models import CASES
 from tests.support.jobs.sharding import (
     OPTIMIZERS,
@@ -27,7 +33,7 @@ from tests.support.jobs.sharding import (
     share_a_parameter,
     step_after_one_that_raised,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import device, run_on_ranks
 
 # An optimizer's kernels may add and multiply in one rounding or in two, depending on where a slice begins.
 TOLERANCE = 1e-6
@@ -155,7 +161,7 @@ def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: bo
             assert error == (
                 f"ShardedGradientError: `{'lerp_' if name == 'adam' else name}` reads the gradient of `2.weight`,"
                 f" {share}: `shard_optimizer` divides gradients among the ranks once they are averaged. Clipping, norms"
-                " and changes element by element work as ever. For all of it call `strategy.full_gradient(param)` on"
+                " and changes element by element work as usual. For all of it call `strategy.full_gradient(param)` on"
                 " every rank, or set `shard_optimizer=False`."
             )
 
@@ -178,6 +184,38 @@ def fail_in_a_step(*, at: str) -> list[bool]:
     torn += [run.shards.is_torn and not run.shards.have_arrived]
     run.train([3])
     return [*torn, run.shards.is_torn or not run.shards.have_arrived]
+
+
+def users_of_large_gradients() -> tuple[int, int]:
+    """Return how many tensors use the memory of large gradients, before and after these are gone."""
+    with (
+        patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)),
+        # As on a GPU: gloo's other groups hold tensors a moment longer.
+        patch.object(Collectives, "gradient_group", lambda self: self),
+    ):
+        run = Run().train(range(2))
+        run.inner.zero_grad()
+        run.differentiate(2)
+    assert run.reducer.bucket_set is not None
+    large = [one for one in run.reducer.bucket_set.buckets if isinstance(one, ShardedInPlaceBucket)]
+    addresses = {bucket.params[0].grad.untyped_storage().data_ptr() for bucket in large}  # type: ignore[union-attr]
+    run.inner.step()
+    before = _num_users(addresses)
+    run.inner.zero_grad()
+    return before, _num_users(addresses)
+
+
+def _num_users(addresses: set[int]) -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, ShardedGradient)]
+    dense = [each for each in tensors if each.layout == torch.strided and each.device == device()]
+    return sum(each.untyped_storage().data_ptr() in addresses for each in dense)
+
+
+def test_a_large_gradient_that_is_gone_leaves_no_memory_behind() -> None:
+    for before, after in run_on_ranks(users_of_large_gradients):
+        assert before > 0
+        assert after == 0
 
 
 @pytest.mark.parametrize("at", ["exchange", "optimizer"])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.replicas.checksums import Checksums, units_of
 from lightning_bucketddp.replicas.divergence import find_divergence
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs import replicas
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.replicas import (

@@ -135,11 +135,11 @@ def test_waiting_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     port = own_port()
     with pytest.raises(StartError, match=r"Rank 1 of 2 did not join"):
         meet_alone(port, rank=0, world_size=2, timeout_s=1.7)
-    texts = [
-        f"bucketddp: waiting for rank 1 to join at 127.0.0.1:{port} for {s} s; giving up after 1.7 s."
-        for s in (0, 1, 2)  # after 0.2 and 0.8 s, and twice the last
-    ]
-    assert [m for m in caplog.messages if "waiting" in m] == texts
+    text = rf"bucketddp: have waited \d+ s for rank 1 to join at 127.0.0.1:{port}; giving up after 1.7 s."
+    reports = [message for message in caplog.messages if "have waited" in message]
+    # After 0.2, 0.8 and 1.6 s; a busy machine may be late for one.
+    assert 2 <= len(reports) <= 3
+    assert all(re.fullmatch(text, report) for report in reports)
 
 
 # --- The store that torchrun's agent hosts
@@ -272,8 +272,8 @@ def test_rank_zero_says_at_once_that_its_port_is_in_use() -> None:
 
 def port_in_use(port: int) -> str:
     return (
-        f"Rank 0 cannot listen at port {port}: another program does. Set `MASTER_PORT` to a free port, the same for all"
-        " ranks; for a run on this host alone leave it unset, and a free one is found."
+        f"Rank 0 cannot listen on port {port}: another program is using it. Set `MASTER_PORT` to a free port, the same"
+        " for all ranks; for a run on this host alone leave it unset, and a free one is found."
     )
 
 

@@ -19,9 +19,9 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer import plan_cache
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled, raised_by
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import fabrics, models

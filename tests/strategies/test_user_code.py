@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
 from tests.support.ranks import RankFailed, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer

@@ -23,8 +23,8 @@ from tests.support.warm import RUN_VARIABLE
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "tests" / "support" / "scripts"
 STRATEGY_MODULE_OF = {
-    "lightning.pytorch": "lightning_bucketddp.strategies.trainer_lightning",
-    "pytorch_lightning": "lightning_bucketddp.strategies.trainer_pytorch_lightning",
+    "lightning.pytorch": "lightning_bucketddp.bindings.trainer_lightning",
+    "pytorch_lightning": "lightning_bucketddp.bindings.trainer_pytorch_lightning",
 }
 TIMEOUT_S = 240
 # What a process may need to end by itself after the one that it belongs to has ended.

@@ -178,6 +178,13 @@ def device() -> torch.device:
     return torch.device(os.environ.get("BUCKETDDP_TEST_DEVICE", "cpu"))
 
 
+def use_gpu() -> None:
+    """Have the ranks that are started from now on share the first GPU; what they and this process compute repeats."""
+    os.environ.setdefault("BUCKETDDP_TEST_DEVICE", "cuda:0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+
+
 def _default_backend() -> str:
     return "nccl" if device().type == "cuda" else "gloo"
 
@@ -187,6 +194,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
     faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":
+        use_gpu()
         torch.cuda.set_device(device())
         # NCCL refuses two ranks of one host on one GPU: give each rank a host of its own.
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.reducer.test_user_collectives import SumOverRanks
 from tests.support.jobs.models import batch
 from tests.support.jobs.parity import (
     assert_equal_on_all_ranks,
@@ -39,6 +41,19 @@ WIDE = 1024
 def _wide_model() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(8)]).to(device())
+
+
+class Communicating(nn.Module):
+    """Adds up gradients over the ranks in the middle of its backward."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers: Any = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = SumOverRanks.apply(self.layers[:4](x))
+        output: Tensor = self.layers[4:](hidden)
+        return output
 
 
 class OnSideStream(nn.Module):
@@ -246,9 +261,11 @@ def peak_gradient_memory() -> tuple[float, float]:
     return extra[0], extra[1]
 
 
-def a_captured_step_trains_like_others(shard: ShardOption = False, reduce_dtype: str | None = None) -> None:
+def a_captured_step_trains_like_others(
+    shard: ShardOption = False, reduce_dtype: str | None = None, *, communicates: bool = False
+) -> None:
     """`torch.cuda.graph` captures forward, backward, reductions and the optimizer's step."""
-    model = _wide_model()
+    model = Communicating(_wide_model()) if communicates else _wide_model()
     reference = copy.deepcopy(model)
     collectives = Collectives(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

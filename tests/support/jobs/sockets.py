@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.comm.nccl_sockets import more_sockets
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.startup.store import part_of
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from tests.support.scripts.fit import Regression, lightning
 
 

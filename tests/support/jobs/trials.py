@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.small_reduce import DoublingReduce
 from lightning_bucketddp.comm.trial import Trials
 from tests.support.ranks import device
 
@@ -21,11 +20,9 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
     "object": lambda tensor: dist.all_gather_object([None, None], tensor.tolist()),
     "barrier": lambda _: dist.barrier(),
     "further_group": lambda tensor: dist.all_reduce(tensor, group=_FURTHER[0]),
-    "small_reduce": lambda tensor: _REDUCE[0].start(tensor.tolist()).wait(),
     "end": lambda _: None,
 }
 _FURTHER: list[dist.ProcessGroup] = []
-_REDUCE: list[DoublingReduce] = []
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -48,7 +45,6 @@ def attempt(*, kinds: list[str]) -> dict[tuple[str, str], str]:
     collectives = Collectives(device())
     trials = Trials(collectives, is_out_of_memory=_is_out_of_memory)
     _FURTHER[:] = [dist.new_group()]
-    _REDUCE[:] = [DoublingReduce(collectives.host_group(), needs_all=lambda _: False)]
     outcomes = {}
     for kind in kinds:
         for name, collective in COLLECTIVES.items():
@@ -66,7 +62,6 @@ def attempt(*, kinds: list[str]) -> dict[tuple[str, str], str]:
                 ones = torch.ones(1, device=device())
                 dist.all_reduce(ones)
             assert ones.item() == 2
-    _REDUCE.pop().close()
     dist.destroy_process_group(_FURTHER.pop())
     collectives.close_host_groups()
     return outcomes

@@ -17,8 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
-from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO, BucketDDPStrategy
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.checkpoints import Saves, Scheduled, full_disk, raised_by
 from tests.support.scripts.trainers import like_torchrun, make_trainer

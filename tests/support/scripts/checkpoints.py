@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.disks import not_as_root
 from tests.support.scripts import models
 from tests.support.scripts.hooks import HOOKS

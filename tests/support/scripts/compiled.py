@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bucketddp.bindings import fabric_lightning, trainer_lightning
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
-from lightning_bucketddp.strategies import fabric_lightning, trainer_lightning
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 # A layer has 1 MiB of weights, the least that dynamo puts into a part.

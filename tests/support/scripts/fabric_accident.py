@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from lightning_bucketddp.strategies.options import StartMethod
 from tests.support.scripts.soaked import write
 

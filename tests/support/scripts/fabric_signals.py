@@ -9,7 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.support.scripts.faults import write
 
 

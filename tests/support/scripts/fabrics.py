@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_bucketddp
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from lightning_bucketddp.bindings.registration import strategy_class
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
 from tests.support.collectives import all_reduced
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 

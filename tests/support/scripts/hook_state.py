@@ -17,9 +17,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.ranks import device
 from tests.support.scripts import models
 from tests.support.scripts.hooks import HOOKS, DDPWithHooksOnCPU, PlainSGD, power_sgd

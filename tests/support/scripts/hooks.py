@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.scripts import models
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 

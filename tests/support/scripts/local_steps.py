@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPMonitor
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.trial import _COLLECTIVES
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.participation import make_loader

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.scripts.precision import option
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer

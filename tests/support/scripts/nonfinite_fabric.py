@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.nonfinite import WIDTH, BadGradient, Batches, outcome_of, spoil
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun

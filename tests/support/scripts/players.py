@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.collectives import all_reduced
 from tests.support.scripts.models import WIDTH, Regression, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer

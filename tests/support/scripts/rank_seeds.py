@@ -22,7 +22,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.scripts import models
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 

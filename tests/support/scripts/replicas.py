@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch import Tensor, nn
 
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.replicas import flip_bit
 from tests.support.scripts import changes, hooks, models
 from tests.support.scripts.fabrics import make_fabric

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.data.first_batches import FirstBatches
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.strategies.trainer_lightning import BucketDDPStrategy
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.jobs.sharding import (
     assert_equal_on_ranks,

@@ -28,7 +28,7 @@ if os.environ.get("LOCAL_RANK") == "1":
 from lightning.fabric import Fabric  # noqa: E402
 
 from lightning_bucketddp import BucketDDPStrategy  # noqa: E402
-from lightning_bucketddp.strategies.fabric_lightning import BucketDDPStrategy as FabricStrategy  # noqa: E402
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy  # noqa: E402
 from tests.support.scripts.fit import Regression, Report, lightning  # noqa: E402
 
 if os.environ.get("LOCAL_RANK") == "1" and arguments.rank_1 == "kill_launcher":

@@ -1,0 +1,107 @@
+"""Makes our classes for one root of Lightning: each root defines classes of its own, and accepts only those."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+from lightning_bucketddp.bindings.process_setup import FABRIC_PROCESS_SETUP, TRAINER_PROCESS_SETUP, adopt_process_setup
+from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_bucketddp.strategies.launchers import Launchers, ProcessLauncher, ScriptLauncher
+
+# By public name: where a callback or the tuner is, less its Lightning base class, and where that one is.
+_CALLBACKS = {
+    "BatchSizeFinder": ("batch_size_finder", "SharedBatchSizeFinder", "callbacks", "BatchSizeFinder"),
+    "BucketDDPMonitor": ("monitor", "StepMonitoring", "callbacks", "Callback"),
+    "ScaleLearningRate": ("scale_learning_rate", "LearningRateScaling", "callbacks", "Callback"),
+    "ScalingMonitor": ("scaling_monitor", "ScalingMeasurement", "callbacks", "Callback"),
+    "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
+}
+
+
+@functools.cache
+def bound_class(name: str, root: str, module: str) -> Any:
+    """Return the callback `name` for `root`, as one of `module`; made when it is asked for, because it imports much."""
+    if name not in _CALLBACKS:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    file, part_name, base_module, base_name = _CALLBACKS[name]
+    part = getattr(import_module(f"lightning_bucketddp.callbacks.{file}"), part_name)
+    base = getattr(import_module(f"{root}.{base_module}"), base_name)
+    return _made(name, module, part, base, _binding=module, lightning_base=base)
+
+
+def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
+    """Return the classes for the Trainer of `root`, which `module` has to define."""
+    from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+    strategies = import_module(f"{root}.strategies")
+    exceptions = import_module(f"{root}.utilities.exceptions")
+    classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=fabric, module=module)
+    classes["_ProcessLauncher"].on_exception_of = staticmethod(import_module(f"{root}.trainer.call")._interrupt)
+    strategy = _made(
+        "BucketDDPStrategy",
+        module,
+        TrainerStrategy,
+        strategies.ParallelStrategy,
+        **_members(classes, fabric),
+        _torch_sync_batchnorm=import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm,
+        _wrapping_checkpoint_io=import_module(f"{root}.plugins.io.wrapper")._WrappingCheckpointIO,
+        _async_checkpoint_io=import_module(f"{root}.plugins.io").AsyncCheckpointIO,
+        _lightning_barrier=strategies.DDPStrategy.barrier,
+        _lightning_reduce=strategies.DDPStrategy.reduce,
+        _batch_size_of=staticmethod(import_module(f"{root}.utilities.data").extract_batch_size),
+        _is_oom_error=staticmethod(import_module(f"{root}.utilities.memory").is_oom_error),
+        _sigterm_exception=exceptions.SIGTERMException,
+        _normal_ends=(exceptions._TunerExitException,),
+        _callback=import_module(root).Callback,
+        _monitor_class=staticmethod(functools.partial(bound_class, "BucketDDPMonitor", root, module)),
+        _class_for_root=staticmethod(strategy_class),
+    )
+    adopt_process_setup(strategy, strategies.DDPStrategy, TRAINER_PROCESS_SETUP)
+    return {**classes, "BucketDDPStrategy": strategy}
+
+
+def bind_fabric(root: str, *, module: str) -> dict[str, type]:
+    """Return the classes for the Fabric of `root`, which `module` has to define."""
+    from lightning_bucketddp.strategies.fabric import FabricStrategy
+
+    strategies = import_module(f"{root}.strategies")
+    classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=root, module=module)
+
+    # Fabric forbids a plain `loss.backward()` for a strategy that overrides `backward`. Ours works without, and says
+    # so by wrapping the original.
+    @functools.wraps(strategies.ParallelStrategy.backward)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        FabricStrategy.backward(self, *args, **kwargs)
+
+    members = {**_members(classes, root), "backward": backward}
+    strategy = _made("BucketDDPStrategy", module, FabricStrategy, strategies.ParallelStrategy, **members)
+    adopt_process_setup(strategy, strategies.DDPStrategy, FABRIC_PROCESS_SETUP)
+    return {**classes, "BucketDDPStrategy": strategy}
+
+
+def _classes_of_processes(launchers: str, *, fabric: str, module: str) -> dict[str, Any]:
+    own = import_module(launchers)
+    torch_io = import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO
+    return {
+        "BucketDDPCheckpointIO": _made("BucketDDPCheckpointIO", module, AtomicCheckpointIO, torch_io),
+        "_ScriptLauncher": _made("_ScriptLauncher", module, ScriptLauncher, own._SubprocessScriptLauncher),
+        "_ProcessLauncher": _made("_ProcessLauncher", module, ProcessLauncher, own._MultiProcessingLauncher),
+    }
+
+
+def _members(classes: dict[str, Any], fabric: str) -> dict[str, Any]:
+    environment = import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment
+    connect = import_module(f"{fabric}.utilities.distributed")._init_dist_connection
+    return {
+        "_default_checkpoint_io": classes["BucketDDPCheckpointIO"],
+        "_launchers": Launchers(classes["_ScriptLauncher"], classes["_ProcessLauncher"], environment),
+        "_init_dist_connection": staticmethod(connect),
+    }
+
+
+def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any:
+    """Return a class of `module` that is `part` before Lightning's `base`."""
+    return type(base)(name, (part, base), {"__doc__": part.__doc__, "__module__": module, **members})

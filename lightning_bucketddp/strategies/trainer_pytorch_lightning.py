@@ -1,5 +1,0 @@
-"""The public import path of what `bindings/trainer_pytorch_lightning.py` defines."""
-
-from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
-
-__all__ = ["BucketDDPStrategy"]
