@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,8 +102,11 @@ class Collectives:
         share = torch.tensor(1 / self.world_size, dtype=torch.float64)
         self._one_share = {dtype: share.to(dtype) for dtype in (torch.float32, torch.float64)}
         self._further: dict[str, Collectives] = {}
-        # Shared by all that launch collectives in this group beside a user's program.
-        self.foreign = ForeignCollectives(self.group)
+
+    @cached_property
+    def foreign(self) -> ForeignCollectives:
+        """Shared by all that launch collectives in this group beside a user's program. It holds the group."""
+        return ForeignCollectives(self.group)
 
     @property
     def global_rank(self) -> int:
