@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -379,7 +380,7 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, dist.distributed_c10d.__file__)
+    return (__file__, str(Path(__file__).with_name("roll_call.py")), dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

@@ -27,6 +27,7 @@ FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 SAVING = "saving a checkpoint"
+ABOUT_TO_SAVE = "saving together"
 BETWEEN_STEPS = "callbacks"
 _SET_UP = "set-up"
 # In these, only the stack tells whether data is being loaded.
@@ -71,6 +72,10 @@ class Progress:
     def enter(self, phase: str) -> None:
         """Begin another phase. Raises if the run is over."""
         self._begin(phase)
+        self.raise_if_over()
+
+    def raise_if_over(self) -> None:
+        """Raise if the run is over."""
         if self.end_with is not None:
             raise self.end_with()
 

@@ -26,6 +26,8 @@ NUM_LISTENERS = 4
 _NUM_NAMED = 4
 # A rank that is heard no more may only be in a library that keeps Python's lock: it has stood still after this.
 _STANDS_STILL_S = 10.0
+# The end of a collective may reach one rank so much later than another.
+_ELSEWHERE_S = 4.0
 _STOPPED = "its process is stopped (by SIGSTOP or a debugger) and cannot be asked for its stack"
 
 
@@ -73,6 +75,8 @@ class StragglerDetector:
         # When this rank looks for one that stands still; and the last heartbeats of all, since when.
         self._looks_at = math.inf
         self._last_heard: dict[int, tuple[int, float]] = {}
+        # What this rank has asked for last, and whether it is one of those that ask.
+        self._asked: dict[str, bool] = {}
 
     def beat(self) -> None:
         """Send a heartbeat, if it is time to."""
@@ -169,6 +173,19 @@ class StragglerDetector:
             process = beats[rank]["process"]
             return Failure(rank=rank, kind=Kind.LOST, what=what, process=process, hosts=" ".join(between))
         return None
+
+    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
+        """Return the ranks that are not in `phase`, like this one, if they all wait: then none of them comes there.
+
+        Enough ranks ask, and no more, of those that do so for the same reason, which is `what`.
+        """
+        if what not in self._asked:
+            self._asked = {what: self._channel.is_among_first(NUM_LISTENERS, what)}
+        if not self._asked[what]:
+            return []
+        elsewhere = {r: b for r, b in self._listen().by_rank.items() if not b["where"].startswith(phase)}
+        wait = all(beat["waits"] and beat["seconds"] > _ELSEWHERE_S for beat in elsewhere.values())
+        return sorted(elsewhere) if wait else []
 
     def warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
         """Log which ranks this one waits for, unless another rank that waits has done so already."""

@@ -184,6 +184,10 @@ class Watchdog:
         """Return which rank has failed first; None: none has, or a signal has stopped all."""
         return None if self._failure is None or self._failure.kind is Kind.STOPPED else self._failure.rank
 
+    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
+        """Return ranks that never come to `phase`, where this one is (see `StragglerDetector`)."""
+        return self._store.ask(lambda: self._stragglers.waiting_elsewhere(what, phase=phase)) or []
+
     @property
     def is_saver(self) -> bool:
         """Return whether this rank, which has aborted, saves for all (Note: one saver). May wait for lower ranks."""

@@ -136,6 +136,10 @@ class FaultHandler:
         """Whether this rank has raised."""
         return self._watchdog.is_ending
 
+    def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
+        """Return ranks that never come to `phase`, where this one is, because they wait somewhere else."""
+        return [] if self._is_over else self._watchdog.waiting_elsewhere(what, phase=phase)
+
     @property
     def failed_rank(self) -> int | None:
         """The rank that has failed first; None: none has, or a signal has stopped all."""

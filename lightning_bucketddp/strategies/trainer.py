@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO
@@ -218,6 +219,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
         self._islands: Islands | None = None
         self._is_restoring = False
+        self._saves: RollCall | None = None
         self._saved = deque(maxlen=_NUM_SAVED_KNOWN)
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state
@@ -250,6 +252,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._begin_watching().handle_signals(self._trainer, callback=self._callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = self._new_collectives()
+            if self.world_size > 1:
+                timeout_s = (self._timeout or default_pg_timeout).total_seconds()
+                self._saves = RollCall(rank=self.global_rank, world_size=self.world_size, timeout_s=timeout_s)
         self._position.forget_checkpoint()
         if self.lightning_module is not None:
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
@@ -500,6 +505,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         return {
             **super().__getstate__(),
             "_collectives": None,
+            "_saves": None,
             "_fault_handler": None,
             "_islands": None,
             "_state": FitState(),

@@ -24,12 +24,14 @@ from lightning_bucketddp.checkpoint.finite_weights import (
 from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.faults.progress import SAVING
+from lightning_bucketddp.comm.roll_call import RollCall
+from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import NoAutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from lightning_bucketddp.wording import list_some_ranks
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     _async_checkpoint_io: ClassVar[type]
     _rank_seeds: RankSeeds | None
     _auto_resume: NoAutoResume
+    _saves: RollCall | None
     # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
     # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.
     _is_restoring: bool
@@ -113,9 +116,28 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self.has_lost_shards and "optimizer_states" in checkpoint:
             log.warning("bucketddp: %s", lost_shards(filepath, newest=self._newest_saved()))
             return
+        self._await_all(f"checkpoint `{filepath}`")
         with self._progress.during(SAVING):
             self._compare_replicas(checkpoint, filepath)
             self._save(checkpoint, filepath, storage_options)
+
+    def _await_all(self, what: Any) -> None:
+        """Wait until all ranks save `what`; raise if some do not. After a failure each of them may save, or none."""
+        saves, handler, collectives = self._saves, self._fault_handler, self._collectives
+        if saves is None or collectives is None or not collectives.is_open or self._trainer.interrupted:
+            return
+
+        def waiting_elsewhere() -> list[int]:
+            name = f"saving {saves.number}"
+            return [] if handler is None else handler.waiting_elsewhere(name, phase=ABOUT_TO_SAVE)
+
+        with self._progress.during(ABOUT_TO_SAVE):
+            absent = saves.absent(waiting_elsewhere=waiting_elsewhere, raise_if_over=self._progress.raise_if_over)
+        if absent:
+            raise RuntimeError(
+                f"Rank {self.global_rank} saves {what}, and {list_some_ranks(sorted(set(absent)))} did not. Call"
+                " `trainer.save_checkpoint` on all ranks: rank 0 writes the file."
+            )
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         # Without optimizers only the weights are wanted.
@@ -158,11 +180,15 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, which are those of all ranks: the first thing that goes into a checkpoint."""
+        if self._state.islands is not None:
+            self._await_all("the weights of all islands")
         self._state.local_steps.before_save()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of `optimizer` for a checkpoint: with `shard_optimizer` all of it, on rank zero."""
+        if self._state.shards is not None:
+            self._await_all("the state of an optimizer")
         state = self._sharded_state(optimizer)
         return super().optimizer_state(optimizer) if state is None else state
 

@@ -12,6 +12,7 @@ import torch
 from benchmarks.ports import own_port
 from tests.support.disks import forbidden_directory, small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
+from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_state import ADVICE, assert_same_state, state_in
 from tests.support.scripts.checkpoints import (
@@ -51,6 +52,20 @@ def test_a_checkpoint_resumes_at_another_world_size(
         resume_from=tmp_path / "before.ckpt",
     )
     assert_same_state(tmp_path / "after.ckpt", tmp_path / "before.ckpt")
+
+
+# The other rank waits in a forward, for buffers; at the end of the fit; or it has ended.
+@pytest.mark.parametrize("where", ["on_train_batch_end", pytest.param("on_train_end", marks=pytest.mark.long), "after"])
+def test_a_rank_that_saves_alone_is_told_to_save_on_all(where: str, tmp_path: Path) -> None:
+    ended = run(SCRIPTS / "saving_alone.py", where, root="lightning.pytorch", directory=tmp_path)
+    text = (
+        f"RuntimeError: Rank 0 saves checkpoint `{tmp_path}/alone.ckpt`, and rank 1 did not. Call"
+        " `trainer.save_checkpoint` on all ranks: rank 0 writes the file."
+    )
+    assert (ended.returncode, text in ended.output) == (1, True), ended.output
+    of_rank_one = "Rank 1 ends, because another rank failed first. Rank 0 "
+    assert (of_rank_one in ended.output) == (where != "after")
+    assert not (tmp_path / "alone.ckpt").exists()
 
 
 def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:

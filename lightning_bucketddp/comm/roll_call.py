@@ -1,0 +1,70 @@
+"""Waiting for all ranks outside of collectives: one that does not come may be in any other collective.
+
+Two ranks in different collectives of a group take each other's messages for their own, which ends a process of gloo.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning_bucketddp.comm.process_group import access_store
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.2
+# Thousands of ranks ask less often, so that together they ask no more than the store can answer.
+_PER_RANK_S = 0.0005
+
+
+class RollCall:
+    """Roll calls of the ranks of the process group; a rank whose object of this class is gone answers none."""
+
+    def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
+        access = access_store()
+        self.number = 0
+        self._store = access.store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._run = f"bucketddp/{access.name}"
+        self._name = f"{self._run}/roll_calls/{self._store.add(f'{self._run}/num_roll_calls/{rank}', 1)}"
+        # Also when the program ends.
+        weakref.finalize(self, _leave, self._store, f"{self._name}/left/{rank}")
+
+    def absent(self, *, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
+        """Wait until all ranks answer, and return none; or return ranks that do not, as soon as that is known."""
+        self.number += 1
+        key = f"{self._name}/{self.number}"
+        self._store.add(key, 1)
+        pause_s = _FIRST_PAUSE_S
+        deadline = time.monotonic() + self._timeout_s
+        while self._store.add(key, 0) < self._world_size:
+            raise_if_over()
+            if pause_s >= _LONGEST_PAUSE_S and (absent := [*self._gone(), *waiting_elsewhere()]):
+                return absent
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Rank {self._rank} timed out: it has waited {self._timeout_s:g} s for all ranks.")
+            time.sleep(max(pause_s, _PER_RANK_S * self._world_size))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return []
+
+    def _gone(self) -> list[int]:
+        """Return ranks that have ended, or begun another run. Only rank zero asks for all; others ask for it."""
+        others = range(1, self._world_size) if self._rank == 0 else [0]
+        num_runs = self._num_runs(self._rank)
+        return [
+            rank
+            for rank in others
+            if self._store.check([f"{self._name}/left/{rank}"]) or self._num_runs(rank) > num_runs
+        ]
+
+    def _num_runs(self, rank: int) -> int:
+        return int(self._store.add(f"{self._run}/num_runs/{rank}", 0))
+
+
+def _leave(store: Any, key: str) -> None:
+    with suppress(RuntimeError):  # the process that holds the store may be gone
+        store.set(key, "")
