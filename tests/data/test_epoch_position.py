@@ -106,7 +106,7 @@ class Start:
 def make_loader(job: Job, start: Start, rank: int) -> Any:
     """As Lightning gives it to the strategy."""
     data = Numbers(job.num_samples)
-    ranks = {"num_replicas": start.num_ranks, "rank": rank}
+    ranks: dict[str, Any] = {"num_replicas": start.num_ranks, "rank": rank}
     if job.kind.endswith("stream"):
         dataset = SizedStream(job.num_samples) if job.kind == "sized stream" else Stream(job.num_samples)
         return DataLoader(dataset, batch_size=start.batch_size, drop_last=job.drop_last)
@@ -141,8 +141,9 @@ class Rank:
         self.num_steps = 0
         self.is_over = False
         self._pending: list[int] = []
-        self.batches, self.epochs = _BatchProgress(), _Progress()
-        self.trainer: Any = SimpleNamespace(
+        self.batches: Any = _BatchProgress()
+        self.epochs: Any = _Progress()
+        trainer: Any = SimpleNamespace(
             state=SimpleNamespace(fn="fit"),
             world_size=start.num_ranks,
             global_rank=rank,
@@ -156,6 +157,7 @@ class Rank:
                 epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), restarting=False
             ),
         )
+        self.trainer = trainer
         self.position = EpochPosition(is_on=True)
         self.batch_size = GlobalBatchSize(global_size, weighs=True)
         self.batch_size.begin(self.trainer)
@@ -203,7 +205,8 @@ class Rank:
 
     def _set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:
-            for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            samplers: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+            for sampler in samplers:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
 
