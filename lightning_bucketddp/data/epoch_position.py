@@ -34,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.data.uneven_data import is_even
+from lightning_bucketddp.part import RunPart
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -194,7 +195,7 @@ class _Resumed:
         return not self.is_end_of_epoch and (self.num_batches > 0 or has_samples)
 
 
-class EpochPosition:
+class EpochPosition(RunPart):
     """Counts the batches of an epoch that are in the weights (Note: position).
 
     Args:
@@ -247,12 +248,10 @@ class EpochPosition:
         self._resumed = _Resumed(epoch, 0 if is_end else num_batches, is_end, is_schedule_due, saved)
 
     def begin_loaders(self) -> None:
-        """Expect training dataloaders."""
         self._parts, self._num_before, self._can_skip = [], None, self._is_on
 
-    def prepare(self, loader: Any) -> Any:
-        """Return a training dataloader that leaves out what was trained on."""
-        if not self._can_skip:
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        if not self._can_skip or not is_training:
             return loader
         if is_dealt(loader):
             self._parts.append(_Part(loader, loader.batch_size or 1, _length(loader.dataset), None))
@@ -337,8 +336,7 @@ class EpochPosition:
             return 0, True
         return saved["num_samples"] * num_before // num_ranks, saved["is_first_pass"]
 
-    def resume(self) -> None:
-        """Call before the first batch."""
+    def begin_training(self) -> None:
         resumed = self._resumed
         if resumed is None or self._trainer is None:
             return
@@ -385,7 +383,6 @@ class EpochPosition:
         return int(self._trainer.fit_loop.epoch_progress.current.started)
 
     def complete_step(self) -> None:
-        """Note that an optimizer has stepped."""
         if self._filter is not None:
             with suppress(ValueError):  # somebody has taken it away
                 warnings.filters.remove(self._filter)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.data.uneven_data import is_even
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_some_ranks
 
 _NUM_STEPS = 3
@@ -35,18 +36,8 @@ _MAX_TENSORS = 16
 _MAX_ELEMENTS = 1024
 
 
-class NoFirstBatches:
-    """There are no other ranks, or they are meant to see the same data."""
-
-    def prepare(self, loader: object) -> None:
-        """Look at a training dataloader, before any batch comes from it."""
-
-    def see(self, batch: Any) -> None:
-        """Look at a batch before it goes to the device; warn, once, if other ranks have had the same ones."""
-
-
-class FirstBatches(NoFirstBatches):
-    """Compares the first batches of a fit with those of the other ranks (Note: the same data)."""
+class FirstBatches(RunPart):
+    """Compares the first batches of a fit with those of the other ranks, and warns once (Note: the same data)."""
 
     def __init__(self, exchange: StepExchange, *, warn: Callable[[str], None]) -> None:
         self._exchange = exchange
@@ -56,11 +47,12 @@ class FirstBatches(NoFirstBatches):
         self._steps: list[list[int]] = []
         self._is_decided = False
 
-    def prepare(self, loader: object) -> None:
-        if not is_even(loader) and not is_dealt(loader):
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        if is_training and not is_even(loader) and not is_dealt(loader):
             self._loaders[_describe(loader)] = _remedy(loader)
+        return loader
 
-    def see(self, batch: Any) -> None:
+    def see_batch(self, batch: Any) -> None:
         if self._is_decided or not self._loaders:
             return
         if self._exchange.batch_digests:

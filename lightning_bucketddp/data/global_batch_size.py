@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
@@ -88,16 +89,18 @@ class StepSampler(BatchSampler):
         return size_of(index) * self._batches_per_step / sum(map(size_of, step))
 
 
-class GlobalBatchSize:
+class GlobalBatchSize(RunPart):
     """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
     Args:
         weighs: weigh the losses of an incomplete step; nothing else does.
+        begun: after how many samples, and how many batches, the epoch was resumed.
     """
 
-    def __init__(self, size: int | None, *, weighs: bool) -> None:
+    def __init__(self, size: int | None, *, weighs: bool, begun: Callable[[], tuple[int, int]]) -> None:
         self._size = size
         self._weighs = weighs
+        self._begun = begun
         self._trainer: Trainer | None = None
         self._division: Division | None = None
         self._sampler: StepSampler | None = None
@@ -124,12 +127,10 @@ class GlobalBatchSize:
         self._trainer, self._sampler = None, None
 
     def begin_loaders(self) -> None:
-        """Expect training dataloaders."""
         self._num_loaders = 0
 
-    def prepare(self, loader: Any) -> Any:
-        """Return a training dataloader with the batches that a rank shall have."""
-        if self._size is None:
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        if self._size is None or not is_training:
             return loader
         self._num_loaders += 1
         self._check(loader)
@@ -178,13 +179,12 @@ class GlobalBatchSize:
         vars(prepared).update(batch_size=division.batch_size, batch_sampler=sampler, _iterator=None)
         return prepared
 
-    def weigh(self, loss: Tensor, *, begun: tuple[int, int]) -> Tensor:
-        """Return `loss` as backward shall see it, in an epoch that has `begun` after so many samples and batches."""
+    def weigh(self, loss: Tensor) -> Tensor:
         if self._sampler is None or not self._weighs:
             return loss
         assert self._trainer is not None
-        index = self._trainer.fit_loop.epoch_loop.batch_idx
-        factor = self._sampler.loss_factor(index, num_batches=self._trainer.num_training_batches, begun=begun)
+        index, num_batches = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.num_training_batches
+        factor = self._sampler.loss_factor(index, num_batches=num_batches, begun=self._begun())
         return loss if factor == 1 else loss * factor
 
 

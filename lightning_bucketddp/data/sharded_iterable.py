@@ -27,6 +27,7 @@ import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.data.evaluation import Part, Rounds
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_names
 
 # Names by which code asks which part of the data is its own: in a worker, or on a rank.
@@ -72,28 +73,28 @@ class ShardedIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
 
-class NoSharding:
-    """Streams are read as they are."""
+class IterableSharding(RunPart):
+    """Deals out the streams of a run (Note: dealing).
 
-    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int | None] | None = None) -> object:
-        """Return `loader`, or one like it over this rank's part.
+    Args:
+        num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: it is over.
+    """
 
-        Args:
-            num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: for evaluation.
-        """
-        return loader
-
-
-class IterableSharding(NoSharding):
-    """Deals out the streams of a run (Note: dealing)."""
-
-    def __init__(self, *, rank: int, world_size: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        warn: Callable[[str], None],
+        num_batches_trained: Callable[[], int | None],
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._warn = warn
+        self._num_batches_trained = num_batches_trained
         self._warnings: set[str] = set()
 
-    def prepare(self, loader: object, *, num_batches_trained: Callable[[], int | None] | None = None) -> object:
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         loader = getattr(loader, "dealt_from", loader)  # one that was prepared before
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
             return loader
@@ -106,20 +107,19 @@ class IterableSharding(NoSharding):
                 " `shard_iterable=True` deals out what it reads. If it takes a part of the samples by itself, the rest"
                 " is never used: let it read all of them, or leave `shard_iterable` out."
             )
-        return self._deal(loader, num_batches_trained)
+        return self._deal(loader, is_training=is_training)
 
-    def _deal(self, loader: DataLoader[Any], num_batches_trained: Callable[[], int | None] | None) -> object:
+    def _deal(self, loader: DataLoader[Any], *, is_training: bool) -> object:
         batch_size = loader.batch_size or 1
         dataset = cast(IterableDataset[Any], loader.dataset)
-        is_training = num_batches_trained is not None
         rank, world_size = (self._rank, self._world_size) if is_training else (0, 1)
         dealt = ShardedIterable(dataset, rank=rank, world_size=world_size, batch_size=batch_size)
         prepared = copy.copy(loader)
         # `DataLoader` forbids to set `dataset`. Workers that are there have the old one.
         vars(prepared).update(dataset=dealt, dealt_from=loader, _iterator=None)
         original: Any = type(loader)
-        if num_batches_trained is not None:
-            members = _stateful(original, num_batches_trained, batch_size=batch_size, num_ranks=self._world_size)
+        if is_training:
+            members = _stateful(original, self._num_batches_trained, batch_size=batch_size, num_ranks=self._world_size)
         else:
             members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
         members["__module__"] = original.__module__

@@ -156,20 +156,7 @@ def training_state(
     return state
 
 
-class NoReplicaChecks:
-    """There is one replica, or replicas differ by design, or nothing is trained."""
-
-    are_periodic = False
-
-    def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
-        """Compare replicas when it is time to. All ranks call this after the same number of synchronised backwards."""
-
-    def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
-        """Compare now and act on it; return whether there was a difference. All ranks must call this."""
-        return False
-
-
-class ReplicaChecks(NoReplicaChecks):
+class ReplicaChecks:
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
@@ -190,6 +177,7 @@ class ReplicaChecks(NoReplicaChecks):
         self._begun_at = 0
 
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
+        """Compare replicas when it is time to. All ranks call this after the same number of synchronised backwards."""
         if not self._config.every_n_steps:
             return
         if not self._has_messages:
@@ -209,6 +197,7 @@ class ReplicaChecks(NoReplicaChecks):
             self._begun_at = num_backwards
 
     def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
+        """Compare now and act on it; return whether there was a difference. All ranks must call this."""
         compared = state()
         hosts = self._collectives.host_group()
         digest = torch.tensor([compared.start_digest(self._checksums).wait()])

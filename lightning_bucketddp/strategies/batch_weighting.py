@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.weighting import Weighting
 
 if TYPE_CHECKING:
@@ -42,85 +43,42 @@ def accept_skipped_steps(automatic_optimization: Any) -> None:
     automatic_optimization.output_result_cls = ResultOrSkip
 
 
-class EqualBatches:
-    """Every batch of this rank counts the same, and there is no other rank: nothing to weigh, nobody to wait for.
-
-    Args:
-        has_alert: asked in each step whether something has gone wrong; None: nobody is.
-    """
-
-    # What the reducer is given; None: it takes plain means.
-    weighting: Weighting | None = None
-
-    def __init__(self, has_alert: Callable[[], bool] | None = None) -> None:
-        self._has_alert = has_alert
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank has run out of data and only keeps the others company."""
-        return False
-
-    @property
-    def nobody_trained(self) -> bool:
-        """Whether no rank that this one takes steps with had data for this one: it is not to be taken."""
-        return False
-
-    def take_alert(self) -> bool:
-        """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
-        return self._has_alert is not None and self._has_alert()
-
-    def prepare(self, loader: object) -> object:
-        """Return a training dataloader that tells the other ranks when it ends, or goes on until theirs do."""
-        return loader
-
-    def see(self, batch: Any) -> None:
-        """Weigh a batch before it goes to the device, from where the host would have to wait for the number."""
-
-    def begin_batch(self, batch_idx: int) -> None:
-        """Turn to another batch."""
-
-    def forget_step(self) -> None:
-        """Drop what belongs to a step that does not end."""
-
-    def skip(self) -> SkippedStep | None:
-        """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
-        return None
-
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return `loss` as backward shall see it."""
-        return loss
-
-    def agree(self, loss: Any) -> Any:
-        """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
-        return loss
-
-
-class BatchWeighting(EqualBatches):
+class BatchWeighting(RunPart):
     """The weight of each backward of this rank in a fit.
 
     Args:
+        exchange: with the ranks that take each step together; None: there are no others, and batches count the same.
         weight_of: the weight of a batch; None: every batch counts the same.
         extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
         uneven_data: who knows about the data of ranks that do not take steps together; None: there are no such ranks.
+        has_alert: asked whether something has gone wrong, where there is no `exchange` to ask all ranks.
+
+    Attributes:
+        weighting: what the reducer is given; None: it takes plain means.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        exchange: StepExchange,
+        exchange: StepExchange | None,
         collectives: Collectives,
         *,
-        weight_of: Callable[[Any], Any] | None,
-        extends_uneven_data: bool,
+        weight_of: Callable[[Any], Any] | None = None,
+        extends_uneven_data: bool = False,
         uneven_data: UnevenData | None = None,
+        has_alert: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer = trainer
         self._collectives = collectives
         self._weight_of = weight_of
         self._exchange = exchange
         self._withholds_empty_steps = uneven_data is not None
-        self._uneven_data = uneven_data or UnevenData(exchange, extends=extends_uneven_data)
-        self.weighting: Weighting = Weighting(exchange, by_weight=weight_of is not None)
+        self._has_alert = has_alert
+        self._uneven_data = uneven_data
+        self.weighting: Weighting | None = None
+        if exchange is not None:
+            self._uneven_data = uneven_data or UnevenData(exchange, extends=extends_uneven_data)
+            self.weighting = Weighting(exchange, by_weight=weight_of is not None)
         self._weight: float | None = None
         self._reference_weight: float | None = None
         self._skipped_loss: Tensor | None = None
@@ -128,20 +86,30 @@ class BatchWeighting(EqualBatches):
 
     @property
     def is_idle(self) -> bool:
-        return self._uneven_data.is_repeating
+        """Whether this rank has run out of data and only keeps the others company."""
+        return self._uneven_data is not None and self._uneven_data.is_repeating
 
     @property
     def nobody_trained(self) -> bool:
-        return self._withholds_empty_steps and self.weighting.nobody_contributed
+        """Whether no rank that this one takes steps with had data for this one: it is not to be taken."""
+        return self._withholds_empty_steps and self._nobody_contributed
+
+    @property
+    def _nobody_contributed(self) -> bool:
+        return self.weighting is not None and self.weighting.nobody_contributed
 
     def take_alert(self) -> bool:
+        if self._exchange is None:
+            return self._has_alert()
         is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
         return is_alerted
 
-    def prepare(self, loader: object) -> object:
+    def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
+        if self._uneven_data is None or not is_training:
+            return loader
         return self._uneven_data.prepare(loader, is_only_loader=lambda it: self._trainer.train_dataloader is it)
 
-    def see(self, batch: Any) -> None:
+    def see_batch(self, batch: Any) -> None:
         if self._weight_of is None:
             return
         self._weight = float(self._weight_of(batch))
@@ -152,21 +120,27 @@ class BatchWeighting(EqualBatches):
             )
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._exchange.epoch = self._trainer.current_epoch
-        self._exchange.num_batches = batch_idx + 1
-        self._uneven_data.begin_batch()
+        if self._exchange is not None and self._uneven_data is not None:
+            self._exchange.epoch = self._trainer.current_epoch
+            self._exchange.num_batches = batch_idx + 1
+            self._uneven_data.begin_batch()
 
     def forget_step(self) -> None:
-        self.weighting.forget()
+        """Drop what belongs to a step that does not end."""
+        if self.weighting is not None:
+            self.weighting.forget()
         self._skipped_loss = None
 
     def skip(self) -> SkippedStep | None:
+        """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
         if self._trainer.world_size == 1:
             return None  # left to Lightning
         self._skipped_loss = torch.zeros((), device=self._collectives.device, requires_grad=True)
         return SkippedStep(self._skipped_loss)
 
     def weigh(self, loss: Tensor) -> Tensor:
+        if self.weighting is None:
+            return loss
         # First of all, because it may need all ranks.
         weight = 1.0 if self._weight_of is None else self._relative_weight()
         if loss is self._skipped_loss:
@@ -180,7 +154,8 @@ class BatchWeighting(EqualBatches):
         return loss if weight == 1 else loss * weight
 
     def agree(self, loss: Any) -> Any:
-        is_without = loss is None and not self.weighting.nobody_contributed
+        """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
+        is_without = loss is None and self.weighting is not None and not self._nobody_contributed
         return torch.zeros((), device=self._collectives.device) if is_without else loss
 
     @property
@@ -197,6 +172,7 @@ class BatchWeighting(EqualBatches):
                 " iterator by itself. Use `training_step(self, batch, batch_idx)`."
             )
         if self._reference_weight is None:
+            assert self._exchange is not None  # or nothing is weighed
             self._exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
             mean = self._exchange.receive().weight / self._collectives.world_size
             # A power of two, which no rounding depends on.

@@ -25,7 +25,6 @@ from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.consistency import (
-    NoReplicaChecks,
     OnDivergence,
     ReplicaChecks,
     TrainingState,
@@ -144,7 +143,7 @@ class FabricStrategy(FabricCheckpointHooks):
         )
         self._take_options(StrategyOptions.of(arguments))
         self.reducers: dict[nn.Module, Reducer] = {}
-        self._checks: NoReplicaChecks = NoReplicaChecks()
+        self._checks: ReplicaChecks | None = None
         self._optimizers: list[Optimizer] = []
         self._shards: Shards | None = None
         self._weights_at_start: dict[nn.Module, Severities] = {}
@@ -246,7 +245,8 @@ class FabricStrategy(FabricCheckpointHooks):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
-        self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
+        if self._checks is not None:
+            self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         reducers = list(self.reducers.values()) if module is None else [self.reducers[module]]
         # With several modules and none of them named, gradients tell: a module that no rank used costs nothing then.
         takes_part = len(reducers) == 1

@@ -15,7 +15,7 @@ from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of, spoiled_weights
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks, TrainingState
+from lightning_bucketddp.replicas.consistency import ReplicaChecks, TrainingState
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 
@@ -28,7 +28,7 @@ else:
 class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
     """The part of a strategy that Fabric calls to save and to load."""
 
-    _checks: NoReplicaChecks
+    _checks: ReplicaChecks | None
     _trained_state: Callable[[], TrainingState]
     # Of the modules that were set up.
     _weights_at_start: dict[nn.Module, Severities]
@@ -55,7 +55,7 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
             raise CheckpointWriteError(torn(path))
         if self.has_lost_shards and any(self._holds_shards(value) for value in state.values()):
             raise CheckpointWriteError(lost_shards(path))
-        if self._collectives is not None and self._collectives.is_open:
+        if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,19 @@ from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.data.first_batches import NoFirstBatches
-from lightning_bucketddp.data.sharded_iterable import NoSharding
+from lightning_bucketddp.data.first_batches import FirstBatches
+from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks
+from lightning_bucketddp.replicas.consistency import ReplicaChecks, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
-from lightning_bucketddp.strategies.batch_weighting import EqualBatches
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.local_steps import NoLocalSteps
+from lightning_bucketddp.strategies.local_steps import LocalSteps
 from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 
@@ -29,27 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.layer_sync import LayerSync
 
 
-class NoBufferSync:
-    """Every rank keeps its own buffers."""
-
-    def before_training_step(self) -> None:
-        """Share the buffers before the first forward after a synchronised backward, as torch DDP does."""
-
-    def before_evaluation(self) -> None:
-        """Share the buffers."""
-
-    def begin_validation(self) -> None:
-        """Wait for its first step, as torch DDP does: until then callbacks exchange weights and statistics."""
-
-    def before_validation_step(self) -> None:
-        """Share before the first step of a validation."""
-
-    def shared_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are equal on all ranks now, by name."""
-        return {}
-
-
-class BufferSync(NoBufferSync):
+class BufferSync(RunPart):
     """Gives the ranks rank 0's buffers before something reads them.
 
     Args:
@@ -62,7 +44,8 @@ class BufferSync(NoBufferSync):
         self._num_backwards_shared = -1
         self._validation_has_begun = False
 
-    def before_training_step(self) -> None:
+    def before_forward(self) -> None:
+        # Before the first forward after a synchronised backward, as torch DDP does.
         if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
             self._num_backwards_shared = self._stats.num_backwards
             self._replicas.broadcast_buffers()
@@ -73,6 +56,7 @@ class BufferSync(NoBufferSync):
         self._replicas.broadcast_buffers()
 
     def begin_validation(self) -> None:
+        # As torch DDP does: until its first step callbacks exchange weights and statistics.
         self._validation_has_begun = True
 
     def before_validation_step(self) -> None:
@@ -80,63 +64,100 @@ class BufferSync(NoBufferSync):
             self._validation_has_begun = False
             self.before_evaluation()
 
+    def end_training(self) -> None:
+        self.before_evaluation()
+
     def shared_buffers(self) -> dict[str, torch.Tensor]:
-        self.before_training_step()
+        """Return the buffers that are equal on all ranks now, by name."""
+        self.before_forward()
         return self._replicas.buffers()
 
 
-class NoLayerSync:
-    """No layer talks to other ranks."""
+class ReplicaComparison(RunPart):
+    """Compares replicas: when training begins and ends, between steps, and before each checkpoint.
+
+    Args:
+        trained_state: what training changes in the same way on every rank.
+        shared_state: that and the buffers.
+        num_backwards: how many were synchronised.
+    """
+
+    def __init__(
+        self,
+        checks: ReplicaChecks,
+        *,
+        trained_state: Callable[[], TrainingState],
+        shared_state: Callable[[], TrainingState],
+        num_backwards: Callable[[], int],
+    ) -> None:
+        self._checks = checks
+        self._trained_state = trained_state
+        self._shared_state = shared_state
+        self._num_backwards = num_backwards
+
+    def begin_training(self) -> None:
+        if self._checks.are_periodic:
+            self.compare(when="before the first step")
+
+    def begin_batch(self, batch_idx: int) -> None:
+        self._checks.between_steps(self._shared_state, num_backwards=self._num_backwards())
+
+    def compare(self, *, when: str) -> bool:
+        return self._checks.compare(self._trained_state, when=when)
+
+    def end_training(self) -> None:
+        if self._checks.are_periodic:
+            self.compare(when="at the end of training")
+
+
+class ConvertedLayers(RunPart):
+    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too.
+
+    Args:
+        is_idle: whether this rank's batches do not count.
+    """
+
+    def __init__(self, collectives: Collectives, *, is_idle: Callable[[], bool]) -> None:
+        self._collectives = collectives
+        self._is_idle = is_idle
+        self._was_idle = False
+        self._model = nn.Module()
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise the layers."""
+        convert_sync_batchnorm(model, self._collectives)
+        self._model = model
         return model
 
-    def set_idle(self, model: nn.Module, is_idle: bool) -> None:
-        """Say whether this rank's batches count."""
+    def begin_batch(self, batch_idx: int) -> None:
+        if (is_idle := self._is_idle()) != self._was_idle:
+            set_idle(self._model, is_idle)
+            self._was_idle = is_idle
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Undo `apply`."""
-        return model
-
-
-class ConvertedLayers(NoLayerSync):
-    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._is_idle = False
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        convert_sync_batchnorm(model, self._collectives)
-        return model
-
-    def set_idle(self, model: nn.Module, is_idle: bool) -> None:
-        if is_idle != self._is_idle:
-            set_idle(model, is_idle)
-            self._is_idle = is_idle
-
-    def revert(self, model: nn.Module) -> nn.Module:
         revert_sync_batchnorm(model)
         return model
 
 
-class LayersOfPlugin(NoLayerSync):
+class LayersOfPlugin(RunPart):
     """What a `LayerSync` plugin of the user does to a model."""
 
     def __init__(self, plugin: LayerSync) -> None:
         self._plugin = plugin
 
     def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise the layers."""
         return self._plugin.apply(model)
 
     def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`."""
         return self._plugin.revert(model)
 
 
 @dataclass(slots=True)
 class FitState:
-    """All that is made in `setup` and closed in `teardown`; what is switched off is an object that does nothing.
+    """All that is made in `setup` and closed in `teardown`; what is switched off is None.
 
     It is held until the next `setup`: a checkpoint may be saved after the fit, and `strategy.reducer` tells of it.
 
@@ -146,10 +167,10 @@ class FitState:
         reducer: averages gradients; None: nothing was trained.
         shards: the optimizers whose state is divided; None: it is not.
         exchange: tells the other ranks where this one is; None: there are no others, and no weights.
-        weighting: how much each batch counts.
+        weighting: how much each batch counts; None: nothing is trained.
         buffers: when the ranks get rank 0's.
         layers: those that are synchronised between ranks.
-        checks: compare the replicas.
+        comparison: of the replicas.
         evaluation: which samples this rank evaluates; None: it is alone.
         first_batches: compares the ranks' training data.
         sharding: gives each rank its part of a stream.
@@ -166,17 +187,17 @@ class FitState:
     reducer: Reducer | None = None
     shards: Shards | None = None
     exchange: StepExchange | None = None
-    weighting: EqualBatches = field(default_factory=EqualBatches)
-    buffers: NoBufferSync = field(default_factory=NoBufferSync)
-    layers: NoLayerSync = field(default_factory=NoLayerSync)
-    checks: NoReplicaChecks = field(default_factory=NoReplicaChecks)
+    weighting: BatchWeighting | None = None
+    buffers: BufferSync | None = None
+    layers: ConvertedLayers | LayersOfPlugin | None = None
+    comparison: ReplicaComparison | None = None
     evaluation: ExactEvaluation | None = None
-    first_batches: NoFirstBatches = field(default_factory=NoFirstBatches)
-    sharding: NoSharding = field(default_factory=NoSharding)
+    first_batches: FirstBatches | None = None
+    sharding: IterableSharding | None = None
     islands: Islands | None = None
-    local_steps: NoLocalSteps = field(default_factory=NoLocalSteps)
+    local_steps: LocalSteps | None = None
     has_told_own_gradients: bool = False
-    unfinished: UnfinishedBatch = field(default_factory=UnfinishedBatch)
+    unfinished: UnfinishedBatch | None = None
     tally: FitTally | None = None
     done: list[str] = field(default_factory=list)
 
@@ -188,12 +209,12 @@ class FitState:
             self.shards.release_gradients()
         if self.evaluation is not None:
             self.evaluation.close()
-        layers, self.layers = self.layers, NoLayerSync()
-        return model if model is None else layers.revert(model)
+        layers, self.layers = self.layers, None
+        return model if model is None or layers is None else layers.revert(model)
 
     def end_exchange(self) -> bool:
         """Exchange no more; return whether there was an exchange and its connections may be closed."""
         exchange, self.exchange = self.exchange, None
-        self.weighting = EqualBatches()
-        are_quiet = [self.local_steps.close(), exchange is None or exchange.close()]
+        self.weighting = None
+        are_quiet = [self.local_steps is None or self.local_steps.close(), exchange is None or exchange.close()]
         return (exchange is not None or self.islands is not None) and all(are_quiet)

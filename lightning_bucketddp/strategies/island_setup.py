@@ -15,12 +15,7 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.local_steps.islands import Islands, make_islands
-from lightning_bucketddp.strategies.batch_weighting import (
-    BatchWeighting,
-    EqualBatches,
-    SkippedStep,
-    accept_skipped_steps,
-)
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.fit_state import FitState
 from lightning_bucketddp.strategies.local_steps import LocalSteps
 from lightning_bucketddp.strategies.options import StrategyOptions
@@ -73,19 +68,18 @@ def begin_local_steps(
     assert options.local_steps is not None
     state.islands = islands
     exchange = StepExchange(islands.world, has_alert=has_alert)
-    state.weighting = LoneBatches(trainer, islands.world.device)
+    uneven_data = None
     if islands.own.world_size > 1 or options.uneven_data:
         state.exchange = StepExchange(islands.own)
         asks_every = options.local_steps * trainer.accumulate_grad_batches
         uneven_data = UnevenData(exchange, extends=True, asks_every=asks_every) if options.uneven_data else None
-        state.weighting = BatchWeighting(
-            trainer,
-            state.exchange,
-            islands.own,
-            weight_of=None,
-            extends_uneven_data=options.uneven_data,
-            uneven_data=uneven_data,
-        )
+    state.weighting = weighting = BatchWeighting(
+        trainer,
+        state.exchange,
+        islands.own,
+        extends_uneven_data=options.uneven_data,
+        uneven_data=uneven_data,
+    )
     state.local_steps = local_steps = LocalSteps(
         trainer,
         islands,
@@ -94,22 +88,11 @@ def begin_local_steps(
         of_island=state.exchange,
         progress=progress,
         signals=signals,
+        has_trained=lambda: not weighting.nobody_trained,
     )
     local_steps.install(callback)
     if signals is not None:
         signals.travel_with(exchange)
-
-
-class LoneBatches(EqualBatches):
-    """Batches of a rank that is alone in its island: it may leave out a step, because nobody waits for it."""
-
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        accept_skipped_steps(trainer.fit_loop.epoch_loop.automatic_optimization)
-
-    def skip(self) -> SkippedStep:
-        return SkippedStep(torch.zeros((), device=self._device, requires_grad=True))
 
 
 def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:

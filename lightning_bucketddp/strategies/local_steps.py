@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
@@ -56,57 +57,14 @@ log = logging.getLogger(__name__)
 OUTER_STEP = "the outer step"
 
 
-class NoLocalSteps:
-    """All ranks average their gradients in each step."""
-
-    is_torn = False
-
-    def take_alert(self) -> bool:
-        """Return whether some rank has alerted all of them since the last call. It is the same on every rank."""
-        return False
-
-    def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
-        """Train these from now on. All ranks must call this."""
-
-    def begin(self) -> None:
-        """Begin with the weights as they are: all is restored."""
-
-    def begin_batch(self, batch_idx: int) -> None:
-        """Turn to another batch."""
-
-    def complete_step(self, *, has_trained: bool) -> None:
-        """Count a step of an optimizer; `has_trained`: there was data for it in this island."""
-
-    def before_save(self) -> None:
-        """End the round, so that all ranks have the weights that are saved. All of them must call this."""
-
-    def compare(self, *, when: str) -> None:
-        """Compare the weights of all ranks, which are between two rounds."""
-
-    def describe(self) -> str:
-        """Return what was done, in one line."""
-        return ""
-
-    def close(self) -> bool:
-        """Exchange no more; return whether connections may be closed."""
-        return True
-
-    def gather_state(self, precision: Any) -> dict[str, Any] | None:
-        """Return what goes into a checkpoint, on rank zero; None: nothing. All ranks must call this."""
-        return None
-
-    def take_state(self, checkpoint: Mapping[str, Any], precision: Any) -> Mapping[str, Any]:
-        """Go on from `checkpoint`; return it with the state that the optimizers of this rank had there."""
-        return checkpoint
-
-
-class LocalSteps(NoLocalSteps):
+class LocalSteps(RunPart):
     """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
 
     Args:
         exchange: between all ranks; used when a round ends, and by nobody in a step.
         of_island: between the ranks of this island; None: there is one only.
         signals: those that stop the run, and travel with `exchange`; None: nobody handles them.
+        has_trained: whether there was data in this island for the step that has ended.
     """
 
     def __init__(
@@ -119,6 +77,7 @@ class LocalSteps(NoLocalSteps):
         of_island: StepExchange | None,
         progress: Progress,
         signals: StopSignals | None,
+        has_trained: Callable[[], bool],
     ) -> None:
         assert options.local_steps is not None
         self._trainer = trainer
@@ -129,6 +88,7 @@ class LocalSteps(NoLocalSteps):
         self._of_island = of_island
         self._progress = progress
         self._signals = signals
+        self._has_trained = has_trained
         self._reduction = reduction_of(options.reducer, islands.peers)
         self._checks = ReplicaChecks(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
         self._replicas: Replicas | None = None
@@ -150,7 +110,8 @@ class LocalSteps(NoLocalSteps):
         self._untrained: dict[str, int] = {}
 
     @property
-    def is_torn(self) -> bool:  # type: ignore[override]
+    def is_torn(self) -> bool:
+        """Whether an outer step has begun and not ended."""
         return self._outer is not None and self._outer.is_torn
 
     def take_alert(self) -> bool:
@@ -158,12 +119,13 @@ class LocalSteps(NoLocalSteps):
         return is_alerted
 
     def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
+        """Train these from now on. All ranks must call this."""
         stats.outer_steps = self._stats.outer_steps
         self._replicas, self._stats = replicas, stats
         if self._outer is not None:
             self._make_outer_step()
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         self._outer = None
         self._num_steps = self._num_trained = 0
         self._make_outer_step()
@@ -205,9 +167,9 @@ class LocalSteps(NoLocalSteps):
             self._end_round(MessageKind.OUTER_STEP)
             self._make_outer_step()
 
-    def complete_step(self, *, has_trained: bool) -> None:
+    def complete_step(self) -> None:
         self._num_steps += 1
-        self._num_trained += has_trained
+        self._num_trained += self._has_trained()
         self._has_stepped = True
         self._are_equal = self._have_averaged = False
 
@@ -363,13 +325,15 @@ class LocalSteps(NoLocalSteps):
         for module in averaged if num_counted else []:
             average([*module.parameters(), *module.buffers()], self._islands, share=share)
 
-    def compare(self, *, when: str) -> None:
+    def compare(self, *, when: str) -> bool:
         assert self._replicas is not None
         parameters = self._replicas.parameters
         if not self._are_equal:
-            return  # an error has ended the round
-        if self._checks.compare(lambda: training_state(parameters, []), when=when) and self._outer is not None:
+            return False  # an error has ended the round
+        has_differed = self._checks.compare(lambda: training_state(parameters, []), when=when)
+        if has_differed and self._outer is not None:
             self._outer.take_weights()
+        return has_differed
 
     def describe(self) -> str:
         stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
@@ -384,6 +348,7 @@ class LocalSteps(NoLocalSteps):
         self._trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 
     def close(self) -> bool:
+        """Exchange no more; return whether connections may be closed."""
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
         self._reduction.close()
         if self._outer is not None:
@@ -391,6 +356,7 @@ class LocalSteps(NoLocalSteps):
         return self._exchange.close()
 
     def gather_state(self, precision: Any) -> dict[str, Any] | None:
+        """Return what goes into a checkpoint, on rank zero; None: nothing. All ranks must call this."""
         if self._outer is None:
             return None
         scaler = scaler_of(precision)
@@ -405,6 +371,7 @@ class LocalSteps(NoLocalSteps):
         return {"momentum": momentum, "other_islands": None if islands is None else islands[1:]}
 
     def take_state(self, checkpoint: Mapping[str, Any], precision: Any) -> Mapping[str, Any]:
+        """Go on from `checkpoint`; return it with the state that the optimizers of this rank had there."""
         state = checkpoint.get("bucketddp", {}).get("local_steps", {})
         self._restored_momentum = dict(state.get("momentum", {}))
         others = state.get("other_islands", [])

@@ -30,12 +30,18 @@ from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
+from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
+from lightning_bucketddp.strategies.fit_state import (
+    BufferSync,
+    ConvertedLayers,
+    FitState,
+    LayersOfPlugin,
+    ReplicaComparison,
+)
 from lightning_bucketddp.strategies.island_setup import begin_local_steps, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
@@ -213,9 +219,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
-        self._batch_size = GlobalBatchSize(size, weighs=self.options.gradient_weight is None)
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
         self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
+        weighs = self.options.gradient_weight is None
+        self._batch_size = GlobalBatchSize(size, weighs=weighs, begun=self._position.begun)
         self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
         self._islands: Islands | None = None
         self._is_restoring = False
@@ -272,7 +279,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._prepare_evaluation(trainer)
         if self.options.shard_iterable:
             self._state.sharding = IterableSharding(
-                rank=self.global_rank, world_size=self.world_size, warn=rank_zero_warn
+                rank=self.global_rank,
+                world_size=self.world_size,
+                warn=rank_zero_warn,
+                num_batches_trained=self._num_batches_trained,
             )
         if self._state.is_fit:
             self._weights_at_start = None  # known when all is restored
@@ -322,8 +332,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._state.shards.close()
         self._state.shards = self._new_shards()
         state, weight = self._state, self.options.gradient_weight
-        state.weighting = EqualBatches(has_alert=lambda: self._writer.has_failed)
-        # One process alone has nobody to wait for, but may weigh its micro-batches.
         if self.options.local_steps is not None:
             self._islands = find_islands(
                 self._collectives,
@@ -343,23 +351,30 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 has_alert=lambda: self._writer.has_failed,
                 callback=self._callback,
             )
-        elif self._collectives.world_size > 1 or weight is not None:
-            state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
+        else:
+            # One process alone has nobody to wait for, but may weigh its micro-batches.
+            if self._collectives.world_size > 1 or weight is not None:
+                state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
             state.weighting = BatchWeighting(
                 trainer,
                 state.exchange,
                 self._collectives,
                 weight_of=self._batch_size_of if weight == "batch_size" else weight,
                 extends_uneven_data=self.options.uneven_data,
+                has_alert=lambda: self._writer.has_failed,
             )
-            if self._signals is not None:
+            if self._signals is not None and state.exchange is not None:
                 self._signals.travel_with(state.exchange)
         # To overfit on the same batches everywhere is a way to test a model.
         if self._steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
             state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
         if self._layer_sync is not None:
             is_ours = type(self._layer_sync) is self._torch_sync_batchnorm
-            state.layers = ConvertedLayers(self._steps_with) if is_ours else LayersOfPlugin(self._layer_sync)
+            weighting = state.weighting
+            assert weighting is not None
+            state.layers = LayersOfPlugin(self._layer_sync)
+            if is_ours:
+                state.layers = ConvertedLayers(self._steps_with, is_idle=lambda: weighting.is_idle)
             self.model = state.layers.apply(self.model)
         if state.islands is not None:
             refuse_layers_between_islands(self.model, state.islands)
@@ -386,19 +401,31 @@ class TrainerStrategy(TrainerCheckpointHooks):
             state.reducer = Reducer(
                 state.replicas,
                 replace(self.config, broadcast_buffers=False),
-                weighting=state.weighting.weighting,
+                weighting=None if state.weighting is None else state.weighting.weighting,
                 shards=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
             )
-            state.local_steps.set_replicas(state.replicas, state.reducer.stats)
-            state.unfinished = UnfinishedBatch(model, device=None if self._rank_seeds is None else self.root_device)
+            if state.local_steps is not None:
+                state.local_steps.set_replicas(state.replicas, state.reducer.stats)
+            state.unfinished = UnfinishedBatch(
+                model,
+                device=None if self._rank_seeds is None else self.root_device,
+                num_batches=lambda: self._counts.ready,
+                repeats_micro_batches=lambda: self._repeats_micro_batches,
+            )
             self._progress.describe_backward = state.reducer.describe_backward
-            state.checks = NoReplicaChecks()
+            state.comparison = None
             # In a search some ranks may make a step that others do not. It ends with what it began with.
             may_differ = self._differs_by_design or self._trials is not None
             if state.exchange is not None and self._steps_with.world_size > 1 and not may_differ:
-                state.checks = ReplicaChecks(
-                    self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
+                stats = state.reducer.stats
+                state.comparison = ReplicaComparison(
+                    ReplicaChecks(
+                        self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
+                    ),
+                    trained_state=self._trained_state,
+                    shared_state=self._shared_state,
+                    num_backwards=lambda: stats.num_backwards,
                 )
         if self.config.broadcast_buffers:
             state.buffers = BufferSync(state.replicas, None if state.reducer is None else state.reducer.stats)
@@ -451,12 +478,12 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def forget_step(self) -> None:
         """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
-        self._state.weighting.forget_step()
+        if self._state.weighting is not None:
+            self._state.weighting.forget_step()
         if self._state.is_fit:
             self._setup_model(self._module)
 
     def on_train_start(self) -> None:
-        self._position.resume()
         super().on_train_start()
         if self._rank_seeds is not None:
             self._rank_seeds.continue_after_start(self._trainer, self.root_device)
@@ -469,11 +496,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
         assert state.tally is not None
         done = [
             state.tally.describe(self._trainer.global_step),
-            state.local_steps.describe(),
+            *(part.describe() for part in self._parts),
             "" if state.shards is None else state.shards.describe(),
             self.checkpoint_stats.describe() if self.checkpoint_stats.num_saves else "",
         ]
-        state.done = [part for part in done if part]
+        state.done = [line for line in done if line]
 
     def end_run(self) -> None:
         self._end_watching()

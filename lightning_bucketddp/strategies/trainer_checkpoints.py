@@ -182,7 +182,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         """Return the weights, which are those of all ranks: the first thing that goes into a checkpoint."""
         if self._state.islands is not None:
             self._await_all("the weights of all islands")
-        self._state.local_steps.before_save()
+        for part in self._parts:
+            part.before_save()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -210,9 +211,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self._state.replicas is None or self._collectives is None or not self._collectives.is_open:
             return
         when = f"before checkpoint `{path}` is written"
-        has_differed = self._state.checks.compare(self._trained_state, when=when)
-        self._state.local_steps.compare(when=when)
-        if has_differed and "optimizer_states" in checkpoint:
+        has_differed = [part.compare(when=when) for part in self._parts]
+        if any(has_differed) and "optimizer_states" in checkpoint:
             # Tensors in a checkpoint are those of the module and the optimizers, numbers are copies.
             checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
 
@@ -243,7 +243,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
-        checkpoint = self._state.local_steps.take_state(checkpoint, self.precision_plugin)
+        if self._state.local_steps is not None:
+            checkpoint = self._state.local_steps.take_state(checkpoint, self.precision_plugin)
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(_OURS, {})
         if "comm_hook_state" in state and (hook_state := self._hook_state(self._collectives)) is not None:
@@ -269,7 +270,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All ranks have heard of it in the last step, or none.
-        if self._state.weighting.take_alert() or self._state.local_steps.take_alert():
+        alerts = [part.take_alert() for part in self._parts]
+        if any(alerts):
             write_on_rank_zero(self._writer.raise_failure, self._collectives)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -336,6 +338,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
                 state["rank_seeds"] |= self._rank_seeds.of_survivor(self._collectives, failed_rank=failed)
         if (
             collectives is not None
+            and self._state.local_steps is not None
             and (local := self._state.local_steps.gather_state(self.precision_plugin)) is not None
         ):
             state["local_steps"] = local

@@ -17,6 +17,7 @@ from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -66,8 +67,27 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return self._state.shards
 
     @property
+    def _parts(self) -> list[RunPart]:
+        """What takes part in this run: all ranks call their hooks in this order."""
+        state = self._state
+        parts = [
+            self._batch_size,
+            state.sharding,
+            self._position if self._trials is None else None,
+            state.first_batches,
+            state.buffers,
+            state.unfinished,  # after the buffers: copies those that are shared
+            state.local_steps,
+            state.weighting,
+            state.layers,  # after the weighting: asks whether this rank is idle
+            state.comparison,
+        ]
+        return [part for part in parts if part is not None]
+
+    @property
     def has_torn_weights(self) -> bool:
-        return super().has_torn_weights or self._state.local_steps.is_torn
+        local_steps = self._state.local_steps
+        return super().has_torn_weights or (local_steps is not None and local_steps.is_torn)
 
     @property
     def _module(self) -> LightningModule:
@@ -86,23 +106,17 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return None if self._fault_handler is None else self._fault_handler.signals
 
     def process_dataloader(self, dataloader: object) -> object:
-        state = self._state
-        if not self._is_loading_training_data:
-            return state.sharding.prepare(dataloader)
-        dataloader = self._batch_size.prepare(dataloader)
-        dataloader = state.sharding.prepare(dataloader, num_batches_trained=self._num_batches_trained)
-        if self._trials is None:
-            dataloader = self._position.prepare(dataloader)
-        state.first_batches.prepare(dataloader)
-        return state.weighting.prepare(dataloader)
+        for part in self._parts:
+            dataloader = part.prepare_loader(dataloader, is_training=self._is_loading_training_data)
+        return dataloader
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         # Lightning says so what it does next, and nothing else tells loaders of a fit apart: it gets those for
         # validation while it trains, and may get those for training at any time.
         self._is_loading_training_data = name == "train_dataloader()"
         if self._is_loading_training_data:
-            self._batch_size.begin_loaders()
-            self._position.begin_loaders()
+            for part in self._parts:
+                part.begin_loaders()
         self._lightning_barrier(name, *args, **kwargs)
 
     def _num_batches_trained(self) -> int | None:
@@ -115,8 +129,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._is_training():
-            self._state.weighting.see(batch)
-            self._state.first_batches.see(batch)
+            for part in self._parts:
+                part.see_batch(batch)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         # Validation has batches of its own.
         if self._is_training():
@@ -133,23 +147,19 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
         if batch_idx == 0 and state.replicas is not None and state.replicas.are_outdated(self._module):
             self._setup_model(self._module)
-        state.unfinished.begin_batch(self._counts.ready, repeats_micro_batches=self._repeats_micro_batches)
-        state.local_steps.begin_batch(batch_idx)
-        state.weighting.begin_batch(batch_idx)
-        state.layers.set_idle(self._module, state.weighting.is_idle)
-        if state.reducer is not None:
-            state.checks.between_steps(self._shared_state, num_backwards=state.reducer.stats.num_backwards)
+        for part in self._parts:
+            part.begin_batch(batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._recording.forward(self.reducer):
             self._progress.enter(FORWARD)
-            self._state.buffers.before_training_step()
-            self._state.unfinished.before_forward()
+            for part in self._parts:
+                part.before_forward()
             if self.reducer is not None:
                 self.reducer.give_back_memory()
             with graphs_split(self.config, world_size=self.world_size):
                 output = super().training_step(*args, **kwargs)
-        if output is None and self._module.automatic_optimization:
+        if output is None and self._module.automatic_optimization and self._state.weighting is not None:
             return self._state.weighting.skip()
         return output
 
@@ -162,8 +172,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             reducer = self.reducer
             if reducer is not None:
                 reducer.finiteness.see_loss(closure_loss)
-            closure_loss = self._batch_size.weigh(closure_loss, begun=self._position.begun())
-            closure_loss = self._state.weighting.weigh(closure_loss)
+            for part in self._parts:
+                closure_loss = part.weigh(closure_loss)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             with self._synchronised_backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
@@ -196,10 +206,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         except StepWithheld:
             drop_gradients(optimizer, self.precision_plugin)
             output = None
-        if self._trials is None:
-            self._position.complete_step()
-        self._state.local_steps.complete_step(has_trained=not self._state.weighting.nobody_trained)
-        self._state.unfinished.complete_step()
+        for part in self._parts:
+            part.complete_step()
         self._progress.complete_step()
         self._log_counts()
         if self._model_averager is not None:
@@ -215,11 +223,13 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         def run() -> Any:
             loss = closure()  # forward and backward, where Lightning optimizes
             self._recording.optimizer_begins()
+            weighting = self._state.weighting
+            assert weighting is not None  # there is one as long as there is a fit
             if self._module.automatic_optimization:
-                loss = self._state.weighting.agree(loss)
+                loss = weighting.agree(loss)
             else:
                 self._tell_own_gradients(optimizer)
-            if self._state.weighting.nobody_trained:
+            if weighting.nobody_trained:
                 raise StepWithheld
             if self.reducer is not None:
                 withhold_nonfinite(optimizer, [self.reducer.finiteness])
@@ -247,11 +257,13 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 self._module.log(f"bucketddp/{name}", float(count), on_step=True)
 
     def on_validation_start(self) -> None:
-        self._state.buffers.begin_validation()
+        for part in self._parts:
+            part.begin_validation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.enter("validation")
-        self._state.buffers.before_validation_step()
+        for part in self._parts:
+            part.before_validation_step()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,10 +275,12 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return super().predict_step(*args, **kwargs)
 
     def on_test_start(self) -> None:
-        self._state.buffers.before_evaluation()
+        for part in self._parts:
+            part.before_evaluation()
 
     def on_predict_start(self) -> None:
-        self._state.buffers.before_evaluation()
+        for part in self._parts:
+            part.before_evaluation()
         if self._gathers_predictions:
             self._are_divided = divided_loaders(self._trainer.predict_loop)
             # Lightning returns none where it has launched processes by itself.
@@ -286,16 +300,14 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return self.options.gather_predictions and self.world_size > 1
 
     def on_train_start(self) -> None:
-        self._state.local_steps.begin()
-        if self._state.checks.are_periodic:
-            self._state.checks.compare(self._trained_state, when="before the first step")
+        for part in self._parts:
+            part.begin_training()
 
     def on_train_end(self) -> None:
-        self._state.buffers.before_evaluation()
         if self.reducer is not None:
             self.reducer.finiteness.catch_up(self.reducer.stats)
-        if self._state.checks.are_periodic:
-            self._state.checks.compare(self._trained_state, when="at the end of training")
+        for part in self._parts:
+            part.end_training()
 
     def _trained_state(self) -> TrainingState:
         """Return what training changes in the same way on every rank."""
@@ -305,7 +317,8 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def _shared_state(self) -> TrainingState:
         """Return that and the buffers. Forwards change those on each rank in its own way, so they are shared first."""
         state = self._trained_state()
-        state.tensors.update(self._state.buffers.shared_buffers())
+        if self._state.buffers is not None:
+            state.tensors.update(self._state.buffers.shared_buffers())
         return state
 
     def end_run_by(self, error: BaseException) -> None:
@@ -320,7 +333,9 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def _undo_unfinished_batch(self) -> None:
         """Undo what a batch has changed that a resumed run will see again (Note: unfinished batch)."""
         unfinished = self._state.unfinished
-        if not unfinished.has_copies or not (unfinished.has_seen_step or self._module.automatic_optimization):
+        if unfinished is None or not unfinished.has_copies:
+            return
+        if not (unfinished.has_seen_step or self._module.automatic_optimization):
             return
         if self._repeats_micro_batches or self._counts.completed < unfinished.num_batches:
             unfinished.undo()

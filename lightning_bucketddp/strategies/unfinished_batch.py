@@ -15,33 +15,46 @@ Note: large buffers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.strategies.rank_seeds import random_state, set_random_state
 
 _LARGE_BYTES = 2**20
 
 
-class UnfinishedBatch:
+class UnfinishedBatch(RunPart):
     """Copies what changes before a step, and takes it back (Note: unfinished batch).
 
     Args:
-        module: what is trained; None: nothing.
+        module: what is trained.
         device: has random numbers that checkpoints hold; None: they hold none.
+        num_batches: those of the epoch, with the one that has begun.
+        repeats_micro_batches: whether a resumed run begins after the last step.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None,
+        num_batches: Callable[[], int],
+        repeats_micro_batches: Callable[[], bool],
+    ) -> None:
         self._buffers = [
             _Buffer(owner, key)
-            for owner in ([] if module is None else module.modules())
+            for owner in module.modules()
             for key, _ in owner.named_buffers(recurse=False)
             # A scripted module does not say which of its buffers it saves.
             if key not in getattr(owner, "_non_persistent_buffers_set", ())
         ]
         self._device = device
+        self._num_batches = num_batches
+        self._repeats_micro_batches = repeats_micro_batches
         self._random_state: dict[str, Any] | None = None
         # Since the copies were made there was no step.
         self.has_copies = False
@@ -50,10 +63,9 @@ class UnfinishedBatch:
         # False: with manual optimization the user may call optimizers that we do not see.
         self.has_seen_step = False
 
-    def begin_batch(self, num_batches: int, *, repeats_micro_batches: bool) -> None:
-        """Turn to another batch of the epoch; `repeats_micro_batches`: a resumed run begins after the last step."""
-        self.num_batches = num_batches
-        is_after_micro_batch = self.has_copies and not repeats_micro_batches
+    def begin_batch(self, batch_idx: int) -> None:
+        self.num_batches = self._num_batches()
+        is_after_micro_batch = self.has_copies and not self._repeats_micro_batches()
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
         if is_after_micro_batch:
@@ -61,7 +73,6 @@ class UnfinishedBatch:
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Copy the buffers, unless there was no step since."""
         if self.has_copies:
             return
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -76,7 +87,7 @@ class UnfinishedBatch:
         self.has_copies = True
 
     def complete_step(self) -> None:
-        """Note that an optimizer has stepped: what the batch has changed is to stay."""
+        # What the batch has changed is to stay.
         self.has_copies = False
         self.has_seen_step = True
         self._note_random_state()

@@ -159,10 +159,15 @@ class Rank:
         )
         self.trainer = trainer
         self.position = EpochPosition(is_on=True)
-        self.batch_size = GlobalBatchSize(global_size, weighs=True)
+        self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
         self.batch_size.begin(self.trainer)
         self.position.begin(self.trainer)
-        self.sharding = IterableSharding(rank=rank, world_size=start.num_ranks, warn=pytest.fail)
+        self.sharding = IterableSharding(
+            rank=rank,
+            world_size=start.num_ranks,
+            warn=pytest.fail,
+            num_batches_trained=self._num_batches_trained,
+        )
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self.position.take_from(checkpoint, self.trainer)
@@ -193,15 +198,16 @@ class Rank:
         self._set_epoch(current.processed)
         iter(fetcher)
         self.trainer.num_training_batches = len(combined) if self.job.kind != "stream" else math.inf
-        self.position.resume()
+        self.position.begin_training()
         is_first = True
         while self.epochs.current.processed < NUM_EPOCHS and not self.is_over:
             self._run_epoch(fetcher, is_within=is_within and is_first, is_first=is_first)
             is_first = False
 
     def _prepare(self, loader: Any) -> Any:
-        loader = self.sharding.prepare(self.batch_size.prepare(loader), num_batches_trained=self._num_batches_trained)
-        return self.position.prepare(loader)
+        for part in (self.batch_size, self.sharding, self.position):
+            loader = part.prepare_loader(loader, is_training=True)
+        return loader
 
     def _set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:

@@ -70,8 +70,10 @@ def make_loader(kind: str, num_samples: int, batch_size: int) -> DataLoader[Any]
 def passes_of(loader: DataLoader[Any], part: Part, *, number: int = 1) -> tuple[list[list[list[int]]], Any]:
     """The batches of this rank, of `number` passes, and what deals them out."""
     if isinstance(loader.dataset, IterableDataset):
-        sharding = IterableSharding(rank=part.rank, world_size=part.world_size, warn=pytest.fail)
-        loader = sharding.prepare(loader)  # type: ignore[assignment]
+        sharding = IterableSharding(
+            rank=part.rank, world_size=part.world_size, warn=pytest.fail, num_batches_trained=lambda: 0
+        )
+        loader = sharding.prepare_loader(loader, is_training=False)
         batches: Any = loader
     else:
         divide(loader, part)

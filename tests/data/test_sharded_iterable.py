@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 def deal(loader: Any, *, rank: int = 0, world_size: int = 2, warnings: list[str] | None = None) -> Any:
     said = [] if warnings is None else warnings
-    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append)
-    return sharding.prepare(loader, num_batches_trained=lambda: 0)
+    sharding = IterableSharding(rank=rank, world_size=world_size, warn=said.append, num_batches_trained=lambda: 0)
+    return sharding.prepare_loader(loader, is_training=True)
 
 
 def numbers_in(batches: Iterator[Tensor]) -> list[list[int]]:
@@ -208,9 +208,9 @@ def test_nothing_is_said_of_a_dataset_that_reads_everything(dataset: Any) -> Non
 
 def test_a_warning_comes_once_however_often_loaders_are_made() -> None:
     said: list[str] = []
-    sharding = IterableSharding(rank=0, world_size=2, warn=said.append)
+    sharding = IterableSharding(rank=0, world_size=2, warn=said.append, num_batches_trained=lambda: 0)
     for _ in range(3):
-        sharding.prepare(DataLoader(ByRank(8)))
+        sharding.prepare_loader(DataLoader(ByRank(8)), is_training=False)
     assert len(said) == 1
 
 
@@ -334,8 +334,8 @@ def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
 @pytest.mark.parametrize("later", [1, 3])
 def test_another_number_of_ranks_reads_on(later: int) -> None:
     earlier: list[Any] = [
-        IterableSharding(rank=rank, world_size=2, warn=print).prepare(
-            DataLoader(Numbers(23), batch_size=2), num_batches_trained=lambda: 3
+        IterableSharding(rank=rank, world_size=2, warn=print, num_batches_trained=lambda: 3).prepare_loader(
+            DataLoader(Numbers(23), batch_size=2), is_training=True
         )
         for rank in range(2)
     ]

@@ -99,11 +99,15 @@ def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp
         assert differing == []
 
 
+def unfinished_batch(module: nn.Module) -> UnfinishedBatch:
+    return UnfinishedBatch(module, device=None, num_batches=lambda: 1, repeats_micro_batches=lambda: False)
+
+
 def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
     module = nn.BatchNorm1d(2)
-    batch = UnfinishedBatch(module)
+    batch = unfinished_batch(module)
     for number in (1, 2):
-        batch.begin_batch(number, repeats_micro_batches=False)
+        batch.begin_batch(number)
         batch.before_forward()
         module(torch.randn(4, 2))
     batch.undo()
@@ -112,7 +116,7 @@ def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
 
 def test_large_buffers_are_copied_only_if_they_change() -> None:
     module = Remembering()
-    batch = UnfinishedBatch(module)
+    batch = unfinished_batch(module)
     for number in range(3):
         batch.before_forward()
         module.queue.data[number] = 1
