@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed
@@ -21,14 +23,55 @@ from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 
-# torch DDP's; the docstrings of the strategies say why.
-WITHOUT_EFFECT = (
-    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
-    "lazy_bucket_allocation",
-    *("skip_all_reduce_unused_params", "device_ids", "output_device", "dim", "check_reduction"),
-    *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "process_group", "device_mesh"),
-)
 
+class DDPOptions(TypedDict, total=False):
+    """Keywords of torch's `DistributedDataParallel`, and what they do here.
+
+    Args:
+        broadcast_buffers: Keep all ranks on rank 0's buffers (default: True).
+        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
+        init_sync: Give every rank rank 0's weights at the start (default: True). The modules are compared in any case.
+        bucket_cap_mb_list: torch DDP's name for `bucket_cap_mb` where that is a list.
+        find_unused_parameters: No effect; unused parameters are always handled.
+        static_graph: No effect; how often each parameter is used is learned.
+        gradient_as_bucket_view: No effect; gradients always live in their buckets.
+        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
+        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
+        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
+        device_ids: No effect; Lightning gives each process its device. Another one is refused.
+        output_device: No effect; outputs stay on the device of the process. Another one is refused.
+        dim: No effect; batches are not scattered to devices.
+        check_reduction: No effect; torch ignores it, too.
+        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
+        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
+        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
+        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
+        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
+    """
+
+    broadcast_buffers: bool
+    forward_sync_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb_list: list[float] | None
+    find_unused_parameters: bool | None
+    static_graph: bool | None
+    gradient_as_bucket_view: bool | None
+    batched_grad_copy: bool | None
+    lazy_bucket_allocation: bool | None
+    skip_all_reduce_unused_params: bool | None
+    device_ids: list[Any] | None
+    output_device: Any
+    dim: int | None
+    check_reduction: bool | None
+    delay_all_reduce_named_params: list[Any] | None
+    param_to_hook_all_reduce: Any
+    process_group: Any
+    device_mesh: Any
+    mixed_precision: Any
+
+
+_DDP_DEFAULTS = {**dict.fromkeys(DDPOptions.__annotations__), "broadcast_buffers": True, "init_sync": True}
+_DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb_list", "mixed_precision"}
 
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
@@ -43,6 +86,7 @@ _NOT_WITH_LOCAL_STEPS = {
     "gradient_weight": "batches are weighed against those of all ranks in each step.",
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +135,13 @@ class StrategyOptions:
         """Validate the `arguments` of a strategy's `__init__`, by name.
 
         Raises:
+            TypeError: if there is no such option.
             ValueError: if one of them cannot be what is wanted; the text names it.
         """
-        given = dict(arguments)
+        own = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "ddp_options")}
+        # A subclass that takes any keyword has passed them on unseen.
+        refuse_unknown(type(arguments["self"]), arguments["ddp_options"], known=[*own, *_DDP_DEFAULTS])
+        given = {**_DDP_DEFAULTS, **own, **arguments["ddp_options"]}
         _check_torch_options(given)
         if given["forward_sync_buffers"] is not None:
             given["broadcast_buffers"] = given["forward_sync_buffers"]
@@ -102,14 +150,16 @@ class StrategyOptions:
         for name in _FUNCTIONS & given.keys():
             _check_function(name, given[name])
         timeout = _check_timeout(given["timeout"])
-        own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        own.update(
+        kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        kept.update(
             reducer=_reducer_config(given),
             replica_checks=ReplicaCheckConfig(
                 every_n_steps=given["check_replicas_every_n_steps"], on_divergence=given["on_divergence"]
             ),
             torch_devices=(given["device_ids"], given["output_device"]),
-            without_effect=tuple(name for name in WITHOUT_EFFECT if given.get(name) is not None),
+            without_effect=tuple(
+                name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT and given[name] is not None
+            ),
             process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),
@@ -122,7 +172,29 @@ class StrategyOptions:
             gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
             local_steps=_check_local_steps(given),
         )
-        return cls(**own)
+        return cls(**kept)
+
+
+def option_defaults(init: Callable[..., None]) -> dict[str, Any]:
+    """Return the options that `init`, a method, takes by name, with their defaults; torch DDP's are among them."""
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in _VARIADIC}
+    return {**named, **_DDP_DEFAULTS} if any(parameter.name == "ddp_options" for parameter in parameters) else named
+
+
+def takes_any_option(init: Callable[..., None]) -> bool:
+    """Return whether `init` passes on what it does not know, as that of a subclass may do."""
+    parameters = inspect.signature(init).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD and one.name != "ddp_options" for one in parameters)
+
+
+def refuse_unknown(cls: type, names: Iterable[str], *, known: Sequence[str]) -> None:
+    """Raise if `cls` does not know one of the options `names`, and suggest what may have been meant."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(known)}."
+            raise TypeError(f"`{cls.__name__}` has no option `{name}`.{hint}")
 
 
 def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
@@ -269,8 +341,7 @@ def _choose_bucket_sizes(
 
 
 def _check_seconds(name: str, seconds: float, *, may_be_endless: bool = False) -> float:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0 or (math.isinf(seconds) and not may_be_endless):
+    if not _is_number(seconds) or not seconds > 0 or (math.isinf(seconds) and not may_be_endless):
         raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
     return float(seconds)
 

@@ -15,6 +15,7 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from typing_extensions import Unpack
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
@@ -38,7 +39,13 @@ from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import BufferSync, ConvertedLayers, FitState, LayersOfPlugin
 from lightning_bucketddp.strategies.island_setup import begin_local_steps, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
-from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
+from lightning_bucketddp.strategies.options import (
+    DDPOptions,
+    GradientWeightOption,
+    StartMethod,
+    StrategyOptions,
+    check_devices,
+)
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
@@ -69,15 +76,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
             `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
-        bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
-        broadcast_buffers: Keep all ranks on rank 0's buffers.
-        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At the start give every rank rank 0's weights. The ranks' modules are compared in any case.
         check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
             comparison before each checkpoint; None or 0: only then.
         on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
@@ -110,21 +113,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
             each of so many islands of equal size, whose ranks follow each other.
         outer_lr: Learning rate of the step that all islands take together.
         outer_momentum: Its Nesterov momentum.
-        find_unused_parameters: No effect; unused parameters are always handled.
-        static_graph: No effect; how often each parameter is used is learned.
-        gradient_as_bucket_view: No effect; gradients always live in their buckets.
-        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
-        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
-        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
-        device_ids: No effect; Lightning gives each process its device. Another one is refused.
-        output_device: No effect; outputs stay on the device of the process. Another one is refused.
-        dim: No effect; batches are not scattered to devices.
-        check_reduction: No effect; torch ignores it, too.
-        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
-        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
-        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
-        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
-        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
+        **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
     # Fabric looks for one before it says that it is Fabric (see `follow_root`).
@@ -156,13 +145,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
-        bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
-        broadcast_buffers: bool = True,
-        forward_sync_buffers: bool | None = None,
-        init_sync: bool = True,
         check_replicas_every_n_steps: int | None = 100,
         on_divergence: OnDivergence = "raise",
         rank_seeds: bool = False,
@@ -184,21 +169,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         islands: Literal["host", "rank"] | int = "host",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        batched_grad_copy: bool | None = None,
-        lazy_bucket_allocation: bool | None = None,
-        skip_all_reduce_unused_params: bool | None = None,
-        device_ids: list[Any] | None = None,
-        output_device: Any = None,
-        dim: int | None = None,
-        check_reduction: bool | None = None,
-        delay_all_reduce_named_params: list[Any] | None = None,
-        param_to_hook_all_reduce: Any = None,
-        process_group: Any = None,
-        device_mesh: Any = None,
-        mixed_precision: Any = None,
+        **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
         super().__init__(

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
-from lightning_bucketddp.strategies.options import check_devices
+from lightning_bucketddp.strategies.options import check_devices, option_defaults
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
 
@@ -79,10 +79,11 @@ def test_a_strategy_is_made_of_few_classes(root: str) -> None:
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
 def test_keywords_are_those_of_ddp(root: str) -> None:
-    ours = inspect.signature(strategy_class(root)).parameters
+    strategy = strategy_class(root)
+    ours = inspect.signature(strategy).parameters
     lightning_ddp = inspect.signature(importlib.import_module(f"{root}.strategies").DDPStrategy).parameters
     torch_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(ours)
+    assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(option_defaults(strategy.__init__))
     # In the same order, for who passes them by position.
     assert [name for name in lightning_ddp if name != "kwargs"] == list(ours)[: len(lightning_ddp) - 1]
 
@@ -249,7 +250,7 @@ def test_an_unknown_keyword_is_answered_with_the_nearest(root: str, misspelt: st
 def test_a_keyword_like_no_other_is_answered_with_all() -> None:
     with pytest.raises(TypeError) as raised:
         BucketDDPStrategy(zzz=1)
-    listed = ", ".join(inspect.signature(BucketDDPStrategy).parameters)
+    listed = ", ".join(option_defaults(BucketDDPStrategy.__init__))
     assert str(raised.value) == f"`BucketDDPStrategy` has no option `zzz`. It takes: {listed}."
 
 
@@ -346,5 +347,7 @@ def test_subclasses_have_keywords_of_their_own() -> None:
     strategy = OwnKeyword("sweet", overlap=False)
     assert (strategy.flavour, strategy.config.bucket_cap_mb, strategy.config.overlap) == ("sweet", 3, False)
     assert OwnKeywordOnly(flavour="sour").flavour == "sour"
+    with pytest.raises(TypeError, match=r"`OwnKeyword` has no option `overlapp`. Did you mean `overlap`\?"):
+        OwnKeyword("sweet", overlapp=False)
     with pytest.raises(TypeError, match=r"`OwnKeywordOnly` has no option `flavor`. Did you mean `flavour`\?"):
         OwnKeywordOnly(flavor="sour")  # type: ignore[call-arg]
