@@ -76,7 +76,7 @@ _DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "b
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "auto_resume", "check_gradients", "monitor"),
+    *("async_checkpoints", "auto_resume", "check_gradients"),
 }
 _DEFAULTS_OF_LOCAL_STEPS = {"islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9}
 _NOT_WITH_LOCAL_STEPS = {
@@ -124,7 +124,6 @@ class StrategyOptions:
     gather_predictions: bool = False
     global_batch_size: int | None = None
     auto_resume: bool = False
-    monitor: bool = False
     local_steps: int | None = None
     islands: IslandsOption = "host"
     outer_lr: float = 0.7

@@ -105,7 +105,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank.
         check_gradients: Look at the gradients, too, and not at the losses only.
-        monitor: Add a `BucketDDPMonitor`, which logs and records what steps spend their time on.
         local_steps: How many steps of the optimizers each island takes without the others, before all ranks average
             what these have changed in the weights (DiLoCo), for slow networks. By default all ranks average their
             gradients in each step.
@@ -121,9 +120,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     # The strategy class that a root of Lightning accepts.
     _class_for_root: ClassVar[Any]
-    # Lightning's base class of callbacks, and the `BucketDDPMonitor` that derives from it.
+    # Lightning's base class of callbacks.
     _callback: ClassVar[type]
-    _monitor_class: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
     _lightning_reduce: ClassVar[Any]
     _batch_size_of: ClassVar[Any]
@@ -164,7 +162,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
         check_gradients: bool = True,
-        monitor: bool = False,
         local_steps: int | None = None,
         islands: Literal["host", "rank"] | int = "host",
         outer_lr: float = 0.7,
@@ -230,11 +227,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self.lightning_module is not None:
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
         self._is_restoring = True
-        if self.options.monitor and self.lightning_module is not None:
-            monitor: type = self._monitor_class()
-            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-            if not any(isinstance(callback, monitor) for callback in callbacks):
-                callbacks.append(monitor())
 
     def setup(self, trainer: Trainer) -> None:
         self._restored()

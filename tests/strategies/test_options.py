@@ -284,9 +284,7 @@ MUST_BE = {
     "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
 }
 MUST_BE_FOR_TRAINER = {
-    **dict.fromkeys(
-        ["monitor", "rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")
-    ),
+    **dict.fromkeys(["rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")),
     "ddp_comm_wrapper": ("fp16", "a function or None"),
     "model_averaging_period": (0, "a positive number of steps"),
 }
