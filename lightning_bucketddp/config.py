@@ -40,8 +40,7 @@ class ReducerConfig:
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Check the gradients, too, not only the losses.
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
     """
 
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
@@ -50,8 +49,7 @@ class ReducerConfig:
     broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
     comm_state: object = None
-    on_nonfinite: str = "warn"
-    check_gradients: bool = True
+    on_nonfinite: str | None = "warn"
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
@@ -65,12 +63,15 @@ class ReducerConfig:
             raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
         if self.reduce_dtype is not None and self.comm_hook is not None:
             raise ValueError("`reduce_dtype` and a communication hook both say what travels: pass one of them.")
-        if self.on_nonfinite not in NONFINITE_RESPONSES:
+        if self.on_nonfinite not in (*NONFINITE_RESPONSES, None):
             raise ValueError(
-                f"`on_nonfinite` must be one of {', '.join(NONFINITE_RESPONSES)}, got {self.on_nonfinite!r}."
+                f"`on_nonfinite` must be one of {', '.join(NONFINITE_RESPONSES)}, or None, got {self.on_nonfinite!r}."
             )
-        if not isinstance(self.check_gradients, bool):
-            raise ValueError(f"`check_gradients` must be True or False, got {self.check_gradients!r}.")
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether steps are taken also with what is not finite."""
+        return self.on_nonfinite in ("warn", None)
 
     @property
     def alignment(self) -> int:

@@ -67,8 +67,7 @@ class FabricStrategy(FabricCheckpointHooks):
             comparison before each checkpoint; None or 0: only then.
         on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Look at the gradients, too, and not at the losses only.
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
@@ -95,8 +94,7 @@ class FabricStrategy(FabricCheckpointHooks):
         async_checkpoints: bool = False,
         check_replicas_every_n_steps: int | None = 100,
         on_divergence: OnDivergence = "raise",
-        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
-        check_gradients: bool = True,
+        on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())

@@ -67,7 +67,7 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
                 if isinstance(module, nn.Module) and module in self._weights_at_start
                 for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
             ]
-            place = self._finite_checkpoints.place(path, spoiled, refuses=self.config.on_nonfinite != "warn")
+            place = self._finite_checkpoints.place(path, spoiled, refuses=not self.config.trains_on)
 
             def write(content: dict[str, Any]) -> None:
                 with self._finite_checkpoints.known_unless_failing(place):

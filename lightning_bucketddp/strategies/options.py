@@ -76,7 +76,7 @@ _DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "b
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "auto_resume", "check_gradients"),
+    *("async_checkpoints", "auto_resume"),
 }
 _DEFAULTS_OF_LOCAL_STEPS = {"islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9}
 _NOT_WITH_LOCAL_STEPS = {
@@ -206,7 +206,6 @@ def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
         comm_hook=wrapper(hook) if wrapper and hook else hook,
         comm_state=given["ddp_comm_state"],
         on_nonfinite=given["on_nonfinite"],
-        check_gradients=given["check_gradients"],
     )
 
 

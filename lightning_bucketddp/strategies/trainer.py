@@ -103,8 +103,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Look at the gradients, too, and not at the losses only.
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         local_steps: How many steps of the optimizers each island takes without the others, before all ranks average
             what these have changed in the weights (DiLoCo), for slow networks. By default all ranks average their
             gradients in each step.
@@ -160,8 +159,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         stall_timeout_s: float | None = None,
         async_checkpoints: bool = False,
         auto_resume: bool = False,
-        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
-        check_gradients: bool = True,
+        on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         local_steps: int | None = None,
         islands: Literal["host", "rank"] | int = "host",
         outer_lr: float = 0.7,

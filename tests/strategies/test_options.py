@@ -268,7 +268,7 @@ def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
     )
 
 
-FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints", "check_gradients"]
+FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints"]
 MUST_BE = {
     **dict.fromkeys(FLAGS, ("yes", "True or False")),
     "timeout": ("5", "a positive number of seconds"),
@@ -280,7 +280,7 @@ MUST_BE = {
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
     "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
     "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16, int8"),
-    "on_nonfinite": ("stop", "one of warn, raise, skip"),
+    "on_nonfinite": ("stop", "one of warn, raise, skip, or None"),
     "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
 }
 MUST_BE_FOR_TRAINER = {
