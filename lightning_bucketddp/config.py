@@ -1,4 +1,4 @@
-"""Settings of the reducer that a user can choose. Frozen, validated once."""
+"""Settings that a user can choose. Frozen, validated once."""
 
 from __future__ import annotations
 
@@ -87,6 +87,38 @@ class ReducerConfig:
         return BucketCaps(by_position=(int(edge * MIB), int(cap * MIB)), last=int(edge * MIB))
 
 
+IslandsOption = Literal["host", "rank"] | int
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Train islands of ranks apart, and average their weights now and then (DiLoCo): for slow networks.
+
+    Args:
+        steps: How many steps of the optimizers each island takes without the others, before all ranks average what
+            these have changed in the weights.
+        islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
+            each of so many islands of equal size, whose ranks follow each other.
+        outer_lr: Learning rate of the step that all islands take together.
+        outer_momentum: Its Nesterov momentum.
+    """
+
+    steps: int
+    islands: IslandsOption = "host"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.steps):
+            raise ValueError(f"`local_steps` must be a positive number of steps, got {self.steps!r}.")
+        if self.islands not in ("host", "rank") and not _is_count(self.islands):
+            raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {self.islands!r}.")
+        if not _is_positive_number(self.outer_lr):
+            raise ValueError(f"`outer_lr` must be a positive number, got {self.outer_lr!r}.")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {self.outer_momentum!r}.")
+
+
 @dataclass(frozen=True)
 class BucketCaps:
     """Bucket sizes in bytes: by position (the last value repeats), and of the very last bucket if it is special."""
@@ -98,5 +130,13 @@ class BucketCaps:
         return self.by_position[min(position, len(self.by_position) - 1)]
 
 
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive_number(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

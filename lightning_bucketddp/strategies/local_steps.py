@@ -100,7 +100,7 @@ class NoLocalSteps:
         return checkpoint
 
 
-class LocalSteps(NoLocalSteps):
+class LocalRounds(NoLocalSteps):
     """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
 
     Args:
@@ -124,7 +124,8 @@ class LocalSteps(NoLocalSteps):
         self._trainer = trainer
         self._islands = islands
         self._options = options
-        self._length = options.local_steps
+        self._length = options.local_steps.steps
+        self._outer_config = OuterConfig(lr=options.local_steps.outer_lr, momentum=options.local_steps.outer_momentum)
         self._exchange = exchange
         self._of_island = of_island
         self._progress = progress
@@ -173,8 +174,7 @@ class LocalSteps(NoLocalSteps):
     def _make_outer_step(self) -> None:
         assert self._replicas is not None
         momentum = {} if self._outer is None else self._outer.gather_momentum()
-        config = OuterConfig(lr=self._options.outer_lr, momentum=self._options.outer_momentum)
-        self._outer = OuterStep(self._trained(), self._islands, self._reduction, config)
+        self._outer = OuterStep(self._trained(), self._islands, self._reduction, self._outer_config)
         self._outer.set_momentum(momentum)
         self._untrained = self._checksums_of(
             [name for name in self._replicas.parameters if name not in self._trained()]
@@ -418,7 +418,7 @@ class LocalSteps(NoLocalSteps):
         return {**checkpoint, "optimizer_states": others[position - 1]["optimizer_states"]}
 
 
-def _callback_between_batches(local_steps: LocalSteps, base: type) -> Any:
+def _callback_between_batches(local_steps: LocalRounds, base: type) -> Any:
     class EndsRounds(base):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             local_steps.after_batch()

@@ -15,8 +15,7 @@ import torch
 import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.local_steps.islands import IslandsOption
+from lightning_bucketddp.config import LocalSteps, ReducerConfig
 from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 
@@ -78,7 +77,6 @@ _FLAGS = {
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
     *("async_checkpoints", "auto_resume"),
 }
-_DEFAULTS_OF_LOCAL_STEPS = {"islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9}
 _NOT_WITH_LOCAL_STEPS = {
     "shard_optimizer": "optimizers whose state is divided need all ranks in each step.",
     "ddp_comm_hook": "a hook says what all ranks exchange in each step.",
@@ -124,10 +122,7 @@ class StrategyOptions:
     gather_predictions: bool = False
     global_batch_size: int | None = None
     auto_resume: bool = False
-    local_steps: int | None = None
-    islands: IslandsOption = "host"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    local_steps: LocalSteps | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StrategyOptions:
@@ -282,32 +277,15 @@ def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOptio
     return option
 
 
-def _check_local_steps(given: Mapping[str, Any]) -> int | None:
-    """Refuse what cannot be had with `local_steps`, and what has no effect without it."""
-    number = _check_count("local_steps", given, of="steps")
-    if "local_steps" not in given:
-        return None
-    _check_outer(given)
-    if number is None:
-        for name in ("islands", "outer_lr", "outer_momentum"):
-            if given[name] != _DEFAULTS_OF_LOCAL_STEPS[name]:
-                raise ValueError(f"`{name}` only takes effect with `local_steps`.")
+def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
+    """Return `local_steps`, also where it is a number; refuse what cannot be had with it."""
+    option = given.get("local_steps")
+    if option is None:
         return None
     for name, why in _NOT_WITH_LOCAL_STEPS.items():
         if given.get(name):
             raise ValueError(f"`local_steps` and `{name}` do not go together: {why} Pass one of them.")
-    return number
-
-
-def _check_outer(given: Mapping[str, Any]) -> None:
-    islands, lr, momentum = given["islands"], given["outer_lr"], given["outer_momentum"]
-    is_number = isinstance(islands, int) and not isinstance(islands, bool) and islands >= 1
-    if islands not in ("host", "rank") and not is_number:
-        raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {islands!r}.")
-    if not _is_number(lr) or not 0 < lr < math.inf:
-        raise ValueError(f"`outer_lr` must be a positive number, got {lr!r}.")
-    if not _is_number(momentum) or not 0 <= momentum < 1:
-        raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {momentum!r}.")
+    return option if isinstance(option, LocalSteps) else LocalSteps(option)
 
 
 def _is_number(value: object) -> bool:

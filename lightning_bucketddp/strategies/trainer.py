@@ -21,7 +21,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
-from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.config import AUTO, LocalSteps
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
@@ -104,13 +104,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
             within an epoch with the samples that it has not trained on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
-        local_steps: How many steps of the optimizers each island takes without the others, before all ranks average
-            what these have changed in the weights (DiLoCo), for slow networks. By default all ranks average their
-            gradients in each step.
-        islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
-            each of so many islands of equal size, whose ranks follow each other.
-        outer_lr: Learning rate of the step that all islands take together.
-        outer_momentum: Its Nesterov momentum.
+        local_steps: How many steps each host takes without the others, before all ranks average what these have changed
+            in the weights (DiLoCo), for slow networks; or `LocalSteps`, which says more. By default all ranks average
+            their gradients in each step.
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
@@ -160,10 +156,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         async_checkpoints: bool = False,
         auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
-        local_steps: int | None = None,
-        islands: Literal["host", "rank"] | int = "host",
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        local_steps: LocalSteps | int | None = None,
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
@@ -288,7 +281,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self.options.local_steps is not None:
             self._islands = find_islands(
                 self._collectives,
-                self.options,
+                self.options.local_steps,
                 known=self._islands,
                 host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
                 syncs_layers=self._layer_sync is not None,

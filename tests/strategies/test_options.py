@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.strategies.options import check_devices, option_defaults
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
@@ -116,23 +117,40 @@ def test_another_way_to_shard_optimizers_is_refused(root: str, option: Any) -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"local_steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
-        ({"local_steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
+        ({"steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
+        ({"steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
         ({"islands": 0}, "`islands` must be 'host', 'rank' or a positive number of islands, got 0."),
         ({"islands": "node"}, "`islands` must be 'host', 'rank' or a positive number of islands, got 'node'."),
         ({"outer_lr": 0.0}, "`outer_lr` must be a positive number, got 0.0."),
         ({"outer_momentum": 1}, "`outer_momentum` must be a number from 0 to less than 1, got 1."),
-        ({"local_steps": None, "outer_lr": 0.5}, "`outer_lr` only takes effect with `local_steps`."),
-        ({"local_steps": None, "islands": 2}, "`islands` only takes effect with `local_steps`."),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        LocalSteps(**{"steps": 5, **options})
+
+
+@pytest.mark.parametrize("local_steps", [5, LocalSteps(5)])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
         ({"shard_optimizer": True}, "`local_steps` and `shard_optimizer` do not go together: optimizers whose state"),
         ({"ddp_comm_hook": print}, "`local_steps` and `ddp_comm_hook` do not go together: a hook says what all ranks"),
         ({"gradient_weight": len}, "`local_steps` and `gradient_weight` do not go together: batches are weighed"),
         ({"model_averaging_period": 3}, "`local_steps` and `model_averaging_period` do not go together: both average"),
     ],
 )
-def test_local_steps_that_cannot_be_had_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_had_with_local_steps_is_refused_by_name(
+    local_steps: int | LocalSteps, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        BucketDDPStrategy(**{"local_steps": 5, **options})
+        BucketDDPStrategy(local_steps=local_steps, **options)
+
+
+def test_a_number_of_local_steps_is_short_for_all_about_them() -> None:
+    assert BucketDDPStrategy(local_steps=5).options == BucketDDPStrategy(local_steps=LocalSteps(5)).options
+    with pytest.raises(ValueError, match=r"`local_steps` must be a positive number of steps, got '5'\."):
+        BucketDDPStrategy(local_steps="5")
 
 
 def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
