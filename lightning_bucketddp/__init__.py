@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
     from lightning_bucketddp.comm.step_exchange import OutOfStepError
-    from lightning_bucketddp.config import LocalSteps
+    from lightning_bucketddp.config import LocalSteps, ReplicaChecks, Timeouts
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
@@ -42,12 +42,14 @@ __all__ = [
     "NonFiniteError",
     "OutOfStepError",
     "RankFailedError",
+    "ReplicaChecks",
     "ReplicaDivergedError",
     "ReplicaMismatchError",
     "ScaleLearningRate",
     "ScalingMonitor",
     "ShardedGradientError",
     "StartError",
+    "Timeouts",
     "Tuner",
     "UnsafeCheckpointError",
     "__version__",
@@ -65,10 +67,12 @@ _MODULE_OF = {
     "NonFiniteError": "reducer.nonfinite",
     "OutOfStepError": "comm.step_exchange",
     "RankFailedError": "faults.failure",
+    "ReplicaChecks": "config",
     "ReplicaDivergedError": "replicas.divergence",
     "ReplicaMismatchError": "replicas.replicas",
     "ShardedGradientError": "reducer.sharded_gradient",
     "StartError": "startup.store",
+    "Timeouts": "config",
     "UnsafeCheckpointError": "checkpoint.errors",
 }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+
+from lightning_bucketddp.wording import list_names
 
 MIB = 2**20
 
@@ -119,6 +121,56 @@ class LocalSteps:
             raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {self.outer_momentum!r}.")
 
 
+OnDivergence = Literal["raise", "heal", "log"]
+
+
+@dataclass(frozen=True)
+class ReplicaChecks:
+    """How often the ranks compare their weights and optimizer state, and what is done if they differ.
+
+    Args:
+        every_n_steps: Synchronised backwards between two comparisons, beside the one before each checkpoint; None or 0:
+            only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+    """
+
+    every_n_steps: int | None = 100
+    on_divergence: OnDivergence = "raise"
+
+    def __post_init__(self) -> None:
+        number = self.every_n_steps
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise ValueError(
+                "`replica_checks` must be a number of steps, or None to compare replicas only before checkpoints are"
+                f" written, got {number!r}."
+            )
+        if self.on_divergence not in get_args(OnDivergence):
+            raise ValueError(
+                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How many seconds ranks wait for each other.
+
+    Args:
+        start_s: At the start.
+        stall_warning_s: Until the log says which rank is behind, and what it does.
+        stall_s: Until a rank that stands still, and for which others wait, ends the run; None: at `timeout`.
+    """
+
+    start_s: float = 300.0
+    stall_warning_s: float = 30.0
+    stall_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds("start_s", self.start_s)
+        check_seconds("stall_warning_s", self.stall_warning_s, may_be_endless=True)
+        if self.stall_s is not None:
+            check_seconds("stall_s", self.stall_s)
+
+
 @dataclass(frozen=True)
 class BucketCaps:
     """Bucket sizes in bytes: by position (the last value repeats), and of the very last bucket if it is special."""
@@ -128,6 +180,12 @@ class BucketCaps:
 
     def at(self, position: int) -> int:
         return self.by_position[min(position, len(self.by_position) - 1)]
+
+
+def check_seconds(name: str, seconds: Any, *, may_be_endless: bool = False) -> None:
+    """Raise if `seconds`, the value of the option `name`, is no time."""
+    if not _is_positive_number(seconds) and not (may_be_endless and seconds == math.inf):
+        raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
 
 
 def _is_number(value: object) -> bool:

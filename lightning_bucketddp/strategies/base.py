@@ -138,7 +138,7 @@ class StrategyBase:
             is_local=self._is_on_one_host,
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
-        rendezvous = Rendezvous(point, timeout_s=self.options.start_timeout_s)
+        rendezvous = Rendezvous(point, timeout_s=self.options.timeouts.start_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         with launched.ended_on_failure():
@@ -301,8 +301,8 @@ class StrategyBase:
         self._fault_handler = FaultHandler(
             self._progress,
             context,
-            stall_warning_s=self.options.stall_warning_s,
-            stall_timeout_s=self.options.stall_timeout_s or math.inf,
+            stall_warning_s=self.options.timeouts.stall_warning_s,
+            stall_timeout_s=self.options.timeouts.stall_s or math.inf,
         )
         self._fault_handler.begin()
         return self._fault_handler

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.rank_zero import rank_zero_info
@@ -27,8 +27,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.consistency import (
     NoReplicaChecks,
-    OnDivergence,
-    ReplicaChecks,
+    ReplicaComparison,
     TrainingState,
     training_state,
 )
@@ -57,15 +56,11 @@ class FabricStrategy(FabricCheckpointHooks):
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
-        start_timeout_s: How many seconds the ranks wait for each other at the start.
-        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
-        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
-            that is sooner than `timeout`; None: at `timeout`.
+        timeouts: How many seconds ranks wait for each other at the start, and for one that is stuck.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
-        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
-            comparison before each checkpoint; None or 0: only then.
-        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
+            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
@@ -88,12 +83,9 @@ class FabricStrategy(FabricCheckpointHooks):
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
-        start_timeout_s: float = 300.0,
-        stall_warning_s: float = 30.0,
-        stall_timeout_s: float | None = None,
+        timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
-        check_replicas_every_n_steps: int | None = 100,
-        on_divergence: OnDivergence = "raise",
+        replica_checks: ReplicaChecks | int | None = 100,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
@@ -165,7 +157,7 @@ class FabricStrategy(FabricCheckpointHooks):
             replicas.broadcast()
         is_first = not self.reducers
         if is_first and self._collectives.world_size > 1 and not self._differs_by_design:
-            self._checks = ReplicaChecks(
+            self._checks = ReplicaComparison(
                 self._collectives,
                 self.options.replica_checks,
                 exchange=StepExchange(self._collectives),

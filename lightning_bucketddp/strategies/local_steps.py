@@ -41,7 +41,7 @@ from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
 from lightning_bucketddp.replicas.checksums import Checksums
-from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import StrategyOptions
@@ -131,7 +131,7 @@ class LocalRounds(NoLocalSteps):
         self._progress = progress
         self._signals = signals
         self._reduction = reduction_of(options.reducer, islands.peers)
-        self._checks = ReplicaChecks(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
+        self._checks = ReplicaComparison(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
         self._replicas: Replicas | None = None
         self._stats = ReducerStats()
         self._outer: OuterStep | None = None

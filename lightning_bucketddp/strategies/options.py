@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,9 +14,8 @@ import torch
 import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.config import LocalSteps, ReducerConfig
+from lightning_bucketddp.config import LocalSteps, ReducerConfig, ReplicaChecks, Timeouts, check_seconds
 from lightning_bucketddp.reducer.shards import ShardOption
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
@@ -93,7 +91,6 @@ class StrategyOptions:
 
     Attributes:
         reducer: what concerns buckets, hooks and non-finite numbers.
-        replica_checks: what concerns the comparison of replicas.
         torch_devices: `device_ids` and `output_device`, which must be what Lightning chooses.
         without_effect: the names of torch DDP's options that were given and change nothing.
 
@@ -101,16 +98,14 @@ class StrategyOptions:
     """
 
     reducer: ReducerConfig
-    replica_checks: ReplicaCheckConfig
+    replica_checks: ReplicaChecks
     torch_devices: tuple[list[Any] | None, Any]
     without_effect: tuple[str, ...]
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: StartMethod
     init_sync: bool
-    start_timeout_s: float
-    stall_warning_s: float
-    stall_timeout_s: float | None
+    timeouts: Timeouts
     async_checkpoints: bool
     shard_optimizer: ShardOption
     model_averaging_period: int | None = None
@@ -147,9 +142,7 @@ class StrategyOptions:
         kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         kept.update(
             reducer=_reducer_config(given),
-            replica_checks=ReplicaCheckConfig(
-                every_n_steps=given["check_replicas_every_n_steps"], on_divergence=given["on_divergence"]
-            ),
+            replica_checks=_as_replica_checks(given["replica_checks"]),
             torch_devices=(given["device_ids"], given["output_device"]),
             without_effect=tuple(
                 name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT and given[name] is not None
@@ -157,9 +150,7 @@ class StrategyOptions:
             process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),
-            start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
-            stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
-            stall_timeout_s=_check_stall_timeout(given["stall_timeout_s"], timeout),
+            timeouts=_check_timeouts(given["timeouts"], timeout),
             shard_optimizer=_check_shard_optimizer(given["shard_optimizer"], given["ddp_comm_hook"]),
             model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
             global_batch_size=_check_count("global_batch_size", given, of="samples"),
@@ -288,10 +279,6 @@ def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
     return option if isinstance(option, LocalSteps) else LocalSteps(option)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check_backend(backend: str | None) -> str | None:
     if backend is not None and not isinstance(backend, str):
         raise ValueError(f"`process_group_backend` must be a name, for example 'gloo' or 'nccl', got {backend!r}.")
@@ -316,10 +303,8 @@ def _choose_bucket_sizes(
     return caps
 
 
-def _check_seconds(name: str, seconds: float, *, may_be_endless: bool = False) -> float:
-    if not _is_number(seconds) or not seconds > 0 or (math.isinf(seconds) and not may_be_endless):
-        raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
-    return float(seconds)
+def _as_replica_checks(option: ReplicaChecks | int | None) -> ReplicaChecks:
+    return option if isinstance(option, ReplicaChecks) else ReplicaChecks(option)
 
 
 def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
@@ -327,17 +312,18 @@ def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return timedelta(seconds=_check_seconds("timeout", seconds))
+    check_seconds("timeout", seconds)
+    return timedelta(seconds=seconds)
 
 
-def _check_stall_timeout(seconds: float | None, timeout: timedelta | None) -> float | None:
+def _check_timeouts(timeouts: Timeouts, timeout: timedelta | None) -> Timeouts:
     """Refuse what `timeout` would end sooner."""
-    if seconds is None:
-        return None
+    if not isinstance(timeouts, Timeouts):
+        raise ValueError(f"`timeouts` must be `Timeouts(...)`, got {timeouts!r}.")
     longest_s = (timeout or default_pg_timeout).total_seconds()
-    if _check_seconds("stall_timeout_s", seconds) >= longest_s:
+    if timeouts.stall_s is not None and timeouts.stall_s >= longest_s:
         raise ValueError(
-            f"`stall_timeout_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any"
-            f" case, got {seconds!r}."
+            f"`stall_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any case, got"
+            f" {timeouts.stall_s!r}."
         )
-    return float(seconds)
+    return timeouts

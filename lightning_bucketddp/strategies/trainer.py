@@ -21,7 +21,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
-from lightning_bucketddp.config import AUTO, LocalSteps
+from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
@@ -31,7 +31,7 @@ from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
-from lightning_bucketddp.replicas.consistency import NoReplicaChecks, OnDivergence, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import NoReplicaChecks, ReplicaComparison
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting, EqualBatches
@@ -81,9 +81,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
-        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
-            comparison before each checkpoint; None or 0: only then.
-        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
+            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
         rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
@@ -95,10 +94,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
         global_batch_size: How many samples of all ranks make an optimizer's step. Sets each rank's batch size, up to
             that of the `DataLoader`, and the accumulation. By default both are yours.
-        start_timeout_s: How many seconds the ranks wait for each other at the start.
-        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
-        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
-            that is sooner than `timeout`; None: at `timeout`.
+        timeouts: How many seconds ranks wait for each other at the start, and for one that is stuck.
         async_checkpoints: Write checkpoints while training goes on.
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
@@ -141,8 +137,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
-        check_replicas_every_n_steps: int | None = 100,
-        on_divergence: OnDivergence = "raise",
+        replica_checks: ReplicaChecks | int | None = 100,
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
@@ -150,9 +145,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         exact_evaluation: bool = True,
         gather_predictions: bool = False,
         global_batch_size: int | None = None,
-        start_timeout_s: float = 300.0,
-        stall_warning_s: float = 30.0,
-        stall_timeout_s: float | None = None,
+        timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
         auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
@@ -351,7 +344,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
             # In a search some ranks may make a step that others do not. It ends with what it began with.
             may_differ = self._differs_by_design or self._trials is not None
             if state.exchange is not None and self._steps_with.world_size > 1 and not may_differ:
-                state.checks = ReplicaChecks(
+                state.checks = ReplicaComparison(
                     self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
                 )
         if self.config.broadcast_buffers:

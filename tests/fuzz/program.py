@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "shard_optimizer": (False, True, False, "parameters"),
     "on_nonfinite": ("warn", "raise", "skip", None),
-    "check_replicas_every_n_steps": (100, 1),
+    "replica_checks": (100, 1),
 }
 
 

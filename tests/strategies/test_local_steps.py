@@ -183,9 +183,7 @@ def test_ranks_of_an_island_that_run_out_of_data_go_on_with_it() -> None:
 
 
 def test_a_teacher_that_is_updated_and_not_trained_is_that_of_the_mean_of_all_islands() -> None:
-    first, second = run_on_ranks(
-        train, model="taught", local_steps=LocalSteps(4, "rank"), check_replicas_every_n_steps=1
-    )
+    first, second = run_on_ranks(train, model="taught", local_steps=LocalSteps(4, "rank"), replica_checks=1)
     ours, theirs = first["after_batches"], second["after_batches"]
     assert [batch for batch in range(10) if ours[batch] == theirs[batch]] == [3, 7]
     assert first["final"] == second["final"]

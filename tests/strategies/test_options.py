@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
-from lightning_bucketddp.config import LocalSteps
+from lightning_bucketddp.config import LocalSteps, Timeouts
 from lightning_bucketddp.strategies.options import check_devices, option_defaults
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
@@ -290,16 +290,13 @@ FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "a
 MUST_BE = {
     **dict.fromkeys(FLAGS, ("yes", "True or False")),
     "timeout": ("5", "a positive number of seconds"),
-    "start_timeout_s": ("5", "a positive number of seconds"),
-    "stall_warning_s": ("5", "a positive number of seconds"),
-    "stall_timeout_s": (1800, "less than `timeout`, which ends a run after 1800 s of waiting in any case"),
+    "timeouts": (5, "`Timeouts(...)`"),
     "ddp_comm_hook": ("bf16_compress_hook", "a function or None"),
     "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
     "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
     "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16, int8"),
     "on_nonfinite": ("stop", "one of warn, raise, skip, or None"),
-    "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
 }
 MUST_BE_FOR_TRAINER = {
     **dict.fromkeys(["rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")),
@@ -331,6 +328,15 @@ def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
         timedelta(minutes=1),
         None,
     ]
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_a_stall_that_ends_a_run_later_than_the_time_out_is_refused(root: str) -> None:
+    text = "`stall_s` must be less than `timeout`, which ends a run after 1800 s of waiting in any case, got 1800."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        strategy_class(root)(timeouts=Timeouts(stall_s=1800))
+    with pytest.raises(ValueError, match="`stall_warning_s` must be a positive number of seconds, got '5'"):
+        Timeouts(stall_warning_s="5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, timedelta(0)])

@@ -157,7 +157,7 @@ class Corrupts(Callback):
 
 @like_torchrun()
 def corrupt() -> str:
-    strategy = BucketDDPStrategy(local_steps=LocalSteps(2, "rank"), check_replicas_every_n_steps=4)
+    strategy = BucketDDPStrategy(local_steps=LocalSteps(2, "rank"), replica_checks=4)
     try:
         make_trainer(strategy, max_epochs=1, callbacks=[Corrupts()]).fit(Adaptive(), loader())
     except RuntimeError as error:

@@ -429,7 +429,7 @@ class Diverges(Wide):
 @like_torchrun()
 def find_divergence() -> str:
     """What the comparison of replicas finds of a weight that one rank has changed."""
-    strategy = BucketDDPStrategy(shard_optimizer=True, check_replicas_every_n_steps=4)
+    strategy = BucketDDPStrategy(shard_optimizer=True, replica_checks=4)
     return raised_by(lambda: make_trainer(strategy, max_epochs=1).fit(Diverges(), models.loader()))
 
 
