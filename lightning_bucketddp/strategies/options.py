@@ -72,8 +72,7 @@ _DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "b
 
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
-    *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "auto_resume"),
+    *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions", "async_checkpoints", "auto_resume"),
 }
 _NOT_WITH_LOCAL_STEPS = {
     "shard_optimizer": "optimizers whose state is divided need all ranks in each step.",
@@ -131,18 +130,16 @@ class StrategyOptions:
         # A subclass that takes any keyword has passed them on unseen.
         refuse_unknown(type(arguments["self"]), arguments["ddp_options"], known=[*own, *_DDP_DEFAULTS])
         given = {**_DDP_DEFAULTS, **own, **arguments["ddp_options"]}
-        _check_torch_options(given)
-        if given["forward_sync_buffers"] is not None:
-            given["broadcast_buffers"] = given["forward_sync_buffers"]
+        _take_torch_options(given)
         for name in _FLAGS & given.keys():
             _check_flag(name, given[name])
         for name in _FUNCTIONS & given.keys():
             _check_function(name, given[name])
-        timeout = _check_timeout(given["timeout"])
+        timeout, checks = _check_timeout(given["timeout"]), given["replica_checks"]
         kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         kept.update(
             reducer=_reducer_config(given),
-            replica_checks=_as_replica_checks(given["replica_checks"]),
+            replica_checks=checks if isinstance(checks, ReplicaChecks) else ReplicaChecks(checks),
             torch_devices=(given["device_ids"], given["output_device"]),
             without_effect=tuple(
                 name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT and given[name] is not None
@@ -185,7 +182,7 @@ def refuse_unknown(cls: type, names: Iterable[str], *, known: Sequence[str]) -> 
 def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
     hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
     return ReducerConfig(
-        bucket_cap_mb=_choose_bucket_sizes(given["bucket_cap_mb"], given["bucket_cap_mb_list"]),
+        bucket_cap_mb=given["bucket_cap_mb"],
         overlap=given["overlap"],
         reduce_dtype=given["reduce_dtype"],
         broadcast_buffers=given["broadcast_buffers"],
@@ -195,8 +192,8 @@ def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
     )
 
 
-def _check_torch_options(given: Mapping[str, Any]) -> None:
-    """Refuse those of torch DDP's options that ask for more than there is."""
+def _take_torch_options(given: dict[str, Any]) -> None:
+    """Refuse those of torch DDP's options that ask for more than there is, and set ours where it has another name."""
     if given.get("mixed_precision") is not None:
         raise ValueError(
             "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
@@ -205,6 +202,12 @@ def _check_torch_options(given: Mapping[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if given.get(name) is not None:
             _check_holds_all_ranks(name, given[name])
+    if given["forward_sync_buffers"] is not None:
+        given["broadcast_buffers"] = given["forward_sync_buffers"]
+    if (caps := given["bucket_cap_mb_list"]) is not None:
+        if isinstance(caps, str) or not isinstance(caps, Sequence):
+            raise ValueError(f"`bucket_cap_mb_list` must be a list of sizes in MiB, got {caps!r}.")
+        given["bucket_cap_mb"] = caps
 
 
 def _check_holds_all_ranks(name: str, group: Any) -> None:
@@ -290,21 +293,6 @@ def _check_count(name: str, given: Mapping[str, Any], *, of: str) -> int | None:
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ValueError(f"`{name}` must be a positive number of {of}, got {count!r}.")
     return count
-
-
-def _choose_bucket_sizes(
-    cap: float | list[float] | Literal["auto"] | None, caps: list[float] | None
-) -> float | Sequence[float] | Literal["auto"] | None:
-    """Return what `bucket_cap_mb` says, or `bucket_cap_mb_list`, torch DDP's name for a list of sizes."""
-    if caps is None:
-        return cap
-    if isinstance(caps, str) or not isinstance(caps, Sequence):
-        raise ValueError(f"`bucket_cap_mb_list` must be a list of sizes in MiB, got {caps!r}.")
-    return caps
-
-
-def _as_replica_checks(option: ReplicaChecks | int | None) -> ReplicaChecks:
-    return option if isinstance(option, ReplicaChecks) else ReplicaChecks(option)
 
 
 def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
