@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -87,6 +88,21 @@ def test_keywords_are_those_of_ddp(root: str) -> None:
     assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(option_defaults(strategy.__init__))
     # In the same order, for who passes them by position.
     assert [name for name in lightning_ddp if name != "kwargs"] == list(ours)[: len(lightning_ddp) - 1]
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_a_command_line_has_every_option_with_its_type_and_a_line_of_help(root: str) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(strategy_class(root), "trainer.strategy")
+    helps = dict(
+        re.findall(r"^  --trainer.strategy\.([\w.]+)[^\n]*\n((?: {20}.*\n)*)", parser.format_help(), re.MULTILINE)
+    )
+    of_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"}
+    ours = option_defaults(strategy_class(root).__init__).keys() - of_lightning - {"precision_plugin", "timeouts"}
+    for name in (*ours, "timeouts.start_s", "timeouts.stall_warning_s", "timeouts.stall_s"):
+        about, _, kind = helps[name].partition("(type:")
+        assert about.strip(), name
+        assert kind, name
 
 
 def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
