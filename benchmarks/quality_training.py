@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_bucketddp
 from benchmarks.quality_formats import mean_in_format
 from benchmarks.quality_tasks import TASKS, Data, Score, evaluate, schedule
+from lightning_bucketddp.config import LocalSteps
 
 pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
 
@@ -44,10 +45,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     DDP: {},
     PLAIN: {},
     **{wire: {"reduce_dtype": wire} for wire in WIRES if wire != PLAIN},
-    **{local(number): {"local_steps": number, "islands": "rank"} for number in LOCAL_STEPS},
+    **{local(number): {"local_steps": LocalSteps(number, "rank")} for number in LOCAL_STEPS},
     # The plain mean of the weights.
     **{
-        averaged(number): {"local_steps": number, "islands": "rank", "outer_lr": 1.0, "outer_momentum": 0.0}
+        averaged(number): {"local_steps": LocalSteps(number, "rank", outer_lr=1.0, outer_momentum=0.0)}
         for number in LOCAL_STEPS
     },
     **{f"{name} emulated": {"ddp_comm_hook": mean_in_format, "ddp_comm_state": name} for name in ("int8", "fp8")},

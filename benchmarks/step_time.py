@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1], help="micro-batches per step (default: 1)")
     parser.add_argument("--wire", choices=WIRES, nargs="+", default=["fp32"], help="what travels (default: fp32)")
     parser.add_argument("--bucket-cap-mb", type=cap, nargs="+", default=[], help="of bucketddp (default: its own)")
-    parser.add_argument("--check-gradients", action=argparse.BooleanOptionalAction, help="of bucketddp")
+    parser.add_argument("--no-check", action="store_true", help="`on_nonfinite=None` of bucketddp")
     parser.add_argument(
         "--unused", choices=("same", "changing"), help="also leave out every tenth layer, or others in each step"
     )
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, *, accumulate: int, wire: str) -> list[Table]:
     """Milliseconds per step, by variant; models with unused layers, which took turns with the others, apart."""
-    ours = our_variants(caps=args.bucket_cap_mb, wire=wire, check_gradients=args.check_gradients)
+    ours = our_variants(caps=args.bucket_cap_mb, wire=wire, looks_for_nonfinite=not args.no_check)
     theirs = [variant for variant in ddp_variants(wire=wire) if accumulate == 1 or can_accumulate(variant)]
     groups = [settling_in(args.settle, [ALONE, *ours, *theirs])]
     if args.unused is not None:

@@ -79,11 +79,11 @@ ALONE = Variant("no communication", "alone")
 
 
 def our_variants(
-    *, caps: Sequence[float | str] = (), wire: Wire = "fp32", check_gradients: bool | None = None
+    *, caps: Sequence[float | str] = (), wire: Wire = "fp32", looks_for_nonfinite: bool = True
 ) -> list[Variant]:
     """bucketddp with its defaults, or with each of `caps` for `bucket_cap_mb`."""
-    options: dict[str, Any] = {} if check_gradients is None else {"check_gradients": check_gradients}
-    name = "bucketddp" if check_gradients is not False else "bucketddp, gradients unchecked"
+    options: dict[str, Any] = {} if looks_for_nonfinite else {"on_nonfinite": None}
+    name = "bucketddp" if looks_for_nonfinite else "bucketddp, on_nonfinite=None"
     if wire != "fp32":
         options["reduce_dtype"] = wire
     by_name = {_with_cap(name, cap): {**options, "bucket_cap_mb": cap} for cap in caps} or {name: options}

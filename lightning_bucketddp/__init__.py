@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
     from lightning_bucketddp.comm.step_exchange import OutOfStepError
+    from lightning_bucketddp.config import LocalSteps, ReplicaChecks, Timeouts
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
@@ -37,15 +38,18 @@ __all__ = [
     "CheckpointReadError",
     "CheckpointWriteError",
     "LateGradientError",
+    "LocalSteps",
     "NonFiniteError",
     "OutOfStepError",
     "RankFailedError",
+    "ReplicaChecks",
     "ReplicaDivergedError",
     "ReplicaMismatchError",
     "ScaleLearningRate",
     "ScalingMonitor",
     "ShardedGradientError",
     "StartError",
+    "Timeouts",
     "Tuner",
     "UnsafeCheckpointError",
     "__version__",
@@ -55,17 +59,20 @@ _BOUND_TO_ROOT = (
     *("BatchSizeFinder", "BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "Tuner"),
 )
 # Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
-_MODULE_OF_ERROR = {
+_MODULE_OF = {
     "CheckpointReadError": "checkpoint.errors",
     "CheckpointWriteError": "checkpoint.errors",
     "LateGradientError": "reducer.bucket",
+    "LocalSteps": "config",
     "NonFiniteError": "reducer.nonfinite",
     "OutOfStepError": "comm.step_exchange",
     "RankFailedError": "faults.failure",
+    "ReplicaChecks": "config",
     "ReplicaDivergedError": "replicas.divergence",
     "ReplicaMismatchError": "replicas.replicas",
     "ShardedGradientError": "reducer.sharded_gradient",
     "StartError": "startup.store",
+    "Timeouts": "config",
     "UnsafeCheckpointError": "checkpoint.errors",
 }
 
@@ -75,8 +82,8 @@ register_when_imported()
 def __getattr__(name: str) -> Any:
     if name in _BOUND_TO_ROOT:
         return getattr(binding_of(_trainer_root()), name)
-    if name in _MODULE_OF_ERROR:
-        return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF_ERROR[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,13 +1,15 @@
-"""Settings of the reducer that a user can choose. Frozen, validated once."""
+"""Settings that a user can choose. Frozen, validated once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+
+from lightning_bucketddp.wording import list_names
 
 MIB = 2**20
 
@@ -40,8 +42,7 @@ class ReducerConfig:
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Check the gradients, too, not only the losses.
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
     """
 
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
@@ -50,8 +51,7 @@ class ReducerConfig:
     broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
     comm_state: object = None
-    on_nonfinite: str = "warn"
-    check_gradients: bool = True
+    on_nonfinite: str | None = "warn"
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, Sequence) else [self.bucket_cap_mb]
@@ -65,12 +65,15 @@ class ReducerConfig:
             raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
         if self.reduce_dtype is not None and self.comm_hook is not None:
             raise ValueError("`reduce_dtype` and a communication hook both say what travels: pass one of them.")
-        if self.on_nonfinite not in NONFINITE_RESPONSES:
+        if self.on_nonfinite not in (*NONFINITE_RESPONSES, None):
             raise ValueError(
-                f"`on_nonfinite` must be one of {', '.join(NONFINITE_RESPONSES)}, got {self.on_nonfinite!r}."
+                f"`on_nonfinite` must be one of {', '.join(NONFINITE_RESPONSES)}, or None, got {self.on_nonfinite!r}."
             )
-        if not isinstance(self.check_gradients, bool):
-            raise ValueError(f"`check_gradients` must be True or False, got {self.check_gradients!r}.")
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether steps are taken also with what is not finite."""
+        return self.on_nonfinite in ("warn", None)
 
     @property
     def alignment(self) -> int:
@@ -86,6 +89,88 @@ class ReducerConfig:
         return BucketCaps(by_position=(int(edge * MIB), int(cap * MIB)), last=int(edge * MIB))
 
 
+IslandsOption = Literal["host", "rank"] | int
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Train islands of ranks apart, and average their weights now and then (DiLoCo): for slow networks.
+
+    Args:
+        steps: How many steps of the optimizers each island takes without the others, before all ranks average what
+            these have changed in the weights.
+        islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
+            each of so many islands of equal size, whose ranks follow each other.
+        outer_lr: Learning rate of the step that all islands take together.
+        outer_momentum: Its Nesterov momentum.
+    """
+
+    steps: int
+    islands: IslandsOption = "host"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.steps):
+            raise ValueError(f"`local_steps` must be a positive number of steps, got {self.steps!r}.")
+        if self.islands not in ("host", "rank") and not _is_count(self.islands):
+            raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {self.islands!r}.")
+        if not _is_positive_number(self.outer_lr):
+            raise ValueError(f"`outer_lr` must be a positive number, got {self.outer_lr!r}.")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {self.outer_momentum!r}.")
+
+
+OnDivergence = Literal["raise", "heal", "log"]
+
+
+@dataclass(frozen=True)
+class ReplicaChecks:
+    """How often the ranks compare their weights and optimizer state, and what is done if they differ.
+
+    Args:
+        every_n_steps: Synchronised backwards between two comparisons, beside the one before each checkpoint; None or 0:
+            only then.
+        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+    """
+
+    every_n_steps: int | None = 100
+    on_divergence: OnDivergence = "raise"
+
+    def __post_init__(self) -> None:
+        number = self.every_n_steps
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise ValueError(
+                "`replica_checks` must be a number of steps, or None to compare replicas only before checkpoints are"
+                f" written, got {number!r}."
+            )
+        if self.on_divergence not in get_args(OnDivergence):
+            raise ValueError(
+                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How many seconds ranks wait for each other.
+
+    Args:
+        start_s: At the start.
+        stall_warning_s: Until the log says which rank is behind, and what it does.
+        stall_s: Until a rank that stands still, and for which others wait, ends the run; None: at `timeout`.
+    """
+
+    start_s: float = 300.0
+    stall_warning_s: float = 30.0
+    stall_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds("start_s", self.start_s)
+        check_seconds("stall_warning_s", self.stall_warning_s, may_be_endless=True)
+        if self.stall_s is not None:
+            check_seconds("stall_s", self.stall_s)
+
+
 @dataclass(frozen=True)
 class BucketCaps:
     """Bucket sizes in bytes: by position (the last value repeats), and of the very last bucket if it is special."""
@@ -97,5 +182,19 @@ class BucketCaps:
         return self.by_position[min(position, len(self.by_position) - 1)]
 
 
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def check_seconds(name: str, seconds: Any, *, may_be_endless: bool = False) -> None:
+    """Raise if `seconds`, the value of the option `name`, is no time."""
+    if not _is_positive_number(seconds) and not (may_be_endless and seconds == math.inf):
+        raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive_number(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

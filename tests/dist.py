@@ -21,12 +21,12 @@ METADATA_FILES = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/L
 PROGRAM = """
 from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
 
 if __name__ == "__main__":
-    strategy = BucketDDPStrategy(monitor=True)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=20, limit_val_batches=0, **quiet)
+    short = {"callbacks": [BucketDDPMonitor()], "max_steps": 20, "limit_val_batches": 0}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=BucketDDPStrategy(), **short, **quiet)
     trainer.fit(BoringModel())
     assert trainer.global_step == 20
     named = Trainer(accelerator="cpu", devices=2, strategy="bucketddp", logger=False).strategy

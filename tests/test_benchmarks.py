@@ -84,12 +84,12 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
             "--bucket-cap-mb",
             "1",
             "2.5",
-            "--no-check-gradients",
+            "--no-check",
         ],
         [
             [
                 ALONE.name,
-                *(f"bucketddp, gradients unchecked {cap} MiB" for cap in ("1", "2.5")),
+                *(f"bucketddp, on_nonfinite=None {cap} MiB" for cap in ("1", "2.5")),
                 *(variant.name for variant in ddp_variants(wire="bf16")),
             ]
         ],

@@ -51,7 +51,7 @@ BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
     "files": (lambda: len(FILES), 158, 100),
     "lines": (lambda: count_lines(with_commands=True), 25_430, 21_000),
     "lines without commands": (lambda: count_lines(with_commands=False), 22_615, 17_500),
-    "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 56, 30),
+    "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 30, 30),
     "own classes of the strategy": (lambda: len(own_classes()), 5, 3),
     "files with Trainer internals": (lambda: len(files_with_trainer_internals()), 17, 1),
     "null classes": (lambda: len(null_classes()), 9, 0),

@@ -61,6 +61,7 @@ def test_the_metadata_says_what_it_needs_and_where_it_is_found(installed: Path) 
         "rich",
         "torch>=2.5",
         "torchmetrics",
+        "typing-extensions",
     ]
     version = run_code("import lightning_bucketddp; print(lightning_bucketddp.__version__)", PYTHONPATH=str(installed))
     assert distribution.version == version

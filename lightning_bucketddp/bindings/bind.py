@@ -56,7 +56,6 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
         _sigterm_exception=exceptions.SIGTERMException,
         _normal_ends=(exceptions._TunerExitException,),
         _callback=import_module(root).Callback,
-        _monitor_class=staticmethod(functools.partial(bound_class, "BucketDDPMonitor", root, module)),
         _class_for_root=staticmethod(strategy_class),
     )
     adopt_process_setup(strategy, strategies.DDPStrategy, TRAINER_PROCESS_SETUP)

@@ -83,7 +83,7 @@ class CulpritFinder:
 
     def _find_stalled(self) -> Failure | None:
         stalled = self._store.ask_or_do_without(self._stragglers.find_stalled)
-        waited = f"the others have waited for longer than `stall_timeout_s`, {self._stall_timeout_s:g} s"
+        waited = f"the others have waited for longer than `stall_s`, {self._stall_timeout_s:g} s"
         return None if stalled is None else replace(stalled, what=f"{stalled.what}; {waited}")
 
     def _find_lost(self) -> Failure | None:

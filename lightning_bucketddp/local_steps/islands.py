@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import IslandsOption
 from lightning_bucketddp.wording import list_ranks, pluralize
-
-IslandsOption = Literal["host", "rank"] | int
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def find_folder(path: Path) -> Path:
     if not files:
         raise ValueError(
             f"No rank has left a record in {path} or in a folder `{FOLDER}` below it. Train with"
-            ' `BucketDDPStrategy(monitor=True)`, and pass the folder of that run (its "log_dir").'
+            ' `callbacks=[BucketDDPMonitor()]`, and pass the folder of that run (its "log_dir").'
         )
     return max(files, key=lambda file: file.stat().st_mtime).parent
 

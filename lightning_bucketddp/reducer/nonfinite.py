@@ -89,7 +89,7 @@ class Finiteness:
         self._rank = self._collectives.rank
         self._device = self._collectives.device
         self._response = config.on_nonfinite
-        self._checks_gradients = config.check_gradients and not has_scaler
+        self._checks_gradients = self._response is not None and not has_scaler
         # With `int8` it is the scale that a large number must fit into.
         self._travels_as = (
             torch.float32 if config.reduce_dtype == "int8" else REDUCE_DTYPES.get(config.reduce_dtype or "")
@@ -109,7 +109,7 @@ class Finiteness:
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at the loss of the backward that comes next, as the user computed it."""
-        if loss.is_floating_point():
+        if self._response is not None and loss.is_floating_point():
             digest = loss.detach().sum() * _scale(loss.dtype)
             # Those of earlier micro-batches, which have not been reduced, count too.
             self._loss = digest if self._loss is None else self._loss + digest
@@ -146,7 +146,8 @@ class Finiteness:
 
     def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
         """Act on the digests of all ranks, which came with the gradients: now or later."""
-        self._act_on(bucket_set.flags.digests, bucket_set, stats)
+        if self._response is not None:
+            self._act_on(bucket_set.flags.digests, bucket_set, stats)
 
     def read_without_others(self, stats: ReducerStats) -> None:
         """Act on the loss of a rank that is alone; nobody has looked at its gradients."""
@@ -244,6 +245,7 @@ class Finiteness:
         if self._rank != 0:
             return
         so_far = "" if count == 1 else f" ({count} steps so far)"
+        assert self._response is not None
         outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
         log.warning(
             "bucketddp: not finite in %s%s: %s. %s To find the cause, %s.", where, so_far, what, outcome, _WHAT_HELPS

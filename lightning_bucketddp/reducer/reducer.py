@@ -115,10 +115,7 @@ class Reducer:
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._is_passthrough = (
-            self._collectives.world_size == 1
-            and config.comm_hook is None
-            and config.on_nonfinite == "warn"
-            and weighting is None
+            self._collectives.world_size == 1 and config.comm_hook is None and config.trains_on and weighting is None
         )
         take_over(replicas.parameters)
         self._hooks = GradientHooks([] if self._is_passthrough else self._params, self._act_on_gradient, self.close)

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.config import ReplicaChecks
 from lightning_bucketddp.replicas.checksums import Checksums, PendingChecksums, units_of
 from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
-from lightning_bucketddp.wording import list_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +113,6 @@ def _is_setting(value: Any) -> bool:
 
 log = logging.getLogger(__name__)
 
-OnDivergence = Literal["raise", "heal", "log"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaCheckConfig:
-    """What a user can set about the comparison of replicas.
-
-    Attributes:
-        every_n_steps: Synchronised backwards between two checks; None or 0: only before checkpoints are written.
-        on_divergence: What to do with replicas that differ.
-    """
-
-    every_n_steps: int | None = 100
-    on_divergence: OnDivergence = "raise"
-
-    def __post_init__(self) -> None:
-        number = self.every_n_steps
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise ValueError(
-                "`check_replicas_every_n_steps` must be a number of steps, or None to compare replicas only before"
-                f" checkpoints are written, got {number!r}."
-            )
-        if self.on_divergence not in get_args(OnDivergence):
-            raise ValueError(
-                f"`on_divergence` must be one of {list_names(get_args(OnDivergence))}, got {self.on_divergence!r}."
-            )
-
 
 def training_state(
     parameters: Mapping[str, Tensor],
@@ -156,7 +129,7 @@ def training_state(
     return state
 
 
-class ReplicaChecks:
+class ReplicaComparison:
     """Compares the replicas of a training (Note: a check in three steps).
 
     Args:
@@ -165,7 +138,7 @@ class ReplicaChecks:
     """
 
     def __init__(
-        self, collectives: Collectives, config: ReplicaCheckConfig, *, exchange: StepExchange, has_messages: bool
+        self, collectives: Collectives, config: ReplicaChecks, *, exchange: StepExchange, has_messages: bool
     ) -> None:
         self._collectives = collectives
         self._config = config
@@ -213,8 +186,8 @@ class ReplicaChecks:
             for difference in divergence.differences
         )
         remedy = (
-            "Resume from a checkpoint from before, or pass `on_divergence='heal'` to the strategy: all ranks then go on"
-            " with the state that most of them hold."
+            "Resume from a checkpoint from before, or pass `replica_checks=ReplicaChecks(on_divergence='heal')` to the"
+            " strategy: all ranks then go on with the state that most of them hold."
             if is_healable
             else "The ranks do not train the same things, so none can follow another: make their optimizers the same."
         )

@@ -163,7 +163,7 @@ def _left_key(rank: int) -> str:
 class Rendezvous:
     """Brings the ranks of a run together (Note: rendezvous); `option` is what sets `timeout_s` for the user."""
 
-    def __init__(self, address: StoreAddress, *, timeout_s: float, option: str = "start_timeout_s") -> None:
+    def __init__(self, address: StoreAddress, *, timeout_s: float, option: str = "Timeouts(start_s=...)") -> None:
         self._address = address
         self._option = option
         self._info = RankInfo(rank=address.rank, world_size=address.world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
@@ -41,7 +40,13 @@ from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
 from lightning_bucketddp.strategies.launchers import HoldsPort
-from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions
+from lightning_bucketddp.strategies.options import (
+    StartMethod,
+    StrategyOptions,
+    option_defaults,
+    refuse_unknown,
+    takes_any_option,
+)
 from lightning_bucketddp.strategies.run_lines import describe_start
 from lightning_bucketddp.wording import list_names
 
@@ -92,17 +97,13 @@ class StrategyBase:
         cls.__signature__ = of_init.replace(parameters=list(of_init.parameters.values())[1:])
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        parameters = inspect.signature(cls.__init__).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [] if takes_any else [name for name in options if name not in parameters]
-        if unknown:
-            nearest = difflib.get_close_matches(unknown[0], parameters, n=1)
-            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(list(parameters)[1:])}."
-            raise TypeError(f"`{cls.__name__}` has no option `{unknown[0]}`.{hint}")
+        defaults = option_defaults(cls.__init__)
+        if not takes_any_option(cls.__init__):
+            refuse_unknown(cls, options, known=list(defaults))
         strategy = super().__new__(cls)
-        given = {**dict(zip(list(parameters)[1:], args, strict=False)), **options}
+        given = {**dict(zip(defaults, args, strict=False)), **options}
         strategy.given_options = {
-            name: value for name, value in given.items() if name in parameters and value != parameters[name].default
+            name: value for name, value in given.items() if name in defaults and value != defaults[name]
         }
         return strategy
 
@@ -137,7 +138,7 @@ class StrategyBase:
             is_local=self._is_on_one_host,
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
-        rendezvous = Rendezvous(point, timeout_s=self.options.start_timeout_s)
+        rendezvous = Rendezvous(point, timeout_s=self.options.timeouts.start_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         with launched.ended_on_failure():
@@ -300,8 +301,8 @@ class StrategyBase:
         self._fault_handler = FaultHandler(
             self._progress,
             context,
-            stall_warning_s=self.options.stall_warning_s,
-            stall_timeout_s=self.options.stall_timeout_s or math.inf,
+            stall_warning_s=self.options.timeouts.stall_warning_s,
+            stall_timeout_s=self.options.timeouts.stall_s or math.inf,
         )
         self._fault_handler.begin()
         return self._fault_handler

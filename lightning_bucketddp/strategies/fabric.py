@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.rank_zero import rank_zero_info
@@ -25,8 +26,7 @@ from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.consistency import (
-    OnDivergence,
-    ReplicaChecks,
+    ReplicaComparison,
     TrainingState,
     training_state,
 )
@@ -34,7 +34,7 @@ from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
 from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, scaler_of, withhold_nonfinite
-from lightning_bucketddp.strategies.options import StartMethod, StrategyOptions, check_devices
+from lightning_bucketddp.strategies.options import DDPOptions, StartMethod, StrategyOptions, check_devices
 
 
 class FabricStrategy(FabricCheckpointHooks):
@@ -50,42 +50,19 @@ class FabricStrategy(FabricCheckpointHooks):
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
             `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
-        bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
-        broadcast_buffers: Keep all ranks on rank 0's buffers.
-        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At set-up give every rank rank 0's weights. The ranks' modules are compared in any case.
-        start_timeout_s: How many seconds the ranks wait for each other at the start.
-        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
-        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
-            that is sooner than `timeout`; None: at `timeout`.
+        timeouts: How many seconds ranks wait for each other at the start, and for one that is stuck.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
-        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
-            comparison before each checkpoint; None or 0: only then.
-        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
+            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Look at the gradients, too, and not at the losses only.
-        find_unused_parameters: No effect; unused parameters are always handled.
-        static_graph: No effect; how often each parameter is used is learned.
-        gradient_as_bucket_view: No effect; gradients always live in their buckets.
-        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
-        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
-        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
-        device_ids: No effect; Lightning gives each process its device. Another one is refused.
-        output_device: No effect; outputs stay on the device of the process. Another one is refused.
-        dim: No effect; batches are not scattered to devices.
-        check_reduction: No effect; torch ignores it, too.
-        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
-        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
-        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
-        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
-        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
+        **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
     def __init__(
@@ -102,36 +79,14 @@ class FabricStrategy(FabricCheckpointHooks):
         ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
-        bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
-        broadcast_buffers: bool = True,
-        forward_sync_buffers: bool | None = None,
-        init_sync: bool = True,
-        start_timeout_s: float = 300.0,
-        stall_warning_s: float = 30.0,
-        stall_timeout_s: float | None = None,
+        timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
-        check_replicas_every_n_steps: int | None = 100,
-        on_divergence: OnDivergence = "raise",
-        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
-        check_gradients: bool = True,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        batched_grad_copy: bool | None = None,
-        lazy_bucket_allocation: bool | None = None,
-        skip_all_reduce_unused_params: bool | None = None,
-        device_ids: list[Any] | None = None,
-        output_device: Any = None,
-        dim: int | None = None,
-        check_reduction: bool | None = None,
-        delay_all_reduce_named_params: list[Any] | None = None,
-        param_to_hook_all_reduce: Any = None,
-        process_group: Any = None,
-        device_mesh: Any = None,
-        mixed_precision: Any = None,
+        replica_checks: ReplicaChecks | int | None = 100,
+        on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
+        **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
         super().__init__(
@@ -143,7 +98,7 @@ class FabricStrategy(FabricCheckpointHooks):
         )
         self._take_options(StrategyOptions.of(arguments))
         self.reducers: dict[nn.Module, Reducer] = {}
-        self._checks: ReplicaChecks | None = None
+        self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
         self._shards: Shards | None = None
         self._weights_at_start: dict[nn.Module, Severities] = {}
@@ -201,7 +156,7 @@ class FabricStrategy(FabricCheckpointHooks):
             replicas.broadcast()
         is_first = not self.reducers
         if is_first and self._collectives.world_size > 1 and not self._differs_by_design:
-            self._checks = ReplicaChecks(
+            self._checks = ReplicaComparison(
                 self._collectives,
                 self.options.replica_checks,
                 exchange=StepExchange(self._collectives),

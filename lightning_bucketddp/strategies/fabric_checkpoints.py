@@ -15,7 +15,7 @@ from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of, spoiled_weights
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
-from lightning_bucketddp.replicas.consistency import ReplicaChecks, TrainingState
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 
@@ -28,7 +28,7 @@ else:
 class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
     """The part of a strategy that Fabric calls to save and to load."""
 
-    _checks: ReplicaChecks | None
+    _checks: ReplicaComparison | None
     _trained_state: Callable[[], TrainingState]
     # Of the modules that were set up.
     _weights_at_start: dict[nn.Module, Severities]
@@ -67,7 +67,7 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
                 if isinstance(module, nn.Module) and module in self._weights_at_start
                 for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
             ]
-            place = self._finite_checkpoints.place(path, spoiled, refuses=self.config.on_nonfinite != "warn")
+            place = self._finite_checkpoints.place(path, spoiled, refuses=not self.config.trains_on)
 
             def write(content: dict[str, Any]) -> None:
                 with self._finite_checkpoints.known_unless_failing(place):

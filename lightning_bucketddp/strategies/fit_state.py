@@ -18,12 +18,12 @@ from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.stats import ReducerStats
-from lightning_bucketddp.replicas.consistency import ReplicaChecks, TrainingState
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.local_steps import LocalSteps
+from lightning_bucketddp.strategies.local_steps import LocalRounds
 from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 
@@ -73,7 +73,7 @@ class BufferSync(RunPart):
         return self._replicas.buffers()
 
 
-class ReplicaComparison(RunPart):
+class ScheduledComparison(RunPart):
     """Compares replicas: when training begins and ends, between steps, and before each checkpoint.
 
     Args:
@@ -84,7 +84,7 @@ class ReplicaComparison(RunPart):
 
     def __init__(
         self,
-        checks: ReplicaChecks,
+        checks: ReplicaComparison,
         *,
         trained_state: Callable[[], TrainingState],
         shared_state: Callable[[], TrainingState],
@@ -190,12 +190,12 @@ class FitState:
     weighting: BatchWeighting | None = None
     buffers: BufferSync | None = None
     layers: ConvertedLayers | LayersOfPlugin | None = None
-    comparison: ReplicaComparison | None = None
+    comparison: ScheduledComparison | None = None
     evaluation: ExactEvaluation | None = None
     first_batches: FirstBatches | None = None
     sharding: IterableSharding | None = None
     islands: Islands | None = None
-    local_steps: LocalSteps | None = None
+    local_steps: LocalRounds | None = None
     has_told_own_gradients: bool = False
     unfinished: UnfinishedBatch | None = None
     tally: FitTally | None = None

@@ -12,12 +12,13 @@ from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.local_steps.islands import Islands, make_islands
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.fit_state import FitState
-from lightning_bucketddp.strategies.local_steps import LocalSteps
+from lightning_bucketddp.strategies.local_steps import LocalRounds
 from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.strategies.signals import StopSignals
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def find_islands(
-    world: Collectives, options: StrategyOptions, *, known: Islands | None, host: str, syncs_layers: bool
+    world: Collectives, option: LocalSteps, *, known: Islands | None, host: str, syncs_layers: bool
 ) -> Islands | None:
     """Divide the ranks into islands; None: there is one only. All ranks must call this.
 
@@ -37,11 +38,11 @@ def find_islands(
     """
     islands = known
     if islands is None or islands.world is not world:
-        islands = make_islands(world, options.islands, host=host)
+        islands = make_islands(world, option.islands, host=host)
     if islands is None:
         rank_zero_warn(
-            f"bucketddp: `local_steps={options.local_steps}` has no effect, because all ranks are in one"
-            f" island (`islands={options.islands!r}`): gradients are averaged in each step."
+            f"bucketddp: `local_steps={option.steps}` has no effect, because all ranks are in one island"
+            f" (`islands={option.islands!r}`): gradients are averaged in each step."
         )
     elif syncs_layers:
         _refuse_lone_sync_batchnorm(islands)
@@ -71,7 +72,7 @@ def begin_local_steps(
     uneven_data = None
     if islands.own.world_size > 1 or options.uneven_data:
         state.exchange = StepExchange(islands.own)
-        asks_every = options.local_steps * trainer.accumulate_grad_batches
+        asks_every = options.local_steps.steps * trainer.accumulate_grad_batches
         uneven_data = UnevenData(exchange, extends=True, asks_every=asks_every) if options.uneven_data else None
     state.weighting = weighting = BatchWeighting(
         trainer,
@@ -80,7 +81,7 @@ def begin_local_steps(
         extends_uneven_data=options.uneven_data,
         uneven_data=uneven_data,
     )
-    state.local_steps = local_steps = LocalSteps(
+    state.local_steps = local_steps = LocalRounds(
         trainer,
         islands,
         options,
@@ -113,6 +114,6 @@ def _refuse_lone_sync_batchnorm(islands: Islands) -> None:
     if islands.own.world_size == 1:
         raise ValueError(
             "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
-            " island. Pass `islands='host'` or a smaller number of islands to the strategy, or leave `sync_batchnorm`"
+            " island. Pass `islands='host'` or a smaller number of islands to `LocalSteps`, or leave `sync_batchnorm`"
             " out."
         )

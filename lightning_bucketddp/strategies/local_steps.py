@@ -42,7 +42,7 @@ from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
 from lightning_bucketddp.replicas.checksums import Checksums
-from lightning_bucketddp.replicas.consistency import ReplicaChecks, training_state
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import StrategyOptions
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 OUTER_STEP = "the outer step"
 
 
-class LocalSteps(RunPart):
+class LocalRounds(RunPart):
     """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
 
     Args:
@@ -83,14 +83,15 @@ class LocalSteps(RunPart):
         self._trainer = trainer
         self._islands = islands
         self._options = options
-        self._length = options.local_steps
+        self._length = options.local_steps.steps
+        self._outer_config = OuterConfig(lr=options.local_steps.outer_lr, momentum=options.local_steps.outer_momentum)
         self._exchange = exchange
         self._of_island = of_island
         self._progress = progress
         self._signals = signals
         self._has_trained = has_trained
         self._reduction = reduction_of(options.reducer, islands.peers)
-        self._checks = ReplicaChecks(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
+        self._checks = ReplicaComparison(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
         self._replicas: Replicas | None = None
         self._stats = ReducerStats()
         self._outer: OuterStep | None = None
@@ -135,8 +136,7 @@ class LocalSteps(RunPart):
     def _make_outer_step(self) -> None:
         assert self._replicas is not None
         momentum = {} if self._outer is None else self._outer.gather_momentum()
-        config = OuterConfig(lr=self._options.outer_lr, momentum=self._options.outer_momentum)
-        self._outer = OuterStep(self._trained(), self._islands, self._reduction, config)
+        self._outer = OuterStep(self._trained(), self._islands, self._reduction, self._outer_config)
         self._outer.set_momentum(momentum)
         self._untrained = self._checksums_of(
             [name for name in self._replicas.parameters if name not in self._trained()]
@@ -385,7 +385,7 @@ class LocalSteps(RunPart):
         return {**checkpoint, "optimizer_states": others[position - 1]["optimizer_states"]}
 
 
-def _callback_between_batches(local_steps: LocalSteps, base: type) -> Any:
+def _callback_between_batches(local_steps: LocalRounds, base: type) -> Any:
     class EndsRounds(base):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             local_steps.after_batch()

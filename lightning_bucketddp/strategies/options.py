@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
-import math
+import difflib
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.local_steps.islands import IslandsOption
+from lightning_bucketddp.config import LocalSteps, ReducerConfig, ReplicaChecks, Timeouts, check_seconds
 from lightning_bucketddp.reducer.shards import ShardOption
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientWeightOption = Callable[[Any], Any] | Literal["batch_size"] | None
 
-# torch DDP's; the docstrings of the strategies say why.
-WITHOUT_EFFECT = (
-    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
-    "lazy_bucket_allocation",
-    *("skip_all_reduce_unused_params", "device_ids", "output_device", "dim", "check_reduction"),
-    *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "process_group", "device_mesh"),
-)
 
+class DDPOptions(TypedDict, total=False):
+    """Keywords of torch's `DistributedDataParallel`, and what they do here.
+
+    Args:
+        broadcast_buffers: Keep all ranks on rank 0's buffers (default: True).
+        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
+        init_sync: Give every rank rank 0's weights at the start (default: True). The modules are compared in any case.
+        bucket_cap_mb_list: torch DDP's name for `bucket_cap_mb` where that is a list.
+        find_unused_parameters: No effect; unused parameters are always handled.
+        static_graph: No effect; how often each parameter is used is learned.
+        gradient_as_bucket_view: No effect; gradients always live in their buckets.
+        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
+        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
+        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
+        device_ids: No effect; Lightning gives each process its device. Another one is refused.
+        output_device: No effect; outputs stay on the device of the process. Another one is refused.
+        dim: No effect; batches are not scattered to devices.
+        check_reduction: No effect; torch ignores it, too.
+        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
+        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
+        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
+        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
+        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
+    """
+
+    broadcast_buffers: bool
+    forward_sync_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb_list: list[float] | None
+    find_unused_parameters: bool | None
+    static_graph: bool | None
+    gradient_as_bucket_view: bool | None
+    batched_grad_copy: bool | None
+    lazy_bucket_allocation: bool | None
+    skip_all_reduce_unused_params: bool | None
+    device_ids: list[Any] | None
+    output_device: Any
+    dim: int | None
+    check_reduction: bool | None
+    delay_all_reduce_named_params: list[Any] | None
+    param_to_hook_all_reduce: Any
+    process_group: Any
+    device_mesh: Any
+    mixed_precision: Any
+
+
+_DDP_DEFAULTS = {**dict.fromkeys(DDPOptions.__annotations__), "broadcast_buffers": True, "init_sync": True}
+_DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb_list", "mixed_precision"}
 
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
-    *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions"),
-    *("async_checkpoints", "auto_resume", "check_gradients", "monitor"),
+    *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions", "async_checkpoints", "auto_resume"),
 }
-_DEFAULTS_OF_LOCAL_STEPS = {"islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9}
 _NOT_WITH_LOCAL_STEPS = {
     "shard_optimizer": "optimizers whose state is divided need all ranks in each step.",
     "ddp_comm_hook": "a hook says what all ranks exchange in each step.",
@@ -43,6 +81,7 @@ _NOT_WITH_LOCAL_STEPS = {
     "gradient_weight": "batches are weighed against those of all ranks in each step.",
 }
 _FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +90,6 @@ class StrategyOptions:
 
     Attributes:
         reducer: what concerns buckets, hooks and non-finite numbers.
-        replica_checks: what concerns the comparison of replicas.
         torch_devices: `device_ids` and `output_device`, which must be what Lightning chooses.
         without_effect: the names of torch DDP's options that were given and change nothing.
 
@@ -59,16 +97,14 @@ class StrategyOptions:
     """
 
     reducer: ReducerConfig
-    replica_checks: ReplicaCheckConfig
+    replica_checks: ReplicaChecks
     torch_devices: tuple[list[Any] | None, Any]
     without_effect: tuple[str, ...]
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: StartMethod
     init_sync: bool
-    start_timeout_s: float
-    stall_warning_s: float
-    stall_timeout_s: float | None
+    timeouts: Timeouts
     async_checkpoints: bool
     shard_optimizer: ShardOption
     model_averaging_period: int | None = None
@@ -80,67 +116,84 @@ class StrategyOptions:
     gather_predictions: bool = False
     global_batch_size: int | None = None
     auto_resume: bool = False
-    monitor: bool = False
-    local_steps: int | None = None
-    islands: IslandsOption = "host"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    local_steps: LocalSteps | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StrategyOptions:
         """Validate the `arguments` of a strategy's `__init__`, by name.
 
         Raises:
+            TypeError: if there is no such option.
             ValueError: if one of them cannot be what is wanted; the text names it.
         """
-        given = dict(arguments)
-        _check_torch_options(given)
-        if given["forward_sync_buffers"] is not None:
-            given["broadcast_buffers"] = given["forward_sync_buffers"]
+        own = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "ddp_options")}
+        # A subclass that takes any keyword has passed them on unseen.
+        refuse_unknown(type(arguments["self"]), arguments["ddp_options"], known=[*own, *_DDP_DEFAULTS])
+        given = {**_DDP_DEFAULTS, **own, **arguments["ddp_options"]}
+        _take_torch_options(given)
         for name in _FLAGS & given.keys():
             _check_flag(name, given[name])
         for name in _FUNCTIONS & given.keys():
             _check_function(name, given[name])
-        timeout = _check_timeout(given["timeout"])
-        own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        own.update(
+        timeout, checks = _check_timeout(given["timeout"]), given["replica_checks"]
+        kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        kept.update(
             reducer=_reducer_config(given),
-            replica_checks=ReplicaCheckConfig(
-                every_n_steps=given["check_replicas_every_n_steps"], on_divergence=given["on_divergence"]
-            ),
+            replica_checks=checks if isinstance(checks, ReplicaChecks) else ReplicaChecks(checks),
             torch_devices=(given["device_ids"], given["output_device"]),
-            without_effect=tuple(name for name in WITHOUT_EFFECT if given.get(name) is not None),
+            without_effect=tuple(
+                name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT and given[name] is not None
+            ),
             process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),
-            start_timeout_s=_check_seconds("start_timeout_s", given["start_timeout_s"]),
-            stall_warning_s=_check_seconds("stall_warning_s", given["stall_warning_s"], may_be_endless=True),
-            stall_timeout_s=_check_stall_timeout(given["stall_timeout_s"], timeout),
+            timeouts=_check_timeouts(given["timeouts"], timeout),
             shard_optimizer=_check_shard_optimizer(given["shard_optimizer"], given["ddp_comm_hook"]),
             model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
             global_batch_size=_check_count("global_batch_size", given, of="samples"),
             gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
             local_steps=_check_local_steps(given),
         )
-        return cls(**own)
+        return cls(**kept)
+
+
+def option_defaults(init: Callable[..., None]) -> dict[str, Any]:
+    """Return the options that `init`, a method, takes by name, with their defaults; torch DDP's are among them."""
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in _VARIADIC}
+    return {**named, **_DDP_DEFAULTS} if any(parameter.name == "ddp_options" for parameter in parameters) else named
+
+
+def takes_any_option(init: Callable[..., None]) -> bool:
+    """Return whether `init` passes on what it does not know, as that of a subclass may do."""
+    parameters = inspect.signature(init).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD and one.name != "ddp_options" for one in parameters)
+
+
+def refuse_unknown(cls: type, names: Iterable[str], *, known: Sequence[str]) -> None:
+    """Raise if `cls` does not know one of the options `names`, and suggest what may have been meant."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `{nearest[0]}`?" if nearest else f" It takes: {', '.join(known)}."
+            raise TypeError(f"`{cls.__name__}` has no option `{name}`.{hint}")
 
 
 def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
     hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
     return ReducerConfig(
-        bucket_cap_mb=_choose_bucket_sizes(given["bucket_cap_mb"], given["bucket_cap_mb_list"]),
+        bucket_cap_mb=given["bucket_cap_mb"],
         overlap=given["overlap"],
         reduce_dtype=given["reduce_dtype"],
         broadcast_buffers=given["broadcast_buffers"],
         comm_hook=wrapper(hook) if wrapper and hook else hook,
         comm_state=given["ddp_comm_state"],
         on_nonfinite=given["on_nonfinite"],
-        check_gradients=given["check_gradients"],
     )
 
 
-def _check_torch_options(given: Mapping[str, Any]) -> None:
-    """Refuse those of torch DDP's options that ask for more than there is."""
+def _take_torch_options(given: dict[str, Any]) -> None:
+    """Refuse those of torch DDP's options that ask for more than there is, and set ours where it has another name."""
     if given.get("mixed_precision") is not None:
         raise ValueError(
             "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
@@ -149,6 +202,12 @@ def _check_torch_options(given: Mapping[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if given.get(name) is not None:
             _check_holds_all_ranks(name, given[name])
+    if given["forward_sync_buffers"] is not None:
+        given["broadcast_buffers"] = given["forward_sync_buffers"]
+    if (caps := given["bucket_cap_mb_list"]) is not None:
+        if isinstance(caps, str) or not isinstance(caps, Sequence):
+            raise ValueError(f"`bucket_cap_mb_list` must be a list of sizes in MiB, got {caps!r}.")
+        given["bucket_cap_mb"] = caps
 
 
 def _check_holds_all_ranks(name: str, group: Any) -> None:
@@ -212,36 +271,15 @@ def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOptio
     return option
 
 
-def _check_local_steps(given: Mapping[str, Any]) -> int | None:
-    """Refuse what cannot be had with `local_steps`, and what has no effect without it."""
-    number = _check_count("local_steps", given, of="steps")
-    if "local_steps" not in given:
-        return None
-    _check_outer(given)
-    if number is None:
-        for name in ("islands", "outer_lr", "outer_momentum"):
-            if given[name] != _DEFAULTS_OF_LOCAL_STEPS[name]:
-                raise ValueError(f"`{name}` only takes effect with `local_steps`.")
+def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
+    """Return `local_steps`, also where it is a number; refuse what cannot be had with it."""
+    option = given.get("local_steps")
+    if option is None:
         return None
     for name, why in _NOT_WITH_LOCAL_STEPS.items():
         if given.get(name):
             raise ValueError(f"`local_steps` and `{name}` do not go together: {why} Pass one of them.")
-    return number
-
-
-def _check_outer(given: Mapping[str, Any]) -> None:
-    islands, lr, momentum = given["islands"], given["outer_lr"], given["outer_momentum"]
-    is_number = isinstance(islands, int) and not isinstance(islands, bool) and islands >= 1
-    if islands not in ("host", "rank") and not is_number:
-        raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {islands!r}.")
-    if not _is_number(lr) or not 0 < lr < math.inf:
-        raise ValueError(f"`outer_lr` must be a positive number, got {lr!r}.")
-    if not _is_number(momentum) or not 0 <= momentum < 1:
-        raise ValueError(f"`outer_momentum` must be a number from 0 to less than 1, got {momentum!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return option if isinstance(option, LocalSteps) else LocalSteps(option)
 
 
 def _check_backend(backend: str | None) -> str | None:
@@ -257,40 +295,23 @@ def _check_count(name: str, given: Mapping[str, Any], *, of: str) -> int | None:
     return count
 
 
-def _choose_bucket_sizes(
-    cap: float | list[float] | Literal["auto"] | None, caps: list[float] | None
-) -> float | Sequence[float] | Literal["auto"] | None:
-    """Return what `bucket_cap_mb` says, or `bucket_cap_mb_list`, torch DDP's name for a list of sizes."""
-    if caps is None:
-        return cap
-    if isinstance(caps, str) or not isinstance(caps, Sequence):
-        raise ValueError(f"`bucket_cap_mb_list` must be a list of sizes in MiB, got {caps!r}.")
-    return caps
-
-
-def _check_seconds(name: str, seconds: float, *, may_be_endless: bool = False) -> float:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0 or (math.isinf(seconds) and not may_be_endless):
-        raise ValueError(f"`{name}` must be a positive number of seconds, got {seconds!r}.")
-    return float(seconds)
-
-
 def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     """Return `timeout` as torch takes it; a number is one of seconds."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return timedelta(seconds=_check_seconds("timeout", seconds))
+    check_seconds("timeout", seconds)
+    return timedelta(seconds=seconds)
 
 
-def _check_stall_timeout(seconds: float | None, timeout: timedelta | None) -> float | None:
+def _check_timeouts(timeouts: Timeouts, timeout: timedelta | None) -> Timeouts:
     """Refuse what `timeout` would end sooner."""
-    if seconds is None:
-        return None
+    if not isinstance(timeouts, Timeouts):
+        raise ValueError(f"`timeouts` must be `Timeouts(...)`, got {timeouts!r}.")
     longest_s = (timeout or default_pg_timeout).total_seconds()
-    if _check_seconds("stall_timeout_s", seconds) >= longest_s:
+    if timeouts.stall_s is not None and timeouts.stall_s >= longest_s:
         raise ValueError(
-            f"`stall_timeout_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any"
-            f" case, got {seconds!r}."
+            f"`stall_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any case, got"
+            f" {timeouts.stall_s!r}."
         )
-    return float(seconds)
+    return timeouts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from lightning_bucketddp.strategies.options import option_defaults
 
 TRAINER_ROOTS = ("lightning.pytorch", "pytorch_lightning")
 FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
@@ -44,7 +45,7 @@ def follow_root(strategy: Any, accelerator: object, class_for_root: Callable[[st
 def _make_again(strategy: Any) -> None:
     """Initialise `strategy`, which was made for a Trainer, as what it is now."""
     options = {**strategy.given_options, "start_method": strategy._start_method}
-    for name in options.keys() - inspect.signature(type(strategy)).parameters.keys():
+    for name in options.keys() - option_defaults(type(strategy).__init__).keys():
         raise TypeError(
             f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric."
             f" Leave it out, or see `{type(strategy).__module__}.BucketDDPStrategy` for what there is."

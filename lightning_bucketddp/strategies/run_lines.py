@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
@@ -62,7 +62,7 @@ def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
 
 
 def _describe_value(value: object) -> str:
-    if value is None or isinstance(value, bool | int | float | str | list | tuple):
+    if value is None or is_dataclass(value) or isinstance(value, bool | int | float | str | list | tuple):
         return str(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
 

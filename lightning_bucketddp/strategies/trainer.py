@@ -15,12 +15,13 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from typing_extensions import Unpack
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
-from lightning_bucketddp.config import AUTO
+from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
@@ -30,7 +31,7 @@ from lightning_bucketddp.rank_zero import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
-from lightning_bucketddp.replicas.consistency import OnDivergence, ReplicaChecks
+from lightning_bucketddp.replicas.consistency import ReplicaComparison
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
@@ -40,11 +41,17 @@ from lightning_bucketddp.strategies.fit_state import (
     ConvertedLayers,
     FitState,
     LayersOfPlugin,
-    ReplicaComparison,
+    ScheduledComparison,
 )
 from lightning_bucketddp.strategies.island_setup import begin_local_steps, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
-from lightning_bucketddp.strategies.options import GradientWeightOption, StartMethod, StrategyOptions, check_devices
+from lightning_bucketddp.strategies.options import (
+    DDPOptions,
+    GradientWeightOption,
+    StartMethod,
+    StrategyOptions,
+    check_devices,
+)
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
@@ -75,18 +82,13 @@ class TrainerStrategy(TrainerCheckpointHooks):
         start_method: How the processes are started.
         bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
             `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
-        bucket_cap_mb_list: The list under torch DDP's name for it.
         overlap: Reduce gradients while backward still runs.
         reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
             `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
         shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
             each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
-        broadcast_buffers: Keep all ranks on rank 0's buffers.
-        forward_sync_buffers: torch DDP's new name for `broadcast_buffers`.
-        init_sync: At the start give every rank rank 0's weights. The ranks' modules are compared in any case.
-        check_replicas_every_n_steps: How often the ranks compare their weights and optimizer state, beside the
-            comparison before each checkpoint; None or 0: only then.
-        on_divergence: What to do if they differ: `raise` on every rank, `heal` by what most ranks hold, or `log` it.
+        replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
+            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
         rank_seeds: Give each rank random numbers of its own, for dropout and augmentation, and save them.
         gradient_weight: How much each batch counts in the average: `batch_size`, or a function that takes a batch and
             gives its weight, for example its number of tokens. By default every rank counts the same.
@@ -98,39 +100,16 @@ class TrainerStrategy(TrainerCheckpointHooks):
         gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
         global_batch_size: How many samples of all ranks make an optimizer's step. Sets each rank's batch size, up to
             that of the `DataLoader`, and the accumulation. By default both are yours.
-        start_timeout_s: How many seconds the ranks wait for each other at the start.
-        stall_warning_s: After how many seconds of waiting the log says which rank is behind, and what it does.
-        stall_timeout_s: After how many seconds a rank that stands still, and for which others wait, ends the run, if
-            that is sooner than `timeout`; None: at `timeout`.
+        timeouts: How many seconds ranks wait for each other at the start, and for one that is stuck.
         async_checkpoints: Write checkpoints while training goes on.
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank.
-        check_gradients: Look at the gradients, too, and not at the losses only.
-        monitor: Add a `BucketDDPMonitor`, which logs and records what steps spend their time on.
-        local_steps: How many steps of the optimizers each island takes without the others, before all ranks average
-            what these have changed in the weights (DiLoCo), for slow networks. By default all ranks average their
-            gradients in each step.
-        islands: Which ranks still average their gradients in each step: those of a `host`, none (`rank`), or those of
-            each of so many islands of equal size, whose ranks follow each other.
-        outer_lr: Learning rate of the step that all islands take together.
-        outer_momentum: Its Nesterov momentum.
-        find_unused_parameters: No effect; unused parameters are always handled.
-        static_graph: No effect; how often each parameter is used is learned.
-        gradient_as_bucket_view: No effect; gradients always live in their buckets.
-        batched_grad_copy: No effect; gradients are always copied by one call per bucket.
-        lazy_bucket_allocation: No effect; on a GPU a bucket has memory only while gradients are in it.
-        skip_all_reduce_unused_params: No effect; unused parameters need no mode of their own.
-        device_ids: No effect; Lightning gives each process its device. Another one is refused.
-        output_device: No effect; outputs stay on the device of the process. Another one is refused.
-        dim: No effect; batches are not scattered to devices.
-        check_reduction: No effect; torch ignores it, too.
-        delay_all_reduce_named_params: No effect; each bucket leaves as soon as it is complete.
-        param_to_hook_all_reduce: No effect; each bucket leaves as soon as it is complete.
-        process_group: No effect; gradients are averaged over all ranks. A group of some of them is refused.
-        device_mesh: No effect; gradients are averaged over all ranks. Another mesh is refused.
-        mixed_precision: Refused; Lightning does it (`precision` of the Trainer or of Fabric).
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
+        local_steps: How many steps each host takes without the others, before all ranks average what these have changed
+            in the weights (DiLoCo), for slow networks; or `LocalSteps`, which says more. By default all ranks average
+            their gradients in each step.
+        **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
     # Fabric looks for one before it says that it is Fabric (see `follow_root`).
@@ -138,9 +117,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     # The strategy class that a root of Lightning accepts.
     _class_for_root: ClassVar[Any]
-    # Lightning's base class of callbacks, and the `BucketDDPMonitor` that derives from it.
+    # Lightning's base class of callbacks.
     _callback: ClassVar[type]
-    _monitor_class: ClassVar[Any]
     _torch_sync_batchnorm: ClassVar[type]
     _lightning_reduce: ClassVar[Any]
     _batch_size_of: ClassVar[Any]
@@ -162,15 +140,10 @@ class TrainerStrategy(TrainerCheckpointHooks):
         start_method: StartMethod = "popen",
         *,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
-        bucket_cap_mb_list: list[float] | None = None,
         overlap: bool = True,
         reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
         shard_optimizer: ShardOption = False,
-        broadcast_buffers: bool = True,
-        forward_sync_buffers: bool | None = None,
-        init_sync: bool = True,
-        check_replicas_every_n_steps: int | None = 100,
-        on_divergence: OnDivergence = "raise",
+        replica_checks: ReplicaChecks | int | None = 100,
         rank_seeds: bool = False,
         gradient_weight: GradientWeightOption = None,
         uneven_data: bool = False,
@@ -178,33 +151,12 @@ class TrainerStrategy(TrainerCheckpointHooks):
         exact_evaluation: bool = True,
         gather_predictions: bool = False,
         global_batch_size: int | None = None,
-        start_timeout_s: float = 300.0,
-        stall_warning_s: float = 30.0,
-        stall_timeout_s: float | None = None,
+        timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
         auto_resume: bool = False,
-        on_nonfinite: Literal["warn", "raise", "skip"] = "warn",
-        check_gradients: bool = True,
-        monitor: bool = False,
-        local_steps: int | None = None,
-        islands: Literal["host", "rank"] | int = "host",
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        batched_grad_copy: bool | None = None,
-        lazy_bucket_allocation: bool | None = None,
-        skip_all_reduce_unused_params: bool | None = None,
-        device_ids: list[Any] | None = None,
-        output_device: Any = None,
-        dim: int | None = None,
-        check_reduction: bool | None = None,
-        delay_all_reduce_named_params: list[Any] | None = None,
-        param_to_hook_all_reduce: Any = None,
-        process_group: Any = None,
-        device_mesh: Any = None,
-        mixed_precision: Any = None,
+        on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
+        local_steps: LocalSteps | int | None = None,
+        **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
         super().__init__(
@@ -266,11 +218,6 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self.lightning_module is not None:
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
         self._is_restoring = True
-        if self.options.monitor and self.lightning_module is not None:
-            monitor: type = self._monitor_class()
-            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-            if not any(isinstance(callback, monitor) for callback in callbacks):
-                callbacks.append(monitor())
 
     def setup(self, trainer: Trainer) -> None:
         self._restored()
@@ -335,7 +282,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if self.options.local_steps is not None:
             self._islands = find_islands(
                 self._collectives,
-                self.options,
+                self.options.local_steps,
                 known=self._islands,
                 host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
                 syncs_layers=self._layer_sync is not None,
@@ -419,8 +366,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
             may_differ = self._differs_by_design or self._trials is not None
             if state.exchange is not None and self._steps_with.world_size > 1 and not may_differ:
                 stats = state.reducer.stats
-                state.comparison = ReplicaComparison(
-                    ReplicaChecks(
+                state.comparison = ScheduledComparison(
+                    ReplicaComparison(
                         self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
                     ),
                     trained_state=self._trained_state,

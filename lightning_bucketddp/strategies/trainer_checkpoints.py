@@ -173,7 +173,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         return self._finite_checkpoints.place(
             path,
             spoiled,
-            refuses=self.config.on_nonfinite != "warn",
+            refuses=not self.config.trains_on,
             can_resume="optimizer_states" in checkpoint,
             step=checkpoint.get("global_step"),
         )

@@ -407,7 +407,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
                 "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
                 "accumulate_grad_batches": trainer.accumulate_grad_batches,
                 "shard_optimizer": self.options.shard_optimizer or None,
-                "local_steps": self.options.local_steps,
+                "local_steps": None if self.options.local_steps is None else self.options.local_steps.steps,
                 "num_islands": None if self._state.islands is None else self._state.islands.number,
                 "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
             },

@@ -54,12 +54,12 @@ def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, mo
         from lightning_bucketddp import BucketDDPStrategy
         from {root} import Fabric
         from {root}.strategies import DDPStrategy
-        strategy = BucketDDPStrategy(bucket_cap_mb=3, timeout=7, static_graph=True, monitor=False)
+        strategy = BucketDDPStrategy(bucket_cap_mb=3, timeout=7, static_graph=True, auto_resume=False)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         print(fabric.strategy is strategy, type(strategy).__module__, isinstance(strategy, DDPStrategy))
         print(strategy.config.bucket_cap_mb, strategy._timeout, *strategy.options.without_effect)
         try:
-            Fabric(accelerator="cpu", devices=2, strategy=BucketDDPStrategy(monitor=True))
+            Fabric(accelerator="cpu", devices=2, strategy=BucketDDPStrategy(auto_resume=True))
         except TypeError as error:
             print(error)
         """
@@ -67,7 +67,7 @@ def test_the_public_class_becomes_that_of_the_fabric_that_takes_it(root: str, mo
     assert printed.splitlines() == [
         f"True lightning_bucketddp.bindings.{module} True",
         "3 0:00:07 static_graph",
-        "`monitor` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric. Leave it"
+        "`auto_resume` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric. Leave it"
         f" out, or see `lightning_bucketddp.bindings.{module}.BucketDDPStrategy` for what there is.",
     ]
 

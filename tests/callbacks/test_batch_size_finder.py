@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_bucketddp.config import LocalSteps
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.batch_sizes import SAMPLES_PER_RANK, Found, Memory, Search, find, refusal
@@ -125,7 +126,7 @@ def test_islands_cannot_search_together(tmp_path: Path) -> None:
         "ValueError: `BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search without"
         " `local_steps`, and pass the batch size that was found."
     )
-    search = Search(options={"local_steps": 2, "islands": "rank"})
+    search = Search(options={"local_steps": LocalSteps(2, "rank")})
     assert run_on_ranks(refusal, search=search, directory=tmp_path) == [expected] * 2
 
 

@@ -273,16 +273,6 @@ def test_a_quick_trial_leaves_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_the_strategy_adds_a_monitor_unless_there_is_one(tmp_path: Path) -> None:
-    for rank in run_on_ranks(fit, directory=tmp_path, monitor=True, num_fits=2):
-        assert rank.num_monitors == 1
-    assert [step.step for step in steps_of(tmp_path)] == [19]
-    for rank in run_on_ranks(fit, directory=tmp_path, monitor={}):
-        assert rank.num_monitors == 1
-    for rank in run_on_ranks(fit, directory=tmp_path):
-        assert rank.num_monitors == 0
-
-
 def test_the_progress_bar_shows_overlap(tmp_path: Path) -> None:
     monitor = {"every_n_steps": 9, "progress_bar": True, "summary": False, "dirpath": tmp_path / "elsewhere"}
     for rank in run_on_ranks(fit, directory=tmp_path, monitor=monitor):
@@ -324,6 +314,5 @@ def test_each_root_has_its_own(root: str) -> None:
     binding = import_module(f"lightning_bucketddp.bindings.trainer_{root}")
     trainer_root = "lightning.pytorch" if root == "lightning" else root
     assert issubclass(binding.BucketDDPMonitor, import_module(trainer_root).Callback)
-    assert binding.BucketDDPStrategy._monitor_class() is binding.BucketDDPMonitor
     assert pickle.loads(pickle.dumps(binding.BucketDDPMonitor)) is binding.BucketDDPMonitor
     assert lightning_bucketddp.BucketDDPMonitor.__name__ == "BucketDDPMonitor"

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm import connections
+from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.faults.stragglers import StragglerDetector
@@ -212,7 +213,7 @@ def test_death_in_a_backward_ends_a_thread_that_waits_for_what_was_sent(tmp_path
 )
 @pytest.mark.sampled(1)
 def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, stall_warning_s=1)
+    ended = end_of(tmp_path, fault=Fault(what, rank=rank), timeout_s=8, timeouts=Timeouts(stall_warning_s=1))
     waiting = 1 - rank
     said = ended.output[waiting]
     assert len(re.findall(rf"rank {waiting} has waited \d+ s for other ranks in backward of batch 3", said)) == 1
@@ -230,7 +231,9 @@ def test_stuck_rank_is_named_and_ends_with_the_others(what: str, rank: int, tmp_
 
 
 def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, stall_timeout_s=4, stall_warning_s=1)
+    ended = end_of(
+        tmp_path, fault=Fault("sleep", "data worker"), num_workers=1, timeouts=Timeouts(stall_warning_s=1, stall_s=4)
+    )
     assert re.search(r"Rank 1 .*is stuck in data loading( after batch \d in epoch 0)?:", ended.output[0])
     assert ended.results["seen1"]["type"] == "RankFailedError"
     assert not Path("/proc", str(ended.results["fault"]["pid"])).exists()
@@ -239,7 +242,7 @@ def test_stuck_data_worker_is_seen_and_ends_with_the_others(tmp_path: Path) -> N
 @pytest.mark.parametrize("reduce_dtype", [None, pytest.param("int8", marks=pytest.mark.long)])
 def test_rank_behind_in_backward_is_named_with_its_bucket(reduce_dtype: str | None, tmp_path: Path) -> None:
     fault = Fault("sleep", "backward")
-    ended = end_of(tmp_path, fault=fault, timeout_s=8, stall_warning_s=1, reduce_dtype=reduce_dtype)
+    ended = end_of(tmp_path, fault=fault, timeout_s=8, timeouts=Timeouts(stall_warning_s=1), reduce_dtype=reduce_dtype)
     where = (
         r"backward of batch 3 in epoch 0, before bucket 0 of 3 \(`layers\.2\.bias`, `layers\.2\.weight`, `layers\.1\."
     )
@@ -291,16 +294,14 @@ def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() 
 
 
 def test_rank_that_stands_still_ends_the_run_long_before_the_time_out_and_one_that_waits_warns(tmp_path: Path) -> None:
-    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, stall_timeout_s=4, stall_warning_s=1)
+    ended = end_of(tmp_path, fault=Fault("sleep"), world_size=3, timeouts=Timeouts(stall_warning_s=1, stall_s=4))
     told = re.findall(r"has waited \d+ s for other ranks in backward of batch 3", "".join(ended.output))
     assert len(told) == 1
     for rank in range(3):
         assert ended.results[f"seen{rank}"]["type"] == "RankFailedError"
         said = ended.results[f"seen{rank}"]["message"]
         assert re.search(r"Rank 1 \(process \d+ on .*\) is stuck in forward of batch 3 in epoch 0: it has been", said)
-        assert (
-            "; the others have waited for longer than `stall_timeout_s`, 4 s.\nIts stack, innermost call last:" in said
-        )
+        assert "; the others have waited for longer than `stall_s`, 4 s.\nIts stack, innermost call last:" in said
         assert "in happen" in said  # the user's part of its stack
     assert_saved_as_seen(ended, tmp_path)
 
@@ -334,7 +335,7 @@ def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_wa
 
 @pytest.mark.long
 def test_ranks_that_are_all_slow_are_left_alone(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "stall_timeout_s": 2}
+    options: dict[str, Any] = {"pause_s": 4, "slow_from": 3, "num_batches": 4, "timeouts": Timeouts(stall_s=2)}
     with doomed_ranks(fit, directory=tmp_path, **options) as ranks:
         assert ranks.wait().exit_codes == [0, 0]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_bucketddp.config import Timeouts
 from tests.support.doomed_ranks import Ended, doomed_ranks
 from tests.support.host_faults import HOST_FAULTS, let_happen
 from tests.support.hosts import hosts_on_a_switch
@@ -103,7 +104,7 @@ def test_a_rank_that_stands_still_on_another_host_ends_the_run(what: str, rank: 
     assert f"Rank {rank} " in message
     assert "is stuck" in message
     assert f"rank {1 - rank} has waited " in ended[what].output[1 - rank]  # a warning comes first
-    assert "the others have waited for longer than `stall_timeout_s`, 3 s" in message
+    assert "the others have waited for longer than `stall_s`, 3 s" in message
     assert ("in happen" in message) == (what == "rank 1 sleeps")  # the user's part of its stack
 
 
@@ -144,7 +145,7 @@ def test_a_run_goes_on_without_names_and_a_restart_says_that_there_is_none(tmp_p
         assert ended.exit_codes == [0, 0], ended.output
         assert all((tmp_path / "first" / f"fit1/finished{rank}.json").exists() for rank in range(2))
         (tmp_path / "again").mkdir()
-        options["start_timeout_s"] = 3
+        options["timeouts"] = Timeouts(start_s=3)
         with doomed_ranks(fit_by_name, directory=tmp_path / "again", num_fits=1, **options) as ranks:
             ended = ranks.wait()
     assert ended.exit_codes == [1, 1]

@@ -24,9 +24,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "bucket_cap_mb": (SMALL_BUCKETS_MB, TINY_BUCKETS_MB, "auto"),
     "overlap": (True, False),
     "shard_optimizer": (False, True, False, "parameters"),
-    "on_nonfinite": ("warn", "raise", "skip"),
-    "check_gradients": (True, False),
-    "check_replicas_every_n_steps": (100, 1),
+    "on_nonfinite": ("warn", "raise", "skip", None),
+    "replica_checks": (100, 1),
 }
 
 
@@ -119,7 +118,7 @@ class Program:
             and not (self.has_unused and self.accumulate > 1)
             # Lightning refuses it there, or it would exchange zeros for a step that nobody wants.
             and not ((self.loop == "automatic" or self.has_unused) and self.happens("leave_out_step"))
-            and not (self.happens("nan_loss") and self.all_options["on_nonfinite"] != "warn")
+            and not (self.happens("nan_loss") and self.all_options["on_nonfinite"] in ("raise", "skip"))
             # Lightning has it share no buffers there.
             and not (self.model == "forward_buffer" and self.loop == "manual")
         )

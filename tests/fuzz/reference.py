@@ -61,11 +61,10 @@ class Rank:
         if not (self.is_automatic and self.run.leaves_out_step):  # `training_step` has returned None
             # Lightning takes the mean over the batches of a step.
             (self.loss / (self.program.accumulate if self.is_automatic else 1)).backward()
-        sees_gradients = self.program.all_options["check_gradients"]
-        seen = [param.grad for param in self.run.net.parameters() if sees_gradients] + [self.loss]
+        seen = [param.grad for param in self.run.net.parameters()] + [self.loss]
         self.is_spoiled |= not all(bool(value.isfinite().all()) for value in seen if value is not None)
 
-    def finish(self, response: str) -> None:
+    def finish(self, response: str | None) -> None:
         """Do what follows a backward; `response`: to what is not finite, as `on_nonfinite` says it."""
         if response == "raise":
             raise Accident("not finite")

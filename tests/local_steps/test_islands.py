@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from lightning_bucketddp.local_steps.islands import IslandsOption, divide
+from lightning_bucketddp.config import IslandsOption
+from lightning_bucketddp.local_steps.islands import divide
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from lightning_bucketddp.config import Timeouts
+
 TIMEOUT_S = 15
 SIGNAL_AFTER_S = 3
 SOON_S = 20
@@ -145,7 +147,9 @@ def train(what: str, rank: int, directory: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
-    strategy = BucketDDPStrategy(timeout=timedelta(seconds=TIMEOUT_S), stall_warning_s=2, async_checkpoints=True)
+    strategy = BucketDDPStrategy(
+        timeout=timedelta(seconds=TIMEOUT_S), timeouts=Timeouts(stall_warning_s=2), async_checkpoints=True
+    )
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,

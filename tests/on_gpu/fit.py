@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_pytorch_lightning import BucketDDPStrategy
+from lightning_bucketddp.config import LocalSteps
 
 # Half precision is averaged in another order of roundings than torch DDP's.
 HALF_ROUNDING = 2e-2
@@ -97,7 +98,7 @@ SCENARIOS = {
     **{
         f"local steps, {wire} wire": Scenario(
             {"precision": "16-mixed"},
-            ours={"local_steps": 3, "islands": "rank", "reduce_dtype": wire},
+            ours={"local_steps": LocalSteps(3, "rank"), "reduce_dtype": wire},
             theirs=None,
         )
         for wire in ("fp32", "bf16", "int8")

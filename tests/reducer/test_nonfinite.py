@@ -114,10 +114,11 @@ def test_gradients_are_looked_at_without_the_loss() -> None:
     assert "the gradient of `2.weight` on rank 1" in raised_on_all(bad=Bad("2.weight"), tells_loss=False)
 
 
-def test_gradients_are_left_alone_on_request() -> None:
-    for rank in trained(bad=Bad("2.weight"), on_nonfinite="raise", check_gradients=False, steps=2):
-        assert (rank.error, rank.num_nonfinite) == ("", 0)
-    assert raised_on_all(bad=Bad(None), check_gradients=False) == RAISED.format("the loss on rank 1 (nan)")
+@pytest.mark.parametrize("parameter", ["2.weight", None])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_is_looked_at_on_request(world_size: int, parameter: str | None) -> None:
+    for rank in trained(world_size, bad=Bad(parameter), on_nonfinite=None):
+        assert (rank.error, rank.warnings, rank.num_nonfinite) == ("", [], 0)
 
 
 def test_a_gradient_that_is_too_large_for_the_wire_is_found() -> None:

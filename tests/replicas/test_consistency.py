@@ -10,6 +10,7 @@ import torch
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.config import OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.checksums import Checksums, units_of
 from lightning_bucketddp.replicas.divergence import find_divergence
 from tests.support.jobs import replicas
@@ -27,7 +28,8 @@ from tests.support.scripts.replicas import (
     train_healthy,
 )
 
-REMEDY = "Resume from a checkpoint from before, or pass `on_divergence='heal'` to the strategy: all ranks then go on"
+HEAL = ReplicaChecks(on_divergence="heal")
+REMEDY = "or pass `replica_checks=ReplicaChecks(on_divergence='heal')` to the strategy: all ranks then go on"
 FOLLOWS = "All ranks go on with the state of rank {}."
 FROZEN = "ReplicaMismatchError: `layers.0.weight` has requires_grad True on rank 0 but False on rank 1."
 NOT_EQUAL = "The replicas are not equal"
@@ -150,7 +152,7 @@ def test_equal_values_do_not_diverge() -> None:
 )
 @pytest.mark.sampled(1)
 def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: str) -> None:
-    ranks = run_on_ranks(drift, of=of, check_replicas_every_n_steps=3)
+    ranks = run_on_ranks(drift, of=of, replica_checks=3)
     for rank in ranks:
         assert rank.error is not None
         assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} after 5 synchronised backwards: ")
@@ -161,7 +163,7 @@ def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: st
 
 @pytest.mark.parametrize("of", ["weight", "moment", "counter", "learning_rate"])
 def test_drift_is_healed(of: str) -> None:
-    ranks = run_on_ranks(drift, of=of, check_replicas_every_n_steps=3, on_divergence="heal")
+    ranks = run_on_ranks(drift, of=of, replica_checks=ReplicaChecks(3, "heal"))
     assert [rank.error for rank in ranks] == [None, None]
     [line] = logged_on(ranks)
     assert line.startswith(f"bucketddp: {NOT_EQUAL} after 5 synchronised backwards: `")
@@ -170,7 +172,7 @@ def test_drift_is_healed(of: str) -> None:
 
 
 def test_drift_that_is_only_logged_goes_on() -> None:
-    ranks = run_on_ranks(drift, of="weight", check_replicas_every_n_steps=3, on_divergence="log", max_steps=9)
+    ranks = run_on_ranks(drift, of="weight", replica_checks=ReplicaChecks(3, "log"), max_steps=9)
     assert [rank.error for rank in ranks] == [None, None]
     after = [line.partition(":")[2].partition(":")[0] for line in logged_on(ranks)]
     assert after == [
@@ -183,12 +185,12 @@ def test_drift_that_is_only_logged_goes_on() -> None:
 
 @pytest.mark.parametrize(("on_rank", "source"), [(2, 0), (0, 1)])
 def test_most_ranks_win(on_rank: int, source: int) -> None:
-    options: dict[str, Any] = {"of": "moment", "on_rank": on_rank, "after_batch": 0, "check_replicas_every_n_steps": 1}
+    options: dict[str, Any] = {"of": "moment", "on_rank": on_rank, "after_batch": 0}
     differs = f"`optimizer 0: exp_avg of layers.0.weight` on rank {on_rank} differs from that on the other ranks"
-    for rank in run_on_ranks(drift, world_size=3, **options):
+    for rank in run_on_ranks(drift, world_size=3, replica_checks=1, **options):
         assert rank.error is not None
         assert differs in rank.error
-    ranks = run_on_ranks(drift, world_size=3, on_divergence="heal", max_steps=5, **options)
+    ranks = run_on_ranks(drift, world_size=3, replica_checks=ReplicaChecks(1, "heal"), max_steps=5, **options)
     [line] = logged_on(ranks)
     assert differs in line
     assert line.endswith(FOLLOWS.format(source))
@@ -198,7 +200,7 @@ def test_most_ranks_win(on_rank: int, source: int) -> None:
 def test_what_a_majority_heals_equals_a_run_without_drift() -> None:
     """The state that is not used before it is healed: a flip in the last step."""
     healthy = run_on_ranks(drift, world_size=3, of="moment", on_rank=9, max_steps=3)
-    ranks = run_on_ranks(drift, world_size=3, of="moment", on_rank=0, after_batch=2, max_steps=3, on_divergence="heal")
+    ranks = run_on_ranks(drift, world_size=3, of="moment", on_rank=0, after_batch=2, max_steps=3, replica_checks=HEAL)
     [line] = logged_on(ranks)
     assert f"{NOT_EQUAL} at the end of training: `optimizer 0: exp_avg of layers.0.weight` on rank 0 differs" in line
     assert_equal([healthy[0], *ranks])
@@ -212,12 +214,12 @@ def test_drift_after_the_last_check_is_found_at_the_end() -> None:
 
 @pytest.mark.parametrize("every_n_steps", [None, 0])
 def test_nothing_is_compared_without_a_checkpoint_if_the_user_says_so(every_n_steps: int | None) -> None:
-    ranks = run_on_ranks(drift, of="weight", check_replicas_every_n_steps=every_n_steps)
+    ranks = run_on_ranks(drift, of="weight", replica_checks=every_n_steps)
     assert [rank.error for rank in ranks] == [None, None]
 
 
 def test_a_buffer_that_drifts_follows_rank_zero_from_the_next_step_on() -> None:
-    ranks = run_on_ranks(drift, of="buffer", check_replicas_every_n_steps=1, max_steps=5)
+    ranks = run_on_ranks(drift, of="buffer", replica_checks=1, max_steps=5)
     assert [rank.error for rank in ranks] == [None, None]
     assert logged_on(ranks) == []
     assert_equal(ranks)
@@ -247,15 +249,14 @@ def test_drift_in_a_bare_loop(on_divergence: str) -> None:
 @pytest.mark.parametrize("of", ["weight", "moment", "learning_rate"])
 @pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
 @pytest.mark.sampled(4)
-def test_diverged_replicas_are_not_written_silently(on_divergence: str, of: str, tmp_path: Path) -> None:
+def test_diverged_replicas_are_not_written_silently(on_divergence: OnDivergence, of: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(
         drift,
         of=of,
         after_batch=3,
         save_every=(tmp_path, 2),
         max_steps=4,
-        check_replicas_every_n_steps=None,
-        on_divergence=on_divergence,
+        replica_checks=ReplicaChecks(None, on_divergence),
     )
     path = tmp_path / "epoch=0-step=4.ckpt"
     text = f"{NOT_EQUAL} before checkpoint `{path}` is written: `"
@@ -282,7 +283,7 @@ def test_a_checkpoint_holds_what_most_ranks_hold(tmp_path: Path) -> None:
             after_batch=2,
             save_every=(tmp_path / of, 3),
             max_steps=3,
-            on_divergence="heal",
+            replica_checks=HEAL,
         )
         saved = torch.load(tmp_path / of / "epoch=0-step=3.ckpt", weights_only=False)
         torch.testing.assert_close(saved["state_dict"], ranks[1].weights, rtol=0, atol=0)
@@ -292,7 +293,7 @@ def test_a_checkpoint_holds_what_most_ranks_hold(tmp_path: Path) -> None:
 
 def test_what_exists_on_one_rank_only_cannot_be_healed(tmp_path: Path) -> None:
     for rank in run_on_ranks(
-        drift, of="state", after_batch=1, save_every=(tmp_path, 2), max_steps=2, on_divergence="heal"
+        drift, of="state", after_batch=1, save_every=(tmp_path, 2), max_steps=2, replica_checks=HEAL
     ):
         assert rank.error is not None
         assert "`optimizer 0: exp_avg of layers.0.weight` exists on rank 0 but not on rank 1." in rank.error
@@ -301,7 +302,7 @@ def test_what_exists_on_one_rank_only_cannot_be_healed(tmp_path: Path) -> None:
 
 
 def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
-    ranks = run_on_ranks(drift, of="weight", save_on_exception=tmp_path, check_replicas_every_n_steps=3)
+    ranks = run_on_ranks(drift, of="weight", save_on_exception=tmp_path, replica_checks=3)
     assert all(rank.error is not None and rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -360,13 +361,12 @@ def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("every_n_steps", [2, None])
 @pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
 @pytest.mark.sampled(5)
-def test_fabric_compares_too(on_divergence: str, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
+def test_fabric_compares_too(on_divergence: OnDivergence, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
     ranks = run_on_ranks(
         drift_in_fabric,
         of=of,
         directory=tmp_path,
-        check_replicas_every_n_steps=every_n_steps,
-        on_divergence=on_divergence,
+        replica_checks=ReplicaChecks(every_n_steps, on_divergence),
     )
     when = f"before checkpoint `{tmp_path}/model.ckpt` is written" if every_n_steps is None else "after 6 synchronised"
     name = "`optimizer 0: exp_avg of 0.weight`" if of == "moment" else "`0.weight`"
@@ -391,7 +391,8 @@ def test_ranks_may_accumulate_differently_in_fabric() -> None:
 @pytest.mark.parametrize("strategy", [BucketDDPStrategy, FabricStrategy])
 def test_options_are_checked(strategy: Any) -> None:
     for number in (-1, 1.5, True, "often"):
-        with pytest.raises(ValueError, match="`check_replicas_every_n_steps` must be a number of steps, or None"):
-            strategy(check_replicas_every_n_steps=number)
+        with pytest.raises(ValueError, match="`replica_checks` must be a number of steps, or None"):
+            strategy(replica_checks=number)
+    assert strategy(replica_checks=5).options.replica_checks == ReplicaChecks(5)
     with pytest.raises(ValueError, match="`on_divergence` must be one of `raise`, `heal`, `log`, got 'ignore'"):
-        strategy(on_divergence="ignore")
+        ReplicaChecks(on_divergence="ignore")  # type: ignore[arg-type]

@@ -63,7 +63,12 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 BY_CLASS_PATH = {
     "class_path": "lightning_bucketddp.BucketDDPStrategy",
-    "init_args": {"bucket_cap_mb": 5, "find_unused_parameters": True, "check_reduction": True, "timeout": 90},
+    "init_args": {
+        **{"bucket_cap_mb": 5, "find_unused_parameters": True, "check_reduction": True, "timeout": 90},
+        "timeouts": {"stall_s": 60},
+        "replica_checks": {"class_path": "lightning_bucketddp.ReplicaChecks", "init_args": {"on_divergence": "heal"}},
+        "local_steps": {"steps": 5},
+    },
 }
 
 
@@ -89,7 +94,12 @@ def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path)
     text = text.partition("nanobind:")[0]  # a library of torch 2.15 tells at the end what it has leaked
     printed = yaml.safe_load(text)["trainer"]["strategy"]
     assert printed["class_path"].endswith("BucketDDPStrategy")
-    expected = {"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90}
+    expected = {
+        **{"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90},
+        "timeouts": {"start_s": 300.0, "stall_warning_s": 30.0, "stall_s": 60.0},
+        "replica_checks": {"every_n_steps": 100, "on_divergence": "heal"},
+        "local_steps": {"steps": 5, "islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9},
+    }
     assert {option: printed["init_args"][option] for option in expected} == expected
     config.write_text(text)
     assert_trained(run(program, "fit", "--config", config, root=root, directory=tmp_path), root=root, bucket_cap_mb=5)

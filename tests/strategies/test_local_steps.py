@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
+from lightning_bucketddp.config import IslandsOption, LocalSteps
 from lightning_bucketddp.recording.reader import read_run
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.ranks import run_on_ranks
@@ -25,11 +26,9 @@ from tests.support.scripts.local_steps import (
     train_unevenly,
 )
 
-APART: dict[str, Any] = {"islands": "rank"}
-
 
 def test_a_round_of_one_plain_step_equals_ddp_bit_for_bit() -> None:
-    ours = run_on_ranks(train, model="dyadic", local_steps=1, **APART, **PLAIN)
+    ours = run_on_ranks(train, model="dyadic", local_steps=LocalSteps(1, "rank", **PLAIN))
     ddp = run_on_ranks(train, model="dyadic", strategy="ddp")
     assert len(ddp[0]["after_batches"]) == 4
     assert [rank["after_batches"] for rank in ours] == [ddp[0]["after_batches"]] * 2
@@ -37,10 +36,10 @@ def test_a_round_of_one_plain_step_equals_ddp_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("world_size", "islands"), [(2, "rank"), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_a_round_of_one_plain_step_nearly_equals_ddp_where_numbers_are_rounded(
-    world_size: int, islands: str | int
+    world_size: int, islands: IslandsOption
 ) -> None:
     # On four ranks gradients are averaged inside of two islands, and weights between them.
-    ours = run_on_ranks(train, world_size=world_size, model="rounded", local_steps=1, islands=islands, **PLAIN)
+    ours = run_on_ranks(train, world_size=world_size, model="rounded", local_steps=LocalSteps(1, islands, **PLAIN))
     ddp = run_on_ranks(train, world_size=world_size, model="rounded", strategy="ddp")
     for rank in ours:
         assert rank["final"] == ours[0]["final"]
@@ -49,7 +48,7 @@ def test_a_round_of_one_plain_step_nearly_equals_ddp_where_numbers_are_rounded(
 
 
 def test_islands_exchange_nothing_between_outer_steps_and_then_each_weight_once() -> None:
-    ranks = run_on_ranks(train, local_steps=5, **APART)
+    ranks = run_on_ranks(train, local_steps=LocalSteps(5, "rank"))
     for rank in ranks:
         talkative = [batch for batch, calls in enumerate(rank["calls"][:10]) if calls]
         assert talkative == [0, 4, 9]  # the first has what the fit begins with
@@ -65,13 +64,13 @@ def test_islands_exchange_nothing_between_outer_steps_and_then_each_weight_once(
 
 @pytest.mark.parametrize(("reduce_dtype", "fraction"), [("bf16", 0.5), ("int8", 0.3)])
 def test_changes_travel_as_gradients_would(reduce_dtype: str, fraction: float) -> None:
-    ranks = run_on_ranks(train, model="wide", local_steps=5, reduce_dtype=reduce_dtype, **APART)
+    ranks = run_on_ranks(train, model="wide", local_steps=LocalSteps(5, "rank"), reduce_dtype=reduce_dtype)
     assert ranks[0]["final"] == ranks[1]["final"]
     assert ranks[0]["outer_bytes"] <= fraction * ranks[0]["num_bytes"] * 2
 
 
 def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_exchanges(tmp_path: Path) -> None:
-    ranks = run_on_ranks(train, world_size=4, local_steps=2, islands=2, directory=tmp_path)
+    ranks = run_on_ranks(train, world_size=4, local_steps=LocalSteps(2, 2), directory=tmp_path)
     weights = [rank["after_batches"] for rank in ranks]
     assert weights[0] == weights[1] != weights[2] == weights[3]
     assert [batch for batch in range(5) if weights[0][batch] == weights[2][batch]] == [1, 3]
@@ -88,7 +87,7 @@ def test_an_island_of_two_ranks_averages_in_each_step_and_halves_what_each_rank_
 @pytest.mark.long
 def test_batchnorm_is_synchronized_inside_of_an_island_only() -> None:
     synced, apart = (
-        run_on_ranks(train, world_size=4, local_steps=2, islands=2, sync_batchnorm=is_on) for is_on in (True, False)
+        run_on_ranks(train, world_size=4, local_steps=LocalSteps(2, 2), sync_batchnorm=is_on) for is_on in (True, False)
     )
     assert len({str(rank["final"]) for rank in synced}) == 1
     # In the first step the statistics make a difference, and nothing has been exchanged between islands.
@@ -97,14 +96,16 @@ def test_batchnorm_is_synchronized_inside_of_an_island_only() -> None:
 
 
 def test_layers_that_are_frozen_at_first_are_exchanged_once_they_are_trained() -> None:
-    first, second = (rank["after_batches"] for rank in run_on_ranks(train, thaws=True, local_steps=4, **APART))
+    first, second = (
+        rank["after_batches"] for rank in run_on_ranks(train, thaws=True, local_steps=LocalSteps(4, "rank"))
+    )
     assert [batch for batch in range(20) if first[batch] == second[batch]] == [3, 7, 13, 17]
     assert first[9]["layers.0.weight"] == first[0]["layers.0.weight"]
     assert first[19]["layers.0.weight"] != first[13]["layers.0.weight"] != first[0]["layers.0.weight"]
 
 
 def test_a_validation_sees_the_same_weights_on_all_ranks() -> None:
-    ranks = run_on_ranks(train, local_steps=4, val_check_interval=3, **APART)
+    ranks = run_on_ranks(train, local_steps=LocalSteps(4, "rank"), val_check_interval=3)
     assert len(ranks[0]["at_validation"]) == 3
     assert ranks[0]["at_validation"] == ranks[1]["at_validation"]
     assert ranks[0]["at_epoch_end"] == ranks[1]["at_epoch_end"]
@@ -112,7 +113,7 @@ def test_a_validation_sees_the_same_weights_on_all_ranks() -> None:
 
 def test_a_run_that_is_resumed_ends_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    options: dict[str, Any] = {"path": path, "local_steps": 4, "with_scaler": True, **APART}
+    options: dict[str, Any] = {"path": path, "local_steps": LocalSteps(4, "rank"), "with_scaler": True}
     whole = run_on_ranks(save_and_resume, resume=False, **options)
     resumed = run_on_ranks(save_and_resume, resume=True, **options)
     assert resumed[0]["moments"] != resumed[1]["moments"]
@@ -122,13 +123,13 @@ def test_a_run_that_is_resumed_ends_as_if_it_had_not_been_interrupted(tmp_path: 
     assert whole[0]["scale"] != whole[1]["scale"]
 
     # In other divisions: states are dealt out in turn. And without: those of the first island.
-    four = run_on_ranks(save_and_resume, world_size=4, path=path, resume=True, local_steps=4, **APART)
+    four = run_on_ranks(save_and_resume, world_size=4, path=path, resume=True, local_steps=LocalSteps(4, "rank"))
     assert [rank["moments"] for rank in four] == [resumed[r % 2]["moments"] for r in range(4)]
     for strategy in ("ddp", "bucketddp"):
         plain = run_on_ranks(save_and_resume, path=path, resume=True, strategy=strategy)
         assert [rank["moments"] for rank in plain] == [resumed[0]["moments"]] * 2
     run_on_ranks(save_and_resume, path=path, resume=False, strategy="ddp")
-    from_ddp = run_on_ranks(save_and_resume, path=path, resume=True, local_steps=4, **APART)
+    from_ddp = run_on_ranks(save_and_resume, path=path, resume=True, local_steps=LocalSteps(4, "rank"))
     assert from_ddp[0]["moments"] == from_ddp[1]["moments"]
     assert from_ddp[0]["final"] == from_ddp[1]["final"]
 
@@ -157,7 +158,7 @@ def test_global_weights_that_differ_between_islands_are_noticed_after_an_outer_s
 
 @pytest.mark.parametrize("kind", ["sized", pytest.param("stream", marks=pytest.mark.long)])
 def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kind: str) -> None:
-    options: dict[str, Any] = {"kind": kind, "local_steps": 2, **APART}
+    options: dict[str, Any] = {"kind": kind, "local_steps": LocalSteps(2, "rank")}
     ranks = run_on_ranks(train_unevenly, num_batches=[3, 8], uneven_data=True, **options)
     assert [ranks[0][key] for key in ("final", "steps", "at_epoch_end")] == [
         ranks[1]["final"],
@@ -175,21 +176,21 @@ def test_islands_that_run_out_of_data_at_different_times_wait_for_the_others(kin
 
 @pytest.mark.long
 def test_ranks_of_an_island_that_run_out_of_data_go_on_with_it() -> None:
-    options: dict[str, Any] = {"kind": "stream", "local_steps": 2, "islands": 2}
+    options: dict[str, Any] = {"kind": "stream", "local_steps": LocalSteps(2, 2)}
     ranks = run_on_ranks(train_unevenly, world_size=4, num_batches=[2, 5, 8, 3], uneven_data=True, **options)
     assert len({str(rank["final"]) for rank in ranks}) == 1
     assert {rank["steps"] for rank in ranks} == {16}
 
 
 def test_a_teacher_that_is_updated_and_not_trained_is_that_of_the_mean_of_all_islands() -> None:
-    first, second = run_on_ranks(train, model="taught", local_steps=4, check_replicas_every_n_steps=1, **APART)
+    first, second = run_on_ranks(train, model="taught", local_steps=LocalSteps(4, "rank"), replica_checks=1)
     ours, theirs = first["after_batches"], second["after_batches"]
     assert [batch for batch in range(10) if ours[batch] == theirs[batch]] == [3, 7]
     assert first["final"] == second["final"]
     # Neither is anything sent that has not changed.
     assert max(num_bytes for calls in first["calls"][1:] for num_bytes in calls) < 4 * 1000
 
-    ours, *_ = run_on_ranks(train, model="taught", local_steps=1, **APART, **PLAIN)
+    ours, *_ = run_on_ranks(train, model="taught", local_steps=LocalSteps(1, "rank", **PLAIN))
     ddp, *_ = run_on_ranks(train, model="taught", strategy="ddp")
     for name, weight in ddp["final"].items():
         torch.testing.assert_close(torch.tensor(ours["final"][name]), torch.tensor(weight))
@@ -206,7 +207,9 @@ def test_a_moving_average_is_that_of_the_mean_of_all_islands() -> None:
 @pytest.mark.long
 def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
     fault = Fault("SIGTERM", rank=1)
-    with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=10**6, pause_after_s=0.1, **APART) as ranks:
+    with doomed_ranks(
+        fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1
+    ) as ranks:
         ended = ranks.wait()
     assert ended.exit_codes == [143, 143], ended.output
     seen = [ended.results[f"seen{rank}"] for rank in (0, 1)]
@@ -219,7 +222,9 @@ def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path) -> None:
     fault = Fault("SIGKILL", rank=1)
-    with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=10**6, pause_after_s=0.1, **APART) as ranks:
+    with doomed_ranks(
+        fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1
+    ) as ranks:
         ended = ranks.wait()
     assert ended.exit_codes[1] == -signal.SIGKILL
     assert ended.results["seen0"]["type"] == "RankFailedError"
@@ -232,7 +237,7 @@ def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path
 @pytest.mark.long
 def test_what_a_rank_leaves_that_dies_in_an_outer_step_is_not_saved(tmp_path: Path) -> None:
     fault = Fault("SIGKILL", "outer step", rank=1)
-    with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=4, **APART) as ranks:
+    with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(4, "rank")) as ranks:
         ended = ranks.wait()
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert "Rank 1" in ended.results["seen0"]["message"]
@@ -242,12 +247,12 @@ def test_what_a_rank_leaves_that_dies_in_an_outer_step_is_not_saved(tmp_path: Pa
 
 def test_what_cannot_be_had_is_refused_before_the_first_step() -> None:
     cases: list[dict[str, Any]] = [
-        {"islands": 3},
-        {"islands": "rank", "sync_batchnorm": True},
-        {"islands": "rank", "by_hand": True},
-        {"islands": "host"},
+        {"local_steps": LocalSteps(2, 3)},
+        {"local_steps": LocalSteps(2, "rank"), "sync_batchnorm": True},
+        {"local_steps": LocalSteps(2, "rank"), "by_hand": True},
+        {"local_steps": 2},
     ]
-    answers = run_on_ranks(refusals, cases=[{"local_steps": 2, **case} for case in cases])[0]
+    answers = run_on_ranks(refusals, cases=cases)[0]
     for answer, text in zip(
         answers,
         [

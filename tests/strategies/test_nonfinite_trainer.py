@@ -20,7 +20,7 @@ WHAT = {"loss": "the loss on rank 1 (nan)", "gradient": "the gradient of `layers
 WHAT_HELPS = "To find the cause, look at the data of that rank, clip gradients or lower the learning rate"
 
 
-def trained(bad: str = "", on_nonfinite: str = "skip", **setting: Any) -> list[Outcome]:
+def trained(bad: str = "", on_nonfinite: str | None = "skip", **setting: Any) -> list[Outcome]:
     options = {"on_nonfinite": on_nonfinite, **setting.pop("options", {})}
     return run_on_ranks(fit, setting=Setting(bad, options=options, **setting))
 
@@ -39,10 +39,8 @@ def is_finite(tensors: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
 def test_options_are_checked(root: str) -> None:
-    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, got 'ignore'\.$"):
+    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, or None, got 'ignore'\.$"):
         strategy_class(root)(on_nonfinite="ignore")
-    with pytest.raises(ValueError, match=r"^`check_gradients` must be True or False, got 'no'\.$"):
-        strategy_class(root)(check_gradients="no")
 
 
 # --- Warn
@@ -152,12 +150,11 @@ def test_gradients_are_left_to_a_grad_scaler(on_nonfinite: str) -> None:
         assert is_finite(rank.weights)
 
 
-def test_gradients_are_not_looked_at_on_request() -> None:
-    for rank in trained("gradient", "raise", options={"check_gradients": False}):
-        # A step later the loss shows it, on every rank.
-        assert rank.error.startswith(
-            "NonFiniteError: Not finite in step 4 (epoch 0, batch 4): the loss on rank 0 (nan), rank 1 (nan)."
-        )
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_nothing_is_looked_at_on_request(bad: str) -> None:
+    for rank in trained(bad, None):
+        assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
+        assert is_finite(rank.weights) == (bad == "loss")  # to which a constant is added
 
 
 # --- Checkpoints

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
-from lightning_bucketddp.strategies.options import check_devices
+from lightning_bucketddp.config import LocalSteps, Timeouts
+from lightning_bucketddp.strategies.options import check_devices, option_defaults
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
 
@@ -79,12 +81,28 @@ def test_a_strategy_is_made_of_few_classes(root: str) -> None:
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
 def test_keywords_are_those_of_ddp(root: str) -> None:
-    ours = inspect.signature(strategy_class(root)).parameters
+    strategy = strategy_class(root)
+    ours = inspect.signature(strategy).parameters
     lightning_ddp = inspect.signature(importlib.import_module(f"{root}.strategies").DDPStrategy).parameters
     torch_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(ours)
+    assert set(torch_ddp) - NOT_FOR_USERS_OF_A_STRATEGY <= set(option_defaults(strategy.__init__))
     # In the same order, for who passes them by position.
     assert [name for name in lightning_ddp if name != "kwargs"] == list(ours)[: len(lightning_ddp) - 1]
+
+
+@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+def test_a_command_line_has_every_option_with_its_type_and_a_line_of_help(root: str) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(strategy_class(root), "trainer.strategy")
+    helps = dict(
+        re.findall(r"^  --trainer.strategy\.([\w.]+)[^\n]*\n((?: {20}.*\n)*)", parser.format_help(), re.MULTILINE)
+    )
+    of_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"}
+    ours = option_defaults(strategy_class(root).__init__).keys() - of_lightning - {"precision_plugin", "timeouts"}
+    for name in (*ours, "timeouts.start_s", "timeouts.stall_warning_s", "timeouts.stall_s"):
+        about, _, kind = helps[name].partition("(type:")
+        assert about.strip(), name
+        assert kind, name
 
 
 def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
@@ -115,23 +133,40 @@ def test_another_way_to_shard_optimizers_is_refused(root: str, option: Any) -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"local_steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
-        ({"local_steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
+        ({"steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
+        ({"steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
         ({"islands": 0}, "`islands` must be 'host', 'rank' or a positive number of islands, got 0."),
         ({"islands": "node"}, "`islands` must be 'host', 'rank' or a positive number of islands, got 'node'."),
         ({"outer_lr": 0.0}, "`outer_lr` must be a positive number, got 0.0."),
         ({"outer_momentum": 1}, "`outer_momentum` must be a number from 0 to less than 1, got 1."),
-        ({"local_steps": None, "outer_lr": 0.5}, "`outer_lr` only takes effect with `local_steps`."),
-        ({"local_steps": None, "islands": 2}, "`islands` only takes effect with `local_steps`."),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        LocalSteps(**{"steps": 5, **options})
+
+
+@pytest.mark.parametrize("local_steps", [5, LocalSteps(5)])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
         ({"shard_optimizer": True}, "`local_steps` and `shard_optimizer` do not go together: optimizers whose state"),
         ({"ddp_comm_hook": print}, "`local_steps` and `ddp_comm_hook` do not go together: a hook says what all ranks"),
         ({"gradient_weight": len}, "`local_steps` and `gradient_weight` do not go together: batches are weighed"),
         ({"model_averaging_period": 3}, "`local_steps` and `model_averaging_period` do not go together: both average"),
     ],
 )
-def test_local_steps_that_cannot_be_had_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_had_with_local_steps_is_refused_by_name(
+    local_steps: int | LocalSteps, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        BucketDDPStrategy(**{"local_steps": 5, **options})
+        BucketDDPStrategy(local_steps=local_steps, **options)
+
+
+def test_a_number_of_local_steps_is_short_for_all_about_them() -> None:
+    assert BucketDDPStrategy(local_steps=5).options == BucketDDPStrategy(local_steps=LocalSteps(5)).options
+    with pytest.raises(ValueError, match=r"`local_steps` must be a positive number of steps, got '5'\."):
+        BucketDDPStrategy(local_steps="5")
 
 
 def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
@@ -249,7 +284,7 @@ def test_an_unknown_keyword_is_answered_with_the_nearest(root: str, misspelt: st
 def test_a_keyword_like_no_other_is_answered_with_all() -> None:
     with pytest.raises(TypeError) as raised:
         BucketDDPStrategy(zzz=1)
-    listed = ", ".join(inspect.signature(BucketDDPStrategy).parameters)
+    listed = ", ".join(option_defaults(BucketDDPStrategy.__init__))
     assert str(raised.value) == f"`BucketDDPStrategy` has no option `zzz`. It takes: {listed}."
 
 
@@ -267,25 +302,20 @@ def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
     )
 
 
-FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints", "check_gradients"]
+FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints"]
 MUST_BE = {
     **dict.fromkeys(FLAGS, ("yes", "True or False")),
     "timeout": ("5", "a positive number of seconds"),
-    "start_timeout_s": ("5", "a positive number of seconds"),
-    "stall_warning_s": ("5", "a positive number of seconds"),
-    "stall_timeout_s": (1800, "less than `timeout`, which ends a run after 1800 s of waiting in any case"),
+    "timeouts": (5, "`Timeouts(...)`"),
     "ddp_comm_hook": ("bf16_compress_hook", "a function or None"),
     "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
     "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
     "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16, int8"),
-    "on_nonfinite": ("stop", "one of warn, raise, skip"),
-    "on_divergence": ("stop", "one of `raise`, `heal`, `log`"),
+    "on_nonfinite": ("stop", "one of warn, raise, skip, or None"),
 }
 MUST_BE_FOR_TRAINER = {
-    **dict.fromkeys(
-        ["monitor", "rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")
-    ),
+    **dict.fromkeys(["rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")),
     "ddp_comm_wrapper": ("fp16", "a function or None"),
     "model_averaging_period": (0, "a positive number of steps"),
 }
@@ -314,6 +344,15 @@ def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
         timedelta(minutes=1),
         None,
     ]
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_a_stall_that_ends_a_run_later_than_the_time_out_is_refused(root: str) -> None:
+    text = "`stall_s` must be less than `timeout`, which ends a run after 1800 s of waiting in any case, got 1800."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        strategy_class(root)(timeouts=Timeouts(stall_s=1800))
+    with pytest.raises(ValueError, match="`stall_warning_s` must be a positive number of seconds, got '5'"):
+        Timeouts(stall_warning_s="5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, timedelta(0)])
@@ -346,5 +385,7 @@ def test_subclasses_have_keywords_of_their_own() -> None:
     strategy = OwnKeyword("sweet", overlap=False)
     assert (strategy.flavour, strategy.config.bucket_cap_mb, strategy.config.overlap) == ("sweet", 3, False)
     assert OwnKeywordOnly(flavour="sour").flavour == "sour"
+    with pytest.raises(TypeError, match=r"`OwnKeyword` has no option `overlapp`. Did you mean `overlap`\?"):
+        OwnKeyword("sweet", overlapp=False)
     with pytest.raises(TypeError, match=r"`OwnKeywordOnly` has no option `flavor`. Did you mean `flavour`\?"):
         OwnKeywordOnly(flavor="sour")  # type: ignore[call-arg]

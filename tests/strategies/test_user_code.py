@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
+from lightning_bucketddp.config import ReplicaChecks
 from tests.support.ranks import RankFailed, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -200,7 +201,7 @@ class Own(Network):
 
 @like_torchrun()
 def train_by_own_backwards(*, shard_optimizer: bool) -> list[str]:
-    strategy = BucketDDPStrategy(shard_optimizer=shard_optimizer, on_divergence="log")
+    strategy = BucketDDPStrategy(shard_optimizer=shard_optimizer, replica_checks=ReplicaChecks(on_divergence="log"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(strategy, max_epochs=1).fit(Own(), loader())

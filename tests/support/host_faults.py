@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Network, hosts_on_a_switch
+from lightning_bucketddp.config import Timeouts
 from tests.support.doomed_ranks import DoomedRanks, Ended, doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 
@@ -54,7 +55,7 @@ def go_on(rank: int, *, after: int) -> Callable[[DoomedRanks], None]:
 
 # More ranks would wait for a core, on a machine that has two, for longer than their time-outs.
 _AT_A_TIME = 5
-STANDS_STILL = {"stall_warning_s": 2, "stall_timeout_s": 3}
+STANDS_STILL = {"timeouts": Timeouts(stall_warning_s=2, stall_s=3)}
 HOST_FAULTS = {
     "cable of host 3 pulled": HostFault(happens=pull(2)),
     "cable of host 1 pulled": HostFault(happens=pull(0)),

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.config import ReducerConfig, ReplicaChecks
 from lightning_bucketddp.recording.writer import step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from lightning_bucketddp.reducer.weighting import Weighting
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.reducer.test_user_collectives import SumOverRanks
 from tests.support.jobs.models import batch
@@ -216,7 +215,7 @@ def a_recorded_step_never_makes_the_host_wait(config: str, *, shard: bool = Fals
 
 def a_check_of_the_replicas_never_makes_the_host_wait() -> None:
     """The same for steps that start checksums, send them and read the answer."""
-    training = Training(ReplicaCheckConfig(every_n_steps=1))
+    training = Training(ReplicaChecks(1))
     inputs = [batch(dist.get_rank(), step) for step in range(8)]
     for x in inputs[:3]:
         training.step(x)

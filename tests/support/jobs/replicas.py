@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.config import OnDivergence, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.checksums import Checksums, units_of
-from lightning_bucketddp.replicas.consistency import ReplicaCheckConfig, ReplicaChecks, TrainingState, training_state
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
 from tests.support.jobs.models import batch, mlp
@@ -100,7 +100,7 @@ def freeze_on_one_rank_in_mid_training(*, is_known: bool, overlap: bool) -> str:
 class Training:
     """A loop with everything that the strategies have around one."""
 
-    def __init__(self, config: ReplicaCheckConfig) -> None:
+    def __init__(self, config: ReplicaChecks) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 4)).to(device())
         collectives = Collectives(device())
@@ -110,7 +110,7 @@ class Training:
         weighting = Weighting(exchange, by_weight=False)
         self.reducer = Reducer(self.replicas, ReducerConfig(), weighting=weighting)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.checks = ReplicaChecks(collectives, config, exchange=exchange, has_messages=True)
+        self.checks = ReplicaComparison(collectives, config, exchange=exchange, has_messages=True)
 
     def state(self) -> TrainingState:
         return training_state(self.replicas.parameters, [self.optimizer])
@@ -123,9 +123,9 @@ class Training:
         self.optimizer.step()
 
 
-def flip_in_a_loop(*, on_divergence: str, on_rank: int) -> str:
+def flip_in_a_loop(*, on_divergence: OnDivergence, on_rank: int) -> str:
     """One bit of the second moment of a weight flips after three steps; what ten steps with a check every other say."""
-    training = Training(ReplicaCheckConfig(every_n_steps=2, on_divergence=on_divergence))  # type: ignore[arg-type]
+    training = Training(ReplicaChecks(2, on_divergence))
     try:
         for number in range(10):
             training.step(batch(dist.get_rank(), number))

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.trial import _COLLECTIVES
+from lightning_bucketddp.config import LocalSteps
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.participation import make_loader
@@ -156,7 +157,7 @@ class Corrupts(Callback):
 
 @like_torchrun()
 def corrupt() -> str:
-    strategy = BucketDDPStrategy(local_steps=2, islands="rank", check_replicas_every_n_steps=4)
+    strategy = BucketDDPStrategy(local_steps=LocalSteps(2, "rank"), replica_checks=4)
     try:
         make_trainer(strategy, max_epochs=1, callbacks=[Corrupts()]).fit(Adaptive(), loader())
     except RuntimeError as error:
@@ -290,7 +291,7 @@ class Spoiled(Adaptive):
 @like_torchrun()
 def spoil(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> dict[str, Any]:
     module = Spoiled()
-    strategy = BucketDDPStrategy(local_steps=3, islands="rank", on_nonfinite=on_nonfinite)
+    strategy = BucketDDPStrategy(local_steps=LocalSteps(3, "rank"), on_nonfinite=on_nonfinite)
     trainer = make_trainer(strategy, max_epochs=1)
     with collected_warnings() as messages:
         try:
@@ -339,7 +340,7 @@ def average_exponentially() -> dict[str, Any]:
     module, own = Adaptive(), _Averages()
     ema = callbacks.EMAWeightAveraging(decay=DECAY)
     trainer = make_trainer(
-        BucketDDPStrategy(local_steps=4, islands="rank"),
+        BucketDDPStrategy(local_steps=LocalSteps(4, "rank")),
         max_epochs=1,
         callbacks=[ema, own],
         val_check_interval=5,

@@ -125,7 +125,6 @@ class Fitted:
     said: list[str] = field(default_factory=list)
     times_between: list[tuple[float, float]] = field(default_factory=list)
     num_marks: int = 0
-    num_monitors: int = 0
     in_progress_bar: float | None = None
     left_on_loop: bool = False
     state_bytes: int = 0
@@ -136,7 +135,7 @@ def fit(
     *,
     directory: Path,
     model: str = "regression",
-    monitor: dict[str, Any] | bool | None = None,
+    monitor: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     num_fits: int = 1,
     save_every: int | None = None,
@@ -147,16 +146,14 @@ def fit(
     about: str = "BucketDDPMonitor",
     **trainer_options: Any,
 ) -> Fitted:
-    """Train `model`, with a monitor that has these options; True: the strategy's own."""
+    """Train `model`, with a monitor that has these options; None: without one."""
     busy, marks = Busy(), [0]
     callbacks: list[Callback] = [busy]
-    if isinstance(monitor, dict):
+    if monitor is not None:
         callbacks.append(BucketDDPMonitor(**monitor))
     if save_every is not None:
         callbacks.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=save_every, save_top_k=-1))
-    strategy = BucketDDPStrategy(
-        bucket_cap_mb=SMALL_BUCKETS_MB, monitor=isinstance(monitor, bool) or monitor == {}, **(options or {})
-    )
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **(options or {}))
     if loggers:
         trainer_options["logger"] = [
             CSVLogger(directory, name="csv", version="0"),
@@ -196,7 +193,6 @@ def fit(
         said=said,
         times_between=busy.times,
         num_marks=marks[0],
-        num_monitors=sum(isinstance(callback, BucketDDPMonitor) for callback in trainer.callbacks),  # type: ignore[attr-defined]
         in_progress_bar=metrics.get("overlap_pct"),
         state_bytes=sum(
             value.nbytes

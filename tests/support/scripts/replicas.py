@@ -306,7 +306,7 @@ def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
     num_checked = 0
     with logged() as lines:
         for max_epochs in (2, 3):
-            strategy = BucketDDPStrategy(check_replicas_every_n_steps=1, **how.strategy())
+            strategy = BucketDDPStrategy(replica_checks=1, **how.strategy())
             options = how.trainer()
             each_epoch = callbacks.ModelCheckpoint(directory, filename="last", enable_version_counter=False)
             options["callbacks"] = [each_epoch, *([options["callbacks"]] if "callbacks" in options else [])]
@@ -331,7 +331,7 @@ def num_collectives(*, every_n_steps: int | None, max_steps: int) -> dict[str, i
 
         return call
 
-    trainer = make_trainer(BucketDDPStrategy(check_replicas_every_n_steps=every_n_steps), max_steps=max_steps)
+    trainer = make_trainer(BucketDDPStrategy(replica_checks=every_n_steps), max_steps=max_steps)
     for name in names:
         setattr(dist, name, counting(name))
     try:
@@ -377,7 +377,7 @@ def drift_in_fabric(*, of: str, directory: Path, **options: Any) -> tuple[str | 
 @like_torchrun()
 def accumulate_differently_in_fabric() -> list[str]:
     """Rank 1 accumulates over three micro-batches, rank 0 over one, with a check in every step; what is logged."""
-    fabric = make_fabric(FabricStrategy(check_replicas_every_n_steps=1))
+    fabric = make_fabric(FabricStrategy(replica_checks=1))
     bare = nn.Linear(4, 1)
     module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters()))
     with logged() as lines:

@@ -383,7 +383,7 @@ def overflow() -> tuple[float, dict[str, Tensor]]:
     for shard in (False, True):
         torch.manual_seed(0)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
-        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, check_gradients=False)
+        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=None)
         module = Overflowing()
         trainer = make_trainer(
             strategy,
@@ -407,9 +407,7 @@ def fit_with_bad_gradient(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> 
     results = []
     for shard in (False, True):
         module = nonfinite.Module(nonfinite.Setting("gradient"))
-        strategy = BucketDDPStrategy(
-            bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=on_nonfinite, check_gradients=True
-        )
+        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=on_nonfinite)
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
         with collected_warnings() as messages:
             error = raised_by(lambda: trainer.fit(module, nonfinite.Batches(())))  # noqa: B023
@@ -431,7 +429,7 @@ class Diverges(Wide):
 @like_torchrun()
 def find_divergence() -> str:
     """What the comparison of replicas finds of a weight that one rank has changed."""
-    strategy = BucketDDPStrategy(shard_optimizer=True, check_replicas_every_n_steps=4)
+    strategy = BucketDDPStrategy(shard_optimizer=True, replica_checks=4)
     return raised_by(lambda: make_trainer(strategy, max_epochs=1).fit(Diverges(), models.loader()))
 
 

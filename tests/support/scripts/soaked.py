@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.config import Timeouts
 
 NUM_EPOCHS = 2
 STEPS_PER_EPOCH = 20
@@ -267,7 +268,7 @@ def main(
     prepare(directory, checkpoints, faults)
     options: dict[str, Any] = {"start_method": start_method, "timeout": timedelta(seconds=timeout_s)}
     if strategy == "bucketddp":
-        options.update(check_replicas_every_n_steps=3, stall_warning_s=2, start_timeout_s=START_TIMEOUT_S)
+        options.update(replica_checks=3, timeouts=Timeouts(start_s=START_TIMEOUT_S, stall_warning_s=2))
         options.update(global_batch_size=SAMPLES_PER_STEP)
     if resume == "auto":
         options.update(auto_resume=True)

@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+from lightning_bucketddp.config import Timeouts
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank-1", choices=["late", "exit", "kill_launcher"])
 parser.add_argument("--fabric", action="store_true")
@@ -35,10 +37,10 @@ if os.environ.get("LOCAL_RANK") == "1" and arguments.rank_1 == "kill_launcher":
     os.kill(os.getppid(), signal.SIGKILL)
 options = {"accelerator": "cpu", "devices": arguments.devices, "num_nodes": arguments.num_nodes}
 if arguments.fabric:
-    Fabric(strategy=FabricStrategy(start_timeout_s=arguments.start_timeout_s), **options).launch()
+    Fabric(strategy=FabricStrategy(timeouts=Timeouts(start_s=arguments.start_timeout_s)), **options).launch()
     sys.exit()
 trainer = lightning.Trainer(
-    strategy=BucketDDPStrategy(start_timeout_s=arguments.start_timeout_s),
+    strategy=BucketDDPStrategy(timeouts=Timeouts(start_s=arguments.start_timeout_s)),
     max_epochs=2,
     callbacks=Report(),
     logger=False,
