@@ -106,7 +106,7 @@ class LoneBatches(EqualBatches):
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        accept_skipped_steps(trainer.fit_loop.epoch_loop.automatic_optimization)
+        accept_skipped_steps(trainer)
 
     def skip(self) -> SkippedStep:
         return SkippedStep(torch.zeros((), device=self._device, requires_grad=True))
