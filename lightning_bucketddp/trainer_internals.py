@@ -39,8 +39,6 @@ def known(owner: Any, name: str) -> Any:
 
 
 def _explain_missing(owner: Any, name: str) -> RuntimeError:
-    from lightning_bucketddp import __version__
-
     if isinstance(owner, ModuleType):
         what, modules = owner.__name__, [owner.__name__]
     else:
@@ -48,9 +46,9 @@ def _explain_missing(owner: Any, name: str) -> RuntimeError:
         what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
     # The user may have derived a class of his own.
     root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
-    version = getattr(sys.modules.get(root), "__version__", "")
+    ours, version = (getattr(sys.modules.get(name), "__version__", "") for name in ("lightning_bucketddp", root))
     return RuntimeError(
-        f"lightning-bucketddp {__version__} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
+        f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
         f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
     )
 

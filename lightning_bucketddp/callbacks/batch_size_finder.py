@@ -121,7 +121,8 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
 def _smallest_num_samples(combined: Any, strategy: TrainerStrategy) -> int:
     """Return how many samples a rank has, where all ranks must stop: no batch can be larger. 0: nobody knows."""
     lengths = [_num_samples(of_rank, strategy.world_size) for of_rank in combined.flattened]
-    return min(strategy.gather_json(max(lengths, default=0)))
+    smallest: int = min(strategy.gather_json(max(lengths, default=0)))
+    return smallest
 
 
 def _num_samples(loader: Any, world_size: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_bucketddp import trainer_internals
 from lightning_bucketddp.trainer_internals import (
@@ -85,7 +85,7 @@ def loader_of(samples: list[torch.Tensor], batch_size: int = 2) -> Any:
 def model_of(root: Any, **members: Any) -> Any:
     """Return a module with data for two batches of everything; `members` are put in the place of its own."""
 
-    class Model(root.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(root.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(2, 1)
@@ -347,7 +347,7 @@ def test_a_fetch_is_seen_before_it_begins(root: Any) -> None:
             return super().__getitem__(index)
 
     undo = call_before_fetch(trainer, lambda: order.append("call"))
-    data = DataLoader(Seen(TRAINING), batch_size=2)  # type: ignore[arg-type]
+    data = loader_of(Seen(TRAINING))
     trainer.fit(model_of(root), data)
     # One batch is fetched ahead.
     assert order[0] == "call"
@@ -361,7 +361,7 @@ def test_another_class_reads_what_a_training_step_returns(root: Any) -> None:
     trainer, outputs = trainer_with(root), []
 
     def derive(result_class: Any) -> Any:
-        class Result(result_class):  # type: ignore[misc]
+        class Result(result_class):
             @classmethod
             def from_training_step_output(cls, output: Any, *args: Any) -> Any:
                 outputs.append(output)
@@ -460,7 +460,7 @@ def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None
 
 
 def test_callbacks_that_search(root: Any, tmp_path: Path, without_monitor_of_bars: None) -> None:
-    found = []
+    found: list[bool | None] = []
 
     def look(trainer: Any) -> None:
         found.extend(ends_by_search(callback) for callback in trainer.callbacks)
