@@ -5,13 +5,16 @@ Two ranks in different collectives of a group take each other's messages for the
 
 from __future__ import annotations
 
+import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
-from lightning_bucketddp.comm.process_group import access_store
+import torch.distributed as dist
+
+from lightning_bucketddp.comm.process_group import StoreAccess, access_store
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
@@ -23,7 +26,7 @@ class RollCall:
     """Roll calls of the ranks of the process group; a rank whose object of this class is gone answers none."""
 
     def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
-        access = access_store()
+        self._access = access = access_store()
         self.number = 0
         self._store = access.store
         self._rank = rank
@@ -31,11 +34,21 @@ class RollCall:
         self._timeout_s = timeout_s
         self._run = f"bucketddp/{access.name}"
         self._name = f"{self._run}/roll_calls/{self._store.add(f'{self._run}/num_roll_calls/{rank}', 1)}"
-        # Also when the program ends.
-        weakref.finalize(self, _leave, self._store, f"{self._name}/left/{rank}")
+        leave = weakref.finalize(self, partial(_leave, access, f"{self._name}/left/{rank}"))
+        # Also when the program ends, and before a process that has started others waits for their end.
+        leave.atexit = False
+        atexit.register(leave)
 
     def absent(self, *, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
         """Wait until all ranks answer, and return none; or return ranks that do not, as soon as that is known."""
+        try:
+            return self._call(waiting_elsewhere, raise_if_over)
+        except dist.DistNetworkError:
+            if self._access.is_there:
+                raise
+            return [0]  # it held the store
+
+    def _call(self, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
         self.number += 1
         key = f"{self._name}/{self.number}"
         self._store.add(key, 1)
@@ -65,6 +78,8 @@ class RollCall:
         return int(self._store.add(f"{self._run}/num_runs/{rank}", 0))
 
 
-def _leave(store: Any, key: str) -> None:
-    with suppress(RuntimeError):  # the process that holds the store may be gone
-        store.set(key, "")
+def _leave(access: StoreAccess, key: str) -> None:
+    # torch logs pages about a store that is gone.
+    if access.is_there:
+        with suppress(RuntimeError):
+            access.store.set(key, "")
