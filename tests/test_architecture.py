@@ -38,7 +38,7 @@ _BELOW_LIGHTNING = FOLDERS[: FOLDERS.index("checkpoint")]
 def imported_modules(source: str) -> set[str]:
     """Modules that `source` imports at run time."""
     names: set[str] = set()
-    for node in _run_time_nodes(ast.parse(source)):
+    for node in run_time_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -46,10 +46,10 @@ def imported_modules(source: str) -> set[str]:
     return names
 
 
-def _run_time_nodes(node: ast.AST) -> list[ast.AST]:
+def run_time_nodes(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return [found for child in node.orelse for found in _run_time_nodes(child)]
-    return [node, *[found for child in ast.iter_child_nodes(node) for found in _run_time_nodes(child)]]
+        return [found for child in node.orelse for found in run_time_nodes(child)]
+    return [node, *[found for child in ast.iter_child_nodes(node) for found in run_time_nodes(child)]]
 
 
 def folders_above(folder: str, source: str) -> set[str]:
@@ -71,6 +71,15 @@ def test_every_folder_has_its_place() -> None:
 def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     above = {str(path.relative_to(PACKAGE)): folders_above(folder, path.read_text()) for path in files(folder)}
     assert {path: found for path, found in above.items() if found} == {}
+
+
+def test_files_that_every_folder_may_import_import_none() -> None:
+    beside = {path.stem: imported_modules(path.read_text()) for path in PACKAGE.glob("*.py")}
+    of_all = {name for path in files() for name in imported_modules(path.read_text()) if path.parent != PACKAGE}
+    imported = {name: beside[name] for name in beside if f"lightning_bucketddp.{name}" in of_all}
+    assert imported.keys() >= {"config", "trainer_internals"}
+    folders = {f"lightning_bucketddp.{folder}" for folder in FOLDERS}
+    assert not {module for found in imported.values() for module in found if module.startswith(tuple(folders))}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

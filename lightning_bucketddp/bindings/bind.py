@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from lightning_bucketddp.bindings.process_setup import FABRIC_PROCESS_SETUP, TRAINER_PROCESS_SETUP, adopt_process_setup
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_bucketddp.strategies.launchers import Launchers, ProcessLauncher, ScriptLauncher
+from lightning_bucketddp.trainer_internals import known
 
 # By public name: where a callback or the tuner is, less its Lightning base class, and where that one is.
 _CALLBACKS = {
@@ -19,6 +21,37 @@ _CALLBACKS = {
     "ScalingMonitor": ("scaling_monitor", "ScalingMeasurement", "callbacks", "Callback"),
     "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
 }
+
+# What a strategy takes over from the `DDPStrategy` of Lightning's Trainer, and from that of Fabric.
+TRAINER_PROCESS_SETUP = (
+    "root_device",
+    "num_nodes",
+    "num_processes",
+    "process_group_backend",
+    "setup_distributed",
+    "_get_process_group_backend",
+    "set_world_ranks",
+    "determine_ddp_device_ids",
+    "model_to_device",
+    "barrier",
+    "broadcast",
+    "_enable_model_averaging",
+)
+FABRIC_PROCESS_SETUP = (
+    "root_device",
+    "num_nodes",
+    "num_processes",
+    "distributed_sampler_kwargs",
+    "process_group_backend",
+    "_setup_distributed",
+    "_get_process_group_backend",
+    "_set_world_ranks",
+    "_determine_ddp_device_ids",
+    "module_to_device",
+    "barrier",
+    "broadcast",
+    "all_reduce",
+)
 
 
 @functools.cache
@@ -38,8 +71,9 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
 
     strategies = import_module(f"{root}.strategies")
     exceptions = import_module(f"{root}.utilities.exceptions")
+    call = import_module(f"{root}.trainer.call")
     classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=fabric, module=module)
-    classes["_ProcessLauncher"].on_exception_of = staticmethod(import_module(f"{root}.trainer.call")._interrupt)
+    classes["_ProcessLauncher"].on_exception_of = staticmethod(known(call, "_interrupt"))
     strategy = _made(
         "BucketDDPStrategy",
         module,
@@ -47,14 +81,13 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
         strategies.ParallelStrategy,
         **_members(classes, fabric),
         _torch_sync_batchnorm=import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm,
-        _wrapping_checkpoint_io=import_module(f"{root}.plugins.io.wrapper")._WrappingCheckpointIO,
+        _wrapping_checkpoint_io=known(import_module(f"{root}.plugins.io.wrapper"), "_WrappingCheckpointIO"),
         _async_checkpoint_io=import_module(f"{root}.plugins.io").AsyncCheckpointIO,
-        _lightning_barrier=strategies.DDPStrategy.barrier,
         _lightning_reduce=strategies.DDPStrategy.reduce,
         _batch_size_of=staticmethod(import_module(f"{root}.utilities.data").extract_batch_size),
         _is_oom_error=staticmethod(import_module(f"{root}.utilities.memory").is_oom_error),
         _sigterm_exception=exceptions.SIGTERMException,
-        _normal_ends=(exceptions._TunerExitException,),
+        _normal_ends=(known(exceptions, "_TunerExitException"),),
         _callback=import_module(root).Callback,
         _class_for_root=staticmethod(strategy_class),
     )
@@ -86,14 +119,14 @@ def _classes_of_processes(launchers: str, *, fabric: str, module: str) -> dict[s
     torch_io = import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO
     return {
         "BucketDDPCheckpointIO": _made("BucketDDPCheckpointIO", module, AtomicCheckpointIO, torch_io),
-        "_ScriptLauncher": _made("_ScriptLauncher", module, ScriptLauncher, own._SubprocessScriptLauncher),
-        "_ProcessLauncher": _made("_ProcessLauncher", module, ProcessLauncher, own._MultiProcessingLauncher),
+        "_ScriptLauncher": _made("_ScriptLauncher", module, ScriptLauncher, known(own, "_SubprocessScriptLauncher")),
+        "_ProcessLauncher": _made("_ProcessLauncher", module, ProcessLauncher, known(own, "_MultiProcessingLauncher")),
     }
 
 
 def _members(classes: dict[str, Any], fabric: str) -> dict[str, Any]:
     environment = import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment
-    connect = import_module(f"{fabric}.utilities.distributed")._init_dist_connection
+    connect = known(import_module(f"{fabric}.utilities.distributed"), "_init_dist_connection")
     return {
         "_default_checkpoint_io": classes["BucketDDPCheckpointIO"],
         "_launchers": Launchers(classes["_ScriptLauncher"], classes["_ProcessLauncher"], environment),
@@ -104,3 +137,18 @@ def _members(classes: dict[str, Any], fabric: str) -> dict[str, Any]:
 def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any:
     """Return a class of `module` that is `part` before Lightning's `base`."""
     return type(base)(name, (part, base), {"__doc__": part.__doc__, "__module__": module, **members})
+
+
+def adopt_process_setup(cls: Any, ddp_strategy: Any, names: Iterable[str]) -> None:
+    """Have `cls` take over Lightning's own process set-up, and register as a `DDPStrategy`.
+
+    The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
+    installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
+    `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
+    `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
+    """
+    for name in names:
+        known(ddp_strategy, name)
+        setattr(cls, name, vars(ddp_strategy)[name])
+    abc.update_abstractmethods(cls)
+    ddp_strategy.register(cls)

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
     class BucketDDPStrategy(TrainerStrategy, ParallelStrategy): ...
 
+    BatchSizeFinder: Any
+    BucketDDPMonitor: Any
+    ScaleLearningRate: Any
+    ScalingMonitor: Any
+    Tuner: Any
+
 
 globals().update(bind_trainer("lightning.pytorch", fabric="lightning.fabric", module=__name__))
 

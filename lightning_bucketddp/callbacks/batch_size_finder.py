@@ -7,12 +7,19 @@ import traceback
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_bucketddp.data.evaluation import share_of
 from lightning_bucketddp.strategies.launchers import ProcessLauncher
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
+from lightning_bucketddp.trainer_internals import (
+    AsIfAlone,
+    combined_loader,
+    replace_method,
+    set_num_samples,
+    trainer_of,
+    tuning_as_if_alone,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,7 +42,7 @@ class SharedBatchSizeFinder(_BatchSizeFinder):
                     "`global_batch_size` sets the batch size of each rank, so there is none to look for. Leave it out"
                     " in a run with `BatchSizeFinder`, and then give the `DataLoader` the size that was found."
                 )
-            trainer = _AsIfAlone(trainer)  # type: ignore[assignment]
+            trainer = AsIfAlone(trainer)  # type: ignore[assignment]
         super().setup(trainer, pl_module, stage)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,7 +60,7 @@ class SharedTuner(_Tuner):
 
     def scale_batch_size(self, *args: Any, **kwargs: Any) -> int | None:
         """Return the largest batch size that no rank runs out of memory with. Takes what Lightning's takes."""
-        trainer = self._trainer
+        trainer = trainer_of(self)
         if not isinstance(trainer.strategy, TrainerStrategy):
             return super().scale_batch_size(*args, **kwargs)
         if isinstance(trainer.strategy.launcher, ProcessLauncher):
@@ -64,34 +71,19 @@ class SharedTuner(_Tuner):
             )
         finder: Any = import_module(self._binding).BatchSizeFinder
         lightnings: Any = import_module(finder.lightning_base.__module__)
-        self._trainer = _AsIfAlone(trainer)  # type: ignore[assignment]
         with ExitStack() as restored:
-            restored.callback(setattr, self, "_trainer", trainer)
+            restored.enter_context(tuning_as_if_alone(self))
             # Lightning's method imports the class when it is called.
             restored.callback(setattr, lightnings, "BatchSizeFinder", lightnings.BatchSizeFinder)
             lightnings.BatchSizeFinder = finder
             return super().scale_batch_size(*args, **kwargs)
 
 
-class _AsIfAlone:
-    """A Trainer that says that its strategy is not distributed, which is all that Lightning's finder asks of that."""
-
-    _accelerator_connector = SimpleNamespace(is_distributed=False)
-
-    def __init__(self, trainer: Trainer) -> None:
-        vars(self)["_of"] = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_of"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_of"], name, value)
-
-
 @contextmanager
 def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator[None]:
     """Have each run of the active loop be a trial of all ranks, and restore the loop at the end."""
-    loop: Any = trainer._active_loop
+    assert trainer.state.fn is not None  # it runs
+    loop: Any = getattr(trainer, f"{trainer.state.fn.value}_loop")
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     run, setup_data = loop.run, loop.setup_data
 
@@ -113,27 +105,24 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
 
     def setup_data_and_count() -> None:
         setup_data()
-        _count_per_rank(loop._combined_loader, strategy)
+        # None in a fit that trains nothing.
+        if (combined := combined_loader(loop)) is not None:
+            set_num_samples(combined, lambda: _smallest_num_samples(combined, strategy))
 
-    loop.run, loop.setup_data = run_as_trial, setup_data_and_count
-    try:
+    with ExitStack() as restored:
+        # As an error leaves it in Lightning before 2.6.
+        restored.callback(setattr, trainer, "callbacks", callbacks)
+        restored.callback(replace_method(loop, "run", run_as_trial))
+        restored.callback(replace_method(loop, "setup_data", setup_data_and_count))
         with strategy.searching():
             yield
-    finally:
-        del loop.run, loop.setup_data
-        # As an error leaves it in Lightning before 2.6.
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
-def _count_per_rank(loader: Any, strategy: TrainerStrategy) -> None:
-    """Have `loader` tell how many samples a rank has, and not how many the data: no batch can be larger."""
-    if loader is None or "_dataset_length" in vars(loader):
-        return
-    lengths = [_num_samples(of_rank, strategy.world_size) for of_rank in loader.flattened]
-    # All ranks must stop at the same size.
+def _smallest_num_samples(combined: Any, strategy: TrainerStrategy) -> int:
+    """Return how many samples a rank has, where all ranks must stop: no batch can be larger. 0: nobody knows."""
+    lengths = [_num_samples(of_rank, strategy.world_size) for of_rank in combined.flattened]
     smallest: int = min(strategy.gather_json(max(lengths, default=0)))
-    if smallest > 0:
-        loader._dataset_length = lambda: smallest
+    return smallest
 
 
 def _num_samples(loader: Any, world_size: int) -> int:

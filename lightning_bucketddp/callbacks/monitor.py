@@ -20,6 +20,7 @@ from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, T
 from lightning_bucketddp.recording.writer import RecordFile, Thinning, metrics_of, plan_of, step_of
 from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -214,6 +215,7 @@ class StepMonitoring(_Callback):
         self._has_summary = summary
         self._shows_overlap = progress_bar
         self._fit: RecordedFit | None = None
+        self._stop_seeing_fetches: Undo | None = None
         self._global_step = 0
         self._summary: Summary | None = None
         # Where the last fit was recorded; also known to a process that has forked the ranks.
@@ -247,16 +249,7 @@ class StepMonitoring(_Callback):
         self.recorded_in = folder
         self._global_step = trainer.global_step
         self._fit = RecordedFit(trainer.strategy, every_n_rounds=self._every_n_steps, folder=folder)
-        loop = trainer.fit_loop.epoch_loop
-        before_fetch = type(loop)._on_before_fetch
-
-        def see_fetch() -> None:
-            if self._fit is not None:
-                self._fit.begin_fetch()
-            before_fetch(loop)
-
-        # The last call before the trainer waits for a batch: validation, checkpoints and callbacks are over by then.
-        loop._on_before_fetch = see_fetch  # type: ignore[method-assign]
+        self._stop_seeing_fetches = call_before_fetch(trainer, self._fit.begin_fetch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
@@ -273,7 +266,7 @@ class StepMonitoring(_Callback):
         if self._shows_overlap and self._fit.new_overlap is not None:
             # The bar shows it until there is a new one.
             pl_module.log("overlap_pct", 100 * self._fit.new_overlap, prog_bar=True, logger=False)
-        if trainer._logger_connector.should_update_logs:
+        if is_log_step(trainer):
             self._log(trainer, self._fit)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -308,13 +301,14 @@ class StepMonitoring(_Callback):
         if steps:
             values = metrics_of(steps, num_ranks=trainer.world_size)
             named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-            # Not `pl_module.log`: it would repeat the values at a later log point where nothing was recorded.
-            trainer._logger_connector.log_metrics(named)
+            log_at_once(trainer, named)
 
     def _close(self, trainer: Trainer) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            delattr(trainer.fit_loop.epoch_loop, "_on_before_fetch")
+            assert self._stop_seeing_fetches is not None
+            self._stop_seeing_fetches()
+            self._stop_seeing_fetches = None
             fit.close()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.trainer_internals import is_log_step, log_at_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -117,7 +118,7 @@ class ScalingMeasurement(_Callback):
         self._global_step = trainer.global_step
         if self._window is None:
             self._window = _Window(began_at=_now(trainer.strategy.root_device))
-        elif trainer._logger_connector.should_update_logs:
+        elif is_log_step(trainer):
             self._log(trainer, self._window)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,8 +157,7 @@ class ScalingMeasurement(_Callback):
         if (efficiency := self._efficiency(rate, trainer)) is not None:
             values["scaling_efficiency"] = efficiency
         named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-        # Not `pl_module.log`: it would repeat the values at a later log point where nothing was measured.
-        trainer._logger_connector.log_metrics(named)
+        log_at_once(trainer, named)
         self._num_samples += window.num_samples
         self._seconds += now - window.began_at
         self._window = _Window(began_at=now)

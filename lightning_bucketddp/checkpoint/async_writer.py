@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.snapshot import Snapshots
+from lightning_bucketddp.trainer_internals import forget_write_error
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
@@ -184,6 +185,5 @@ def raised_once(checkpoint_io: CheckpointIO) -> Iterator[None]:
     except BaseException:
         with suppress(Exception):
             checkpoint_io.teardown()  # a second write may be waiting, to fail for the same reason
-        if getattr(checkpoint_io, "_error", None) is not None:
-            checkpoint_io._error = None  # type: ignore[attr-defined]
+        forget_write_error(checkpoint_io)
         raise

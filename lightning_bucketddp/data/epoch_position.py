@@ -35,6 +35,16 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.data.uneven_data import is_even
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.trainer_internals import (
+    batch_progress,
+    combined_loader,
+    epoch_progress,
+    known_metrics,
+    mark_as_begun,
+    mode_of,
+    sampler_within,
+    saved_progress,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -57,7 +67,7 @@ class ResumableSampler(Sampler[Any]):
     def __init__(
         self, sampler: Any, *, taken: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
     ) -> None:
-        self._sampler = sampler
+        self._original = sampler
         self._taken = taken
         self._draws = _random_sampler(sampler) is not None
         self._restored = generator_at_start
@@ -70,16 +80,16 @@ class ResumableSampler(Sampler[Any]):
         self.is_first_pass = False
         restored, self._restored = self._restored, None
         if not self._draws:
-            yield from islice(self._sampler, begin, end)
+            yield from islice(self._original, begin, end)
             return
-        own = getattr(_random_sampler(self._sampler), "generator", None)
+        own = getattr(_random_sampler(self._original), "generator", None)
         generator: torch.Generator = torch.default_generator if own is None else own
         now = generator.get_state()
         if restored is not None:
             generator.set_state(restored)
         self.generator_at_start = generator.get_state()
         # Draws what the sampler draws.
-        rest = islice(self._sampler, begin, end)
+        rest = islice(self._original, begin, end)
         first = list(islice(rest, 1))
         if restored is not None and own is None:
             # All others that draw from it go on where they are.
@@ -88,12 +98,12 @@ class ResumableSampler(Sampler[Any]):
         yield from rest
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self._original)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_sampler" or name.startswith("__"):  # asked for while it is copied or unpickled
+        if name == "_original" or name.startswith("__"):  # asked for while it is copied or unpickled
             raise AttributeError(name)
-        return getattr(self._sampler, name)
+        return getattr(self._original, name)
 
 
 def _random_sampler(sampler: Any) -> Any:
@@ -102,8 +112,7 @@ def _random_sampler(sampler: Any) -> Any:
         sampler = inner
     if type(sampler) in (DistributedSampler, SequentialSampler):
         return None
-    # Lightning's wrapper around a sampler of the user's.
-    return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+    return sampler_within(sampler)
 
 
 @dataclass(slots=True)
@@ -225,21 +234,21 @@ class EpochPosition(RunPart):
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
         """Set the counts in `checkpoint` right, for the training that begins with it."""
         saved = checkpoint.get(_OURS, {}).get(_KEY)
-        loop = checkpoint.get("loops", {}).get("fit_loop")
-        if not self._is_on or trainer.state.fn != "fit" or saved is None or loop is None:
+        progress = saved_progress(checkpoint)
+        if not self._is_on or trainer.state.fn != "fit" or saved is None or progress is None:
             return
-        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+        epochs, batches = progress.epochs["current"], progress.batches
         num_batches = saved["num_batches"]
         is_end = batches["is_last_batch"] = batches["is_last_batch"] and num_batches == batches["current"]["ready"]
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
         is_schedule_due = epochs["completed"] < epochs["processed"] == epochs["started"]
         _set_counts(batches, num_batches)
-        _set_step(loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"], saved["step"])
+        _set_step(progress.optimizer_steps, saved["step"])
         is_counted = epochs["started"] == epochs["processed"]
         if is_end and not is_counted and batches["current"]["completed"] < num_batches and trainer.max_steps == -1:
             # As if saved at the end of the epoch. Otherwise Lightning does not count the next one as begun.
             for name in ("current", "total"):
-                loop["epoch_progress"][name]["processed"] += 1
+                progress.epochs[name]["processed"] += 1
                 batches[name]["completed"] += 1
             is_counted = True
         self._at_step = _Step(epochs["started"], num_batches, saved["step"])
@@ -301,9 +310,9 @@ class EpochPosition(RunPart):
     def _place_loaders(self) -> int:
         """Decide, once their limits are known, what the loaders give first; return how many batches come before."""
         if self._num_before is None:
-            resumed, combined = self._resumed, self._trainer.fit_loop._combined_loader
+            resumed, combined = self._resumed, combined_loader(self._trainer.fit_loop)
             lengths = [min(_length(it), limit) for it, limit in zip(combined.flattened, combined.limits, strict=True)]
-            ends_with_first = combined._mode == "min_size"
+            ends_with_first = mode_of(combined) == "min_size"
             num_batches = min(lengths) if ends_with_first else max(lengths)
             num_before = []
             for index, part in enumerate(self._parts):
@@ -363,8 +372,8 @@ class EpochPosition(RunPart):
     def _continue_schedules(self, resumed: _Resumed, metrics: dict[str, float]) -> None:
         """Have schedules that follow a metric step at the end of this epoch: Lightning leaves that out."""
         trainer = self._trainer
-        trainer._logger_connector._callback_metrics.update({name: torch.tensor(it) for name, it in metrics.items()})
-        trainer.fit_loop._restarting = False
+        known_metrics(trainer).update({name: torch.tensor(it) for name, it in metrics.items()})
+        mark_as_begun(trainer)
         for config in trainer.lr_scheduler_configs if resumed.is_schedule_due else ():
             is_due = config.interval == "epoch" and resumed.epoch % config.frequency == 0
             if config.reduce_on_plateau and is_due and config.monitor in metrics:
@@ -377,10 +386,10 @@ class EpochPosition(RunPart):
 
     @property
     def _batches(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.batch_progress
+        return batch_progress(self._trainer)
 
     def _num_epochs_begun(self) -> int:
-        return int(self._trainer.fit_loop.epoch_progress.current.started)
+        return int(epoch_progress(self._trainer).current.started)
 
     def complete_step(self) -> None:
         if self._filter is not None:
@@ -415,9 +424,10 @@ class EpochPosition(RunPart):
             self._num_before = 0
             for part in self._parts:
                 part.take_all()
-        cycles = len(self._parts) > 1 and self._trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+        combined = combined_loader(self._trainer.fit_loop)
+        cycles = len(self._parts) > 1 and mode_of(combined) == "max_size_cycle"
         num_own = num_batches - self._place_loaders()
-        known = self._trainer._logger_connector._callback_metrics
+        known = known_metrics(self._trainer)
         monitors = {it.monitor for it in self._trainer.lr_scheduler_configs if it.reduce_on_plateau}
         return {
             "num_batches": num_batches,

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from lightning_bucketddp.trainer_internals import batch_sampler_within
+
 _MISSING: Any = object()
 
 # At a time, because to change the random states takes up to a millisecond; not all, because some samplers never end.
@@ -291,8 +293,7 @@ def divide(loader: Any, part: Part, *, keeps_batches: bool = False) -> None:
     if loader.batch_sampler is None:
         object.__setattr__(loader, "sampler", ShareOfIndices(loader.sampler, part))  # which the loader itself forbids
         return
-    # In a prediction, Lightning's sampler that remembers the indices is around the one that makes the batches.
-    inner = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+    inner = batch_sampler_within(loader.batch_sampler)
     makes_own_batches = type(inner) is BatchSampler and not inner.drop_last and not keeps_batches
     share = ShareOfSamples(inner, part) if makes_own_batches else ShareOfBatches(inner, part)
     batch_sampler = share if inner is loader.batch_sampler else type(loader.batch_sampler)(share)
@@ -304,7 +305,7 @@ def share_of(loader: Any) -> BatchShare | ShareOfIndices | Rounds | None:
     if isinstance(rounds := getattr(loader, "rounds", None), Rounds):
         return rounds
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(batch_sampler, "_batch_sampler", batch_sampler), getattr(loader, "sampler", None)):
+    for sampler in (batch_sampler_within(batch_sampler), getattr(loader, "sampler", None)):
         if isinstance(sampler, BatchShare | ShareOfIndices):
             return sampler
     return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.trainer_internals import WRAPPER_OF_FABRIC
 from lightning_bucketddp.wording import list_names, list_ranks
 
 # Classes that exchange gradients or weights by themselves: those that wrap a module, and those into which a call turns
@@ -23,7 +24,7 @@ _WRAPPERS = {
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
-    "_FabricModule",
+    WRAPPER_OF_FABRIC,
 }
 _CALLS = {
     "DDP": "`replicate`",

@@ -35,6 +35,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.trainer_internals import (
+    continue_logger,
+    ends_by_search,
+    epoch_progress,
+    has_ckpt_path,
+    load_as_given,
+    load_at_start,
+)
 from lightning_bucketddp.wording import list_some_ranks, pluralize
 
 if TYPE_CHECKING:
@@ -86,7 +94,7 @@ class AutoResume(NoAutoResume):
             yield
             return
         arguments = inspect.signature(function).bind(*args).arguments
-        self._is_path_given = bool(arguments.get("ckpt_path")) or trainer._checkpoint_connector._user_managed
+        self._is_path_given = bool(arguments.get("ckpt_path")) or has_ckpt_path(trainer)
         of_run = self._describe_run(trainer, arguments)
         self._name = f"{of_run}-{self.num_fits_ended[of_run]}"
         loop = trainer.fit_loop.epoch_loop
@@ -114,13 +122,12 @@ class AutoResume(NoAutoResume):
         return hashlib.sha256(json.dumps(run).encode()).hexdigest()[:16]
 
     def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
-        connector: Any = trainer._checkpoint_connector
-        vars(connector).pop("resume_start", None)
+        load_as_given(trainer)
         if trainer.state.fn != "fit":
             return
         self._record, self._is_over = None, False
-        if finders := [callback for callback in _callbacks(trainer) if hasattr(callback, "_early_exit")]:
-            if all(finder._early_exit for finder in finders):
+        if finders := [callback for callback in _callbacks(trainer) if ends_by_search(callback) is not None]:
+            if all(ends_by_search(finder) for finder in finders):
                 return  # a tuner's fit, which ends before the first step that counts
             raise ValueError(
                 f"`auto_resume=True` and the callback `{type(finders[0]).__name__}` do not go together: it searches"
@@ -132,20 +139,13 @@ class AutoResume(NoAutoResume):
             rank_zero_info("bucketddp: `auto_resume`: `ckpt_path` was given: resuming from there.")
             return
         chosen = _agree(self._record, collectives, checks_files=is_first_of_host)
-        path = None if chosen is None else chosen.path
         told = self._tell(self._record, chosen, root, trainer) if collectives.rank == 0 else None
         self._is_over, loggers = collectives.broadcast_json(told)
         if self._is_over:
             _end_at_once(trainer)
         if chosen is not None:
             _continue_loggers(trainer, loggers, writes=collectives.rank == 0)
-        resume_start = connector.resume_start
-
-        def resume_from_chosen(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            del connector.resume_start
-            resume_start(path, *args, **kwargs)
-
-        connector.resume_start = resume_from_chosen
+        load_at_start(trainer, None if chosen is None else chosen.path)
 
     def _tell(
         self, record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer
@@ -194,11 +194,10 @@ class AutoResume(NoAutoResume):
         self._is_over = True
         if self._record is not None:
             seconds, may_last = _time(trainer)
-            loop: Any = trainer.fit_loop
             self._record.set_end(
                 RunEnd(
                     step=trainer.global_step,
-                    num_epochs=loop.epoch_progress.current.processed,
+                    num_epochs=epoch_progress(trainer).current.processed,
                     seconds=seconds,
                     was_stopped=trainer.should_stop and seconds < may_last,
                 )
@@ -226,15 +225,10 @@ def _end_at_once(trainer: Trainer) -> None:
 
 
 def _continue_loggers(trainer: Trainer, saved: Loggers, *, writes: bool) -> None:
-    """Have loggers go on in the version, or the run of W&B or MLflow, in which they were, unless the user names one."""
+    """Have loggers go on where they were, unless the user says where."""
     for logger, (kind, version) in zip(_loggers(trainer), saved, strict=False):
-        own = vars(logger)
-        if type(logger).__name__ != kind or version is None or own.get("_experiment") is not None:
+        if type(logger).__name__ != kind or version is None or not continue_logger(logger, version):
             continue
-        for name in {"_version", "_run_id", "_id"} & own.keys():
-            if own[name] is None:
-                own[name] = version
-                own.get("_wandb_init", {})["id"] = version
         if writes and any(base.__name__ == "CSVLogger" for base in type(logger).__mro__):
             _reopen_csv(logger)
     for callback in _callbacks(trainer):

@@ -15,6 +15,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.trainer_internals import replace_result_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -27,10 +28,12 @@ class SkippedStep:
     loss: Tensor
 
 
-def accept_skipped_steps(automatic_optimization: Any) -> None:
-    """Have this loop take a `SkippedStep` from `training_step`, and report no loss for it."""
-    result_class: Any = type(automatic_optimization).output_result_cls
+def accept_skipped_steps(trainer: Trainer) -> None:
+    """Have a fit take a `SkippedStep` from `training_step`, and report no loss for it."""
+    replace_result_class(trainer, _with_skips)
 
+
+def _with_skips(result_class: Any) -> Any:
     class ResultOrSkip(result_class):  # type: ignore[misc]
         @classmethod
         def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
@@ -40,7 +43,7 @@ def accept_skipped_steps(automatic_optimization: Any) -> None:
             result.loss = None
             return result
 
-    automatic_optimization.output_result_cls = ResultOrSkip
+    return ResultOrSkip
 
 
 class BatchWeighting(RunPart):
@@ -82,7 +85,7 @@ class BatchWeighting(RunPart):
         self._weight: float | None = None
         self._reference_weight: float | None = None
         self._skipped_loss: Tensor | None = None
-        accept_skipped_steps(trainer.fit_loop.epoch_loop.automatic_optimization)
+        accept_skipped_steps(trainer)
 
     @property
     def is_idle(self) -> bool:

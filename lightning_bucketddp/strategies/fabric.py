@@ -97,6 +97,7 @@ class FabricStrategy(FabricCheckpointHooks):
             precision=precision,
         )
         self._take_options(StrategyOptions.of(arguments))
+        self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []

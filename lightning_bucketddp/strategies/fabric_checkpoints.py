@@ -18,6 +18,7 @@ from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
+from lightning_bucketddp.trainer_internals import convert_to_state
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _ParallelStrategy
@@ -29,19 +30,21 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
     """The part of a strategy that Fabric calls to save and to load."""
 
     _checks: ReplicaComparison | None
+    # None: none was given, and nobody has asked for it.
+    _io: Any = None
     _trained_state: Callable[[], TrainingState]
     # Of the modules that were set up.
     _weights_at_start: dict[nn.Module, Severities]
 
     @property
     def checkpoint_io(self) -> Any:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_checkpoint_io()
-        return self._checkpoint_io
+        if self._io is None:
+            self._io = self._default_checkpoint_io()
+        return self._io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
+        self._io = io
 
     def save_checkpoint(
         self,
@@ -58,7 +61,7 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
         # On every rank: an optimizer may have to gather its state.
-        checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        checkpoint = convert_to_state(self, state, filter=filter or {})
 
         def save() -> None:
             spoiled = [
@@ -94,11 +97,11 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
         if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
             if self.options.async_checkpoints:
                 self.wait_for_checkpoints()
-            self._checkpoint_io = _ReadOnEveryRank(own_io, self._collectives)  # type: ignore[assignment]
+            self._io = _ReadOnEveryRank(own_io, self._collectives)
         try:
             rest = super().load_checkpoint(path, state, strict, **kwargs)
         finally:
-            self._checkpoint_io = own_io
+            self._io = own_io
         # Training begins again with what was loaded.
         loaded = list(state.values()) if isinstance(state, dict) else [state]
         for module in self._weights_at_start:

@@ -23,6 +23,7 @@ from lightning_bucketddp.comm.connections import connection_ids, cut_all_connect
 from lightning_bucketddp.processes import end_openmp_threads, end_with_status
 from lightning_bucketddp.startup.child_processes import LAUNCHER_PID, describe_end
 from lightning_bucketddp.startup.store import is_on_this_host, listen
+from lightning_bucketddp.trainer_internals import set_main_port
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -59,7 +60,7 @@ class HoldsPort:
             listen(environment.main_port, address=address).close()
             return
         self._listener = listen(int(os.environ.get("STANDALONE_PORT", 0)), address=address)
-        environment._main_port = self._listener.getsockname()[1]
+        set_main_port(environment, self._listener.getsockname()[1])
 
 
 @contextmanager

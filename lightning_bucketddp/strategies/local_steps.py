@@ -47,6 +47,7 @@ from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
 from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.strategies.signals import StopSignals
+from lightning_bucketddp.trainer_internals import averaged_models
 from lightning_bucketddp.wording import list_names, list_ranks, pluralize
 
 if TYPE_CHECKING:
@@ -318,7 +319,7 @@ class LocalRounds(RunPart):
             return
         self._have_averaged = True
         left_out, self._left_out = self._left_out, set()
-        models = [getattr(callback, "_average_model", None) for callback in self._trainer.callbacks]  # type: ignore[attr-defined]
+        models = averaged_models(self._trainer.callbacks)  # type: ignore[attr-defined]
         averaged = [model.module for model in models if isinstance(model, torch.optim.swa_utils.AveragedModel)]
         num_counted = self._islands.number - len(left_out)
         share = 0.0 if self._islands.index in left_out else self._islands.number / num_counted

@@ -19,6 +19,7 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
 from lightning_bucketddp.faults.watchdog import SAME_CTRL_C_WITHIN_S, Watchdog
+from lightning_bucketddp.trainer_internals import replace_signal_handlers, slurm_requeue_of, stop_after_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,6 +44,7 @@ class StopSignals:
         self._handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
         self._exchange: StepExchange | None = None
         self._requeue: Callable[..., Any] | None = None
+        self._restore: Callable[[], None] = lambda: None
         self._callback: Any = None
         self._interrupted_at: float | None = None
 
@@ -52,16 +54,10 @@ class StopSignals:
         Args:
             callback: Lightning's base class of callbacks: only one of them can save within an epoch, where the state of
                 the data is that of the step.
-
-        Its handler for SIGTERM broadcasts from within, and so does its training loop before each batch (2.6): a
-        collective and a wait for the device in every step, which the messages make needless.
         """
-        connector: Any = self._trainer._signal_connector
-        self._requeue = connector._slurm_sigusr_handler_fn
-        register = type(connector).register_signal_handlers
+        self._requeue = slurm_requeue_of(self._trainer)
 
-        def register_with_ours() -> None:
-            register(connector)
+        def see_registered() -> None:
             if threading.current_thread() is not threading.main_thread():
                 return
             self._handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
@@ -71,19 +67,16 @@ class StopSignals:
                 signal.signal(signal.SIGINT, self._on_stop)
                 self._handlers[signal.SIGINT] = self._on_stop
 
-        connector._sigterm_notifier_fn = self._on_stop
-        connector._slurm_sigusr_handler_fn = self._on_requeue
-        connector.register_signal_handlers = register_with_ours
-        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        # Its loop's own message in each step is a collective and a wait for the device, which ours make needless.
+        self._restore = replace_signal_handlers(
+            self._trainer, on_sigterm=self._on_stop, on_requeue=self._on_requeue, on_registered=see_registered
+        )
         self._callback = _callback_after_batches(self._after_batch, callback)
         self._trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
     def restore_handlers(self) -> None:
         """Give Lightning its own back."""
-        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "register_signal_handlers"):
-            delattr(connector, name)
-        delattr(loop, "_broadcast_sigterm_tensor")
+        self._restore()
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
     def received(self) -> list[int]:
@@ -104,7 +97,7 @@ class StopSignals:
         if self._exchange is not None and self._exchange.all_stop_by:
             self._watchdog.request_stop(self._exchange.all_stop_by)
             # All of them: Lightning raises at the end of this batch.
-            self._trainer._signal_connector.received_sigterm = True
+            stop_after_batch(self._trainer)
 
     def _after_batch(self) -> None:
         """Save and requeue, if that was asked for: all ranks are between two steps."""

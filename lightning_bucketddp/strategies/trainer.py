@@ -58,6 +58,7 @@ from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_ro
 from lightning_bucketddp.strategies.run_lines import FitTally
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
+from lightning_bucketddp.trainer_internals import layer_sync_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -167,6 +168,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
             precision_plugin=precision_plugin,
         )
         self._take_options(StrategyOptions.of(arguments))
+        self._io = checkpoint_io
         self._state = FitState()
         self._recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
@@ -216,6 +218,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 self._saves = RollCall(rank=self.global_rank, world_size=self.world_size, timeout_s=timeout_s)
         self._position.forget_checkpoint()
         if self.lightning_module is not None:
+            self._watch_training_data()
             self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
         self._is_restoring = True
 
@@ -285,7 +288,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 self.options.local_steps,
                 known=self._islands,
                 host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
-                syncs_layers=self._layer_sync is not None,
+                syncs_layers=layer_sync_of(self) is not None,
             )
         if self._islands is not None:
             begin_local_steps(
@@ -315,12 +318,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
         # To overfit on the same batches everywhere is a way to test a model.
         if self._steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
             state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
-        if self._layer_sync is not None:
-            is_ours = type(self._layer_sync) is self._torch_sync_batchnorm
+        if (layer_sync := layer_sync_of(self)) is not None:
             weighting = state.weighting
             assert weighting is not None
-            state.layers = LayersOfPlugin(self._layer_sync)
-            if is_ours:
+            state.layers = LayersOfPlugin(layer_sync)
+            if type(layer_sync) is self._torch_sync_batchnorm:
                 state.layers = ConvertedLayers(self._steps_with, is_idle=lambda: weighting.is_idle)
             self.model = state.layers.apply(self.model)
         if state.islands is not None:
@@ -457,6 +459,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     def teardown(self) -> None:
         self._batch_size.end()
+        self._stop_watching_training_data()
         self.model = self._state.close(self.model)
         has_raised = self._fault_handler is not None and self._fault_handler.has_raised
         # Otherwise `on_fit_end` and `teardown` of the user's are still to come.

@@ -44,6 +44,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     _wrapping_checkpoint_io: ClassVar[type]
     _async_checkpoint_io: ClassVar[type]
+    # None: none was given, and nobody has asked for it.
+    _io: Any = None
     _rank_seeds: RankSeeds | None
     _auto_resume: NoAutoResume
     _saves: RollCall | None
@@ -76,16 +78,16 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     @property
     def checkpoint_io(self) -> Any:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_checkpoint_io()
-        elif isinstance(self._checkpoint_io, self._wrapping_checkpoint_io):
+        if self._io is None:
+            self._io = self._default_checkpoint_io()
+        elif isinstance(self._io, self._wrapping_checkpoint_io):
             # Ignored by a wrapper that already has something to wrap.
-            self._checkpoint_io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
-        return self._checkpoint_io
+            self._io.checkpoint_io = self._default_checkpoint_io()  # type: ignore[attr-defined]
+        return self._io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
+        self._io = io
 
     def setup_environment(self) -> None:
         if self.options.async_checkpoints and isinstance(self.checkpoint_io, self._async_checkpoint_io):

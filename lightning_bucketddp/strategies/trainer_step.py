@@ -30,6 +30,12 @@ from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gra
 from lightning_bucketddp.strategies.predictions import gather_predictions
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.signals import StopSignals
+from lightning_bucketddp.trainer_internals import (
+    Undo,
+    batch_progress,
+    return_predictions,
+    set_up_training_data_within,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -49,13 +55,13 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     _model_averager: Any
     _batch_size: GlobalBatchSize
     _position: EpochPosition
-    _is_loading_training_data = False
+    # How many training dataloaders have come since Lightning began to set them up; None: others come, or none.
+    _num_training_loaders: int | None = None
+    _end_watching_training_data: Undo | None = None
     # By dataloader of the prediction that runs.
     _are_divided: list[bool]
     # None: nobody searches for a batch size.
     _trials: Trials | None = None
-    # Lightning's own.
-    _lightning_barrier: Callable[..., None]
 
     @property
     def reducer(self) -> Reducer | None:
@@ -106,22 +112,37 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return None if self._fault_handler is None else self._fault_handler.signals
 
     def process_dataloader(self, dataloader: object) -> object:
-        for part in self._parts:
-            dataloader = part.prepare_loader(dataloader, is_training=self._is_loading_training_data)
-        return dataloader
-
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        # Lightning says so what it does next, and nothing else tells loaders of a fit apart: it gets those for
-        # validation while it trains, and may get those for training at any time.
-        self._is_loading_training_data = name == "train_dataloader()"
-        if self._is_loading_training_data:
+        is_training = self._num_training_loaders is not None
+        if self._num_training_loaders == 0:
             for part in self._parts:
                 part.begin_loaders()
-        self._lightning_barrier(name, *args, **kwargs)
+        if self._num_training_loaders is not None:
+            self._num_training_loaders += 1
+        for part in self._parts:
+            dataloader = part.prepare_loader(dataloader, is_training=is_training)
+        return dataloader
+
+    def _watch_training_data(self) -> None:
+        """Know from now on which dataloaders are for training."""
+        self._stop_watching_training_data()
+        self._end_watching_training_data = set_up_training_data_within(self._trainer, self._setting_up_training_data)
+
+    def _stop_watching_training_data(self) -> None:
+        if self._end_watching_training_data is not None:
+            self._end_watching_training_data()
+        self._end_watching_training_data = None
+
+    @contextmanager
+    def _setting_up_training_data(self) -> Iterator[None]:
+        self._num_training_loaders = 0
+        try:
+            yield
+        finally:
+            self._num_training_loaders = None
 
     def _num_batches_trained(self) -> int | None:
         """Return how many batches of an epoch a run that resumes from here must not see again; None: it is over."""
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        progress = batch_progress(self._trainer)
         num_batches = self._position.num_batches_trained()
         num_batches = int(progress.current.processed) if num_batches is None else num_batches
         is_over = progress.is_last_batch and num_batches == progress.current.ready
@@ -284,15 +305,15 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         if self._gathers_predictions:
             self._are_divided = divided_loaders(self._trainer.predict_loop)
             # Lightning returns none where it has launched processes by itself.
-            self._trainer.predict_loop._return_predictions |= self._start_method != "popen"
+            if self._start_method != "popen":
+                return_predictions(self._trainer)
 
     def on_predict_end(self) -> None:
         loop = self._trainer.predict_loop
         if self._gathers_predictions and loop.return_predictions:
             assert self._collectives is not None
-            divided = [
-                batches for batches, is_divided in zip(loop._predictions, self._are_divided, strict=True) if is_divided
-            ]
+            by_loader = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+            divided = [batches for batches, is_divided in zip(by_loader, self._are_divided, strict=True) if is_divided]
             gather_predictions(divided, self._collectives)
 
     @property
@@ -343,7 +364,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     @property
     def _counts(self) -> Any:
         """Lightning's counts of the batches of this epoch."""
-        return self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return batch_progress(self._trainer).current
 
     @property
     def _repeats_micro_batches(self) -> bool:

@@ -154,7 +154,7 @@ class Rank:
             lr_scheduler_configs=[],
             _logger_connector=SimpleNamespace(_callback_metrics={}),
             fit_loop=SimpleNamespace(
-                epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), restarting=False
+                epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), _restarting=False
             ),
         )
         self.trainer = trainer
@@ -190,7 +190,7 @@ class Rank:
         [loader, *_] = self.loaders
         current = self.epochs.current
         is_within = checkpoint is not None and not current.ready == current.started == current.processed
-        self.trainer.fit_loop.restarting = is_within
+        self.trainer.fit_loop._restarting = is_within
         if checkpoint is not None and is_within and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(checkpoint["loader"])
         fetcher = _PrefetchDataFetcher()

@@ -121,13 +121,14 @@ def test_training_equals_one_process_with_the_whole_batch(world_size: int, batch
     "setting",
     [
         Setting(batch_size=100, num_workers=1),
+        Setting(reload_every=1),
         Setting(drop_last=True, num_samples=71),
         Setting(is_in_order=True),
         Setting(num_samples=48, is_manual=True, batch_size=12),
         Setting(is_stream=True, options={"gradient_weight": "batch_size"}),
         Setting(num_samples=48, is_stream=True, drop_last=True),
     ],
-    ids=["one_batch", "drop_last", "in_order", "manual", "stream", "whole_stream"],
+    ids=["one_batch", "reloaded", "drop_last", "in_order", "manual", "stream", "whole_stream"],
 )
 def test_all_kinds_of_data_can_be_divided(setting: Setting) -> None:
     ranks = run_on_ranks(train, setting=setting)

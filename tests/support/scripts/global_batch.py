@@ -114,6 +114,7 @@ class Setting:
     num_workers: int = 0
     max_epochs: int = 2
     limit_train_batches: int | None = None
+    reload_every: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def steps(self, *, num_epochs: int = 2) -> list[list[int]]:
@@ -187,6 +188,7 @@ def train(
         max_steps=max_steps,
         limit_train_batches=setting.limit_train_batches,
         num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=setting.reload_every,
         enable_checkpointing=save_to is not None,
         callbacks=callbacks,
     )

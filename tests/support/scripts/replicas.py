@@ -313,7 +313,8 @@ def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
             trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, **options)
             resumed = directory / "last.ckpt" if max_epochs == 3 else None
             trainer.fit(how.module(), models.loader(), models.loader(), ckpt_path=resumed)
-            num_checked += strategy._state.comparison._checks._begun_at
+            comparison: Any = strategy._state.comparison
+            num_checked += 0 if comparison is None else comparison._checks._begun_at
     return lines, num_checked > 0
 
 
