@@ -30,7 +30,8 @@ BLOCKS = {
 def choose_seeds() -> list[int]:
     """Return seeds whose programs have every model, event and option, and some more."""
     missing = set(BLOCKS)
-    needed, others = [], []
+    needed: list[int] = []
+    others: list[int] = []
     for seed in itertools.count():
         if not missing:
             return [*needed, *others][:NUM_PROGRAMS]
