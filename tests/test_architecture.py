@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.support.cases import for_each
 
 PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
@@ -73,7 +75,7 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     assert {path: found for path, found in above.items() if found} == {}
 
 
-@for_each("folder", FOLDERS)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_files_of_a_folder_import_each_other_in_one_direction(folder: str) -> None:
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files(folder)}
     imports = {name: imported_modules(path.read_text()) & modules.keys() for name, path in modules.items()}

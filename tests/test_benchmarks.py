@@ -49,7 +49,6 @@ OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
 SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
 BRIEF = ["--repetitions", "1"]
-CAPS = ["--bucket-cap-mb", "1", "2.5"]
 PNG = b"\x89PNG\r\n"
 GROWTH_PHASES = [
     "rendezvous",
@@ -80,7 +79,17 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
     ),
     "step_time, caps": (
         step_time.main,
-        [*SMALL, *BRIEF, "--steps=1", "--ranks=1", "--wire=bf16", "--no-check-gradients", *CAPS],
+        [
+            *SMALL,
+            *BRIEF,
+            "--steps=1",
+            "--ranks=1",
+            "--wire=bf16",
+            "--bucket-cap-mb",
+            "1",
+            "2.5",
+            "--no-check-gradients",
+        ],
         [
             [
                 ALONE.name,

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from lightning_bucketddp.local_steps.islands import IslandsOption, divide
-from tests.support.cases import for_each
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("option", "members"),
     [
         ("host", [[0, 1], [2, 3]]),
@@ -26,7 +25,7 @@ def test_islands_are_of_equal_size_and_of_ranks_that_follow_each_other(
     assert divide(option, hosts=["a", "a", "b", "b"]) == members
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("option", "hosts", "text"),
     [
         (

@@ -435,8 +435,8 @@ def test_a_launch_that_fails_leaves_the_environment_as_it_was(
 # --- The option
 
 
-@for_each("root", ["lightning.pytorch", "lightning.fabric"])
-@for_each("value", [0, -1, math.nan, math.inf, "5", True, None])
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "5", True, None])
 def test_a_start_timeout_that_is_no_time_is_refused(root: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"`start_timeout_s` must be a positive number of seconds, got .*\."):
         strategy_class(root)(start_timeout_s=value)
