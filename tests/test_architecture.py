@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import for_each
+
 PACKAGE = Path(__file__).parent.parent / "lightning_bucketddp"
 
 # From the bottom to the top.
@@ -67,7 +69,7 @@ def test_every_folder_has_its_place() -> None:
     assert {path.relative_to(PACKAGE).parts[0] for path in files() if path.parent != PACKAGE} == set(FOLDERS)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@for_each("folder", FOLDERS)
 def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     above = {str(path.relative_to(PACKAGE)): folders_above(folder, path.read_text()) for path in files(folder)}
     assert {path: found for path, found in above.items() if found} == {}
@@ -98,7 +100,7 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-@pytest.mark.parametrize("folder", ["", *FOLDERS])
+@for_each("folder", ["", *FOLDERS])
 def test_only_the_bindings_import_lightning(folder: str) -> None:
     paths = files(folder) if folder else sorted(PACKAGE.glob("*.py"))
     roots = {
@@ -109,7 +111,7 @@ def test_only_the_bindings_import_lightning(folder: str) -> None:
     assert {name: found for name, found in roots.items() if found} == {}
 
 
-@pytest.mark.parametrize("folder", _BELOW_LIGHTNING)
+@for_each("folder", _BELOW_LIGHTNING)
 def test_only_four_files_talk_to_torch_distributed(folder: str) -> None:
     for path in files(folder):
         if str(path.relative_to(PACKAGE)) not in TALK_TO_OTHER_RANKS:

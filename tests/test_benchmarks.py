@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -39,6 +40,8 @@ from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, ddp_variants, our_variants, settling_in, with_hook, with_unused
 from lightning_bucketddp.config import BLOCK_NUMEL
+from tests.support import warm
+from tests.support.cases import for_each
 from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants, trainings
 from tests.support.ranks import run_on_ranks
 
@@ -46,6 +49,7 @@ OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
 SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
 BRIEF = ["--repetitions", "1"]
+PNG = b"\x89PNG\r\n"
 GROWTH_PHASES = [
     "rendezvous",
     "process group",
@@ -101,7 +105,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
     ),
     "wires": (wires.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, "fp32", "bf16", "int8"]]),
     "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
-    "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, *THEIRS]]),
+    "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, THEIRS[0]]]),
     "monitor_overhead": (
         monitor_overhead.main,
         [*SMALL, *BRIEF, "--steps=2"],
@@ -124,14 +128,25 @@ COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
 }
 
 
+@pytest.fixture
+def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ranks and programs of benchmarks start in a moment."""
+    python = warm.python()
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(startup, "PROGRAM", [python, *startup.PROGRAM[1:]])
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)  # some start dozens of interpreters, one after the other
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_and_writes_all_variants(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(memory, "ddp_variants", lambda: ddp_variants()[:1])  # each is profiled six times
     main, arguments, expected = COMMANDS[name]
-    main([*arguments, "--json", str(tmp_path / "found.json")])
+    plot = ["--png", str(tmp_path / "found.png")] if name == "overlap" else []
+    main([*arguments, *plot, "--json", str(tmp_path / "found.json")])
+    assert not plot or (tmp_path / "found.png").read_bytes().startswith(PNG)
     found = json.loads((tmp_path / "found.json").read_text())
     assert [list(table["rows"]) for table in found["tables"]] == expected
     assert f"torch {torch.__version__}" in found["about"]
@@ -143,6 +158,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_programs")
 def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> None:
     host_overhead.main(["--model=gpt2_shapes", *BRIEF, "--json", str(tmp_path / "found.json")])
     [table] = json.loads((tmp_path / "found.json").read_text())["tables"]
@@ -152,30 +168,11 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
     assert all(number > 10 for number in num_buckets.values())
 
 
-@pytest.mark.parametrize(
-    "main",
-    [
-        host_overhead.main,
-        step_time.main,
-        overlap.main,
-        memory.main,
-        monitor_overhead.main,
-        gpu_suite.main,
-        growth.main,
-        quality.main,
-    ],
-)
-def test_a_benchmark_explains_itself(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "python -m benchmarks." in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_a_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    overlap.main([*SMALL, *BRIEF, "--steps=1", "--png", str(tmp_path / "found.png")])
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG\r\n")
+def test_every_benchmark_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (host_overhead, step_time, overlap, memory, monitor_overhead, gpu_suite, growth, quality):
+        with pytest.raises(SystemExit, match="0"):
+            module.main(["--help"])
+        assert "python -m benchmarks." in capsys.readouterr().out, module
 
 
 def test_a_plot_without_matplotlib_is_refused_at_once(
@@ -194,6 +191,7 @@ def test_a_hook_that_lightning_ignores_is_not_measured(capsys: pytest.CaptureFix
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_programs")
 def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(stage: Any, title: str, seconds: float) -> Any:
         raise RuntimeError("this part failed")
@@ -296,7 +294,7 @@ def test_the_suite_begins_nothing_when_its_time_is_over(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("how", "said"), [("fail", r"Rank 1 failed in `fail`:(.|\n)*this rank failed"), ("die", "Rank 1 died in `die`")]
 )
-@pytest.mark.long
+@pytest.mark.usefixtures("warm_programs")
 def test_a_rank_that_fails_ends_the_benchmark(how: str, said: str) -> None:
     with Ranks(Failing, None, Place()) as ranks, pytest.raises(RankFailed, match=said):
         ranks.call(how)
@@ -350,7 +348,7 @@ def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
     assert [row[-1] for row in table.rows.values()] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
+@for_each(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
 def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
     variants = with_hook(hook, [*our_variants(), *ddp_variants()[:1]])
     ranks = run_on_ranks(gradients_with_hook, world_size=2, variants=variants)
@@ -375,7 +373,7 @@ def test_shapes_are_those_of_the_models() -> None:
     assert max(param.numel() for param in small.model.parameters()) == 50257 * 768 // SHRUNK_BY
 
 
-@pytest.mark.parametrize("unused", ["same", "changing"])
+@for_each("unused", ["same", "changing"])
 def test_every_tenth_layer_is_unused(unused: Any) -> None:
     workload = build("tiny_layers", torch.device("cpu"))
     without: list[set[int]] = []
@@ -471,7 +469,7 @@ def test_pictures_are_made_of_results(tmp_path: Path) -> None:
     assert quality.main(["--plot", "--json", str(file), "--images", str(tmp_path)]) == 0
     names = ["quality-local-steps-curves.png", "quality-local-steps.png", "quality-wires.png"]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == names
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n") for name in names)
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in names)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -12,6 +12,7 @@ from lightning import __version__ as lightning_version
 
 from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP
+from tests.support.cases import for_each
 from tests.support.commands import run_commands
 from tests.support.fences import Block, blocks_of
 from tests.support.messages import unknown_words
@@ -38,7 +39,7 @@ NOT_RUN = {
     "torchrun --nnodes 2": "needs two nodes",
     "python train.py ddp kill save": "crashes; benchmarks/results/crash_before_after_202611.md holds script and output",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
-    "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs 60 programs",
+    "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs 30 programs",
     "python -m benchmarks.projects": "installs packages and takes minutes; tests/test_projects.py tests the comparison",
     "python -m benchmarks.quality": "takes a quarter of an hour on 16 cores; tests/test_benchmarks.py runs its parts",
 }
@@ -96,7 +97,7 @@ def test_configurations_train(page: str, directory: Path) -> None:
             assert strategies == ["BucketDDPStrategy"] * 2
 
 
-@pytest.mark.parametrize("page", with_blocks("text"))
+@for_each("page", with_blocks("text"))
 def test_quoted_messages_are_in_the_source(page: str) -> None:
     unknown = {block.line: unknown_words(block.text) for block in PAGES[page] if block.kind == "text"}
     assert {line: words for line, words in unknown.items() if words} == {}
@@ -110,7 +111,7 @@ def test_findings_of_the_doctor_are_quoted_as_they_are_said() -> None:
     assert {finding: words for finding, words in unknown.items() if words} == {}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@for_each("page", PAGES)
 def test_every_block_is_of_a_kind_that_is_tested(page: str) -> None:
     assert [f"{page}:{block.line}: {block.kind}" for block in PAGES[page] if block.kind not in KINDS] == []
 
@@ -187,7 +188,7 @@ def missing_in(command: str, folder: Path) -> list[str]:
     return [word for before, word in pairwise(["", *words]) if not exists(before, word)]
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@for_each("guide", GUIDES)
 def test_commands_of_guides_name_what_exists(guide: str) -> None:
     commands = commands_of(guide)
     assert len(commands) > 8

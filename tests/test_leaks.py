@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.support import leaks, warm
+from tests.support.cases import for_each
 from tests.support.forks import PROCESSES
 from tests.support.leaks import ProcessState
 
@@ -121,7 +122,7 @@ LEAKS: dict[str, Leak] = {
 }
 
 
-@pytest.mark.parametrize("told", LEAKS)
+@for_each("told", LEAKS)
 def test_what_is_left_is_told(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "ENDS_WITHIN_S", 0.0)
     before = ProcessState.now()

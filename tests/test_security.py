@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
 import re
 import secrets
 import signal
+import socket
 import stat
 import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
 from lightning_bucketddp.checkpoint.safe_loading import _opened
 from lightning_bucketddp.cli import main
+from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
@@ -31,9 +39,120 @@ from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
+from tests.support.cases import for_each
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.recordings import Recording
-from tests.support.scripts.strangers import COMMANDS, HOSTILE, Touches, fit_under_siege, keys
+from tests.support.scripts.faults import write
+
+# What nobody of a run writes, each for another part of what reads it.
+HOSTILE = [
+    "nonsense",
+    "",
+    "null",
+    "[]",
+    '"text"',
+    "{}",
+    "1e400",
+    "[" * 100_000,
+    '{"kind": "raised", "rank": "1", "what": ["a"]}',
+    '{"kind": "raised", "rank": 1, "what": "a", "stack": 7}',
+    '{"kind": "died", "rank": 1, "what": "a", "more": 1}',
+    '{"count": 1, "where": "", "seconds": "long", "waits": true, "process": "", "stack": ""}',
+    '{"rank": [], "pid": "1"}',
+    f'{{"rank": 1, "pid": {2**70}, "host": "{socket.gethostname()}", "namespace": ""}}',
+]
+# Text that would set the title of a terminal, and clear it.
+COMMANDS = "\x1b]0;owned\x07\x1b[2J\u202e"
+_NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS
+
+
+class Touches:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def keys(channel: SideChannel) -> list[str]:
+    """Return the keys of `channel` that hold JSON."""
+    of_ranks = [f"{kind}/{rank}" for kind in ("beat", "knows", "left") for rank in range(channel.world_size)]
+    names = ["failure", "decision", "stop", f"identity/{place()}/1", f"identity/{place()}/2", *of_ranks]
+    return [channel._key(name) for name in names]
+
+
+class Siege(Callback):
+    """From batch 2 on, rank 0 plays the stranger; at last rank 1 fails."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._connections: list[socket.socket] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.05)
+        if batch_idx == 2:
+            write(self._directory / f"listening{trainer.global_rank}.json", {"at": _listening()})
+        # Not beside the failure: who overwrites what is there keeps others from reading it.
+        if batch_idx in range(2, 2 + len(HOSTILE) + 1) and trainer.global_rank == 0:
+            self._attack(trainer.strategy._fault_handler._watchdog._channel, batch_idx)  # type: ignore[attr-defined]
+        if batch_idx == 2 + len(HOSTILE) + 1 and trainer.global_rank == 1:
+            raise ValueError(f"boom{COMMANDS}")
+
+    def _attack(self, channel: SideChannel, batch: int) -> None:
+        access = access_store()
+        payload = pickle.dumps(Touches(self._directory / "was_run"), protocol=0).decode()
+        for key in keys(channel):
+            access.store.set(key, [*HOSTILE, payload][batch % (len(HOSTILE) + 1)])
+        for said in (b"", b"\x09", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
+            self._connections.append(socket.create_connection(("127.0.0.1", access.port or 0)))
+            self._connections[-1].sendall(said)
+
+
+def fit_under_siege(*, directory: Path) -> None:
+    """Train on a host whose name leads to an address that others can reach, if the system permits such a name."""
+    address = _address_of_this_host()
+    if address is not None and ctypes.CDLL(None).unshare(_NEW_HOST_NAME) == 0:
+        socket.sethostname(address)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=BucketDDPStrategy(),
+        max_epochs=1,
+        callbacks=[Siege(directory)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+
+
+def _listening() -> list[str]:
+    """Return the addresses at which this process listens."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            is_socket = os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:  # the one of the listing
+            continue
+        if not is_socket:
+            continue
+        with socket.socket(fileno=os.dup(int(name))) as s:
+            if s.family != socket.AF_UNIX and s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(str(s.getsockname()[0]))
+    return found
+
+
+def _address_of_this_host() -> str | None:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect(("192.0.2.1", 9))  # sends nothing
+            return str(s.getsockname()[0])
+    except OSError:
+        return None
+
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_bucketddp"
@@ -62,7 +181,7 @@ def test_a_run_on_one_host_is_reached_from_no_other_and_outlives_what_strangers_
     assert not (tmp_path / "was_run").exists()
 
 
-@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda value: value[:20])
+@for_each("hostile", HOSTILE)
 def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))

@@ -25,6 +25,7 @@ print(json.dumps({
     "directory": os.getcwd(), "variable": os.environ.get("COLOUR"), "input": sys.stdin.read(),
     "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1], "flags": sys.flags.isolated,
     "network": os.readlink("/proc/self/ns/net"), "user": os.getuid(), "is_loaded": "torch" in sys.modules,
+    "parent": os.getppid(), "warnings": sys.warnoptions,
 }))
 """
 
@@ -42,7 +43,7 @@ def test_a_script_sees_what_it_sees_in_an_ordinary_interpreter(tmp_path: Path) -
     script = tmp_path / "below" / "script.py"
     script.write_text(LOOK)
     reading, writing = os.pipe()
-    for start in (["below/script.py"], ["-u", "-c", LOOK], ["-m", "below.script"]):
+    for start in (["below/script.py"], ["-u", "-c", LOOK], ["-W", "ignore", "-m", "below.script"]):
         warm_one, ordinary = (
             look(python, *start, "--some", "argument", cwd=tmp_path, pass_fds=[writing])
             for python in (warm.python(), sys.executable)
@@ -52,6 +53,30 @@ def test_a_script_sees_what_it_sees_in_an_ordinary_interpreter(tmp_path: Path) -
         assert warm_one == ordinary
     os.close(reading)
     os.close(writing)
+
+
+SPAWN = """
+import multiprocessing, os, sys
+
+def look(pid):
+    spawned = os.getpid()
+    print("torch" in sys.modules, os.getppid() == pid, end=" ", flush=True)
+    if forked := os.fork():
+        os.waitpid(forked, 0)
+    else:
+        print(os.getppid() == spawned, flush=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=look, args=[os.getpid()])
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def test_a_process_that_a_script_spawns_is_warm_too_and_its_child(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWN)
+    assert subprocess.check_output([warm.python(), "script.py"], cwd=tmp_path, text=True) == "True True True\n"
 
 
 def test_it_is_in_the_namespaces_of_who_starts_it() -> None:

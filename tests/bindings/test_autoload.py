@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.interpreter import run_code, run_code_after_torch
+from tests.support.programs import REPOSITORY
 
-REGISTRY_OF = {
-    "lightning.pytorch": "StrategyRegistry",
-    "pytorch_lightning": "StrategyRegistry",
-    "lightning.fabric": "STRATEGY_REGISTRY",
-    "lightning_fabric": "STRATEGY_REGISTRY",
-}
+# Prints the names that a registry has of us, with the options behind each, and whether the strategy is of its root.
+REGISTERED = """
+def show(registry, strategy):
+    for name in registry.available_strategies():
+        if name.startswith("bucketddp"):
+            print(name, sorted(registry[name]["init_params"].items()), isinstance(registry.get(name), strategy))
+
+for trainer in TRAINERS:
+    show(trainer.strategies.StrategyRegistry, trainer.strategies.Strategy)
+for fabric in FABRICS:
+    show(fabric.strategies.STRATEGY_REGISTRY, fabric.strategies.Strategy)
+"""
 
 
-# Lightning imports torch, which calls us, so a root is half imported then, unless a program has imported torch before.
-@pytest.mark.parametrize(
-    ("run", "imported", "roots"),
-    [
-        (run_code, "lightning", ["lightning.pytorch", "lightning.fabric"]),
-        (run_code, "pytorch_lightning", ["pytorch_lightning", "lightning_fabric"]),
-        *(pytest.param(run_code_after_torch, root, [root], marks=pytest.mark.long) for root in REGISTRY_OF),
-    ],
-    ids=["lightning", "pytorch_lightning", *(f"torch, {root}" for root in REGISTRY_OF)],
-)
-@pytest.mark.sampled(1)
-def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(
-    run: Callable[[str], str], imported: str, roots: list[str]
-) -> None:
-    registries = "".join(f"({root}.strategies.{REGISTRY_OF[root]}, {root}.strategies.Strategy)," for root in roots)
-    printed = run(f"""
-        import {imported}, {", ".join(roots)}
-        for registry, strategy in ({registries}):
-            for name in registry.available_strategies():
-                if name.startswith("bucketddp"):
-                    accepted = isinstance(registry.get(name), strategy)
-                    print(name, sorted(registry[name]["init_params"].items()), accepted)
-    """)
-    expected = []
+def show_registered(trainer: str, fabric: str) -> str:
+    return REGISTERED.replace("TRAINERS", f"[{trainer}]").replace("FABRICS", f"[{fabric}]")
+
+
+def registered(*, num_roots: int) -> list[str]:
+    """What is printed if all names are registered with each of so many roots."""
+    lines = []
     for name, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-        expected.append(f"bucketddp{name} [('start_method', '{start_method}')] True")
+        lines.append(f"bucketddp{name} [('start_method', '{start_method}')] True")
         for value in (False, True):
             options = f"[('find_unused_parameters', {value}), ('start_method', '{start_method}')]"
-            expected.append(f"bucketddp{name}_find_unused_parameters_{str(value).lower()} {options} True")
-    assert printed.splitlines() == expected * len(roots)
+            lines.append(f"bucketddp{name}_find_unused_parameters_{str(value).lower()} {options} True")
+    return lines * num_roots
+
+
+# Lightning imports torch, which calls us, so a root is half imported then.
+@pytest.mark.parametrize(
+    ("trainer", "fabric"),
+    [
+        ("lightning.pytorch", "lightning.fabric"),
+        pytest.param("pytorch_lightning", "lightning_fabric", marks=pytest.mark.long),
+    ],
+)
+def test_importing_lightning_registers_every_name_with_a_strategy_of_that_root(trainer: str, fabric: str) -> None:
+    code = f"import {trainer.partition('.')[0]}, {fabric}\n{show_registered(trainer, fabric)}"
+    *names, file = run_code(f"{code}\nimport lightning_bucketddp; print(lightning_bucketddp.__file__)").splitlines()
+    assert names == registered(num_roots=2)
+    assert REPOSITORY in Path(file).parents  # it is installed as editable where tests run
 
 
 def test_importing_torch_imports_of_us_one_file_that_needs_nothing_else() -> None:
@@ -67,57 +71,49 @@ def test_importing_torch_imports_of_us_one_file_that_needs_nothing_else() -> Non
 
 
 def test_importing_lightning_loads_no_strategy_until_one_is_asked_for_and_then_only_what_training_needs() -> None:
-    printed = run_code_after_torch("""
-        import sys, lightning
-        loaded = lambda: sorted(name for name in sys.modules if name.startswith("lightning_bucketddp."))
-        print(loaded())
-        lightning.pytorch.strategies.StrategyRegistry.get("bucketddp")
-        print("lightning_bucketddp.bindings.trainer_lightning" in loaded())
-        print([name for name in loaded() if name.split(".")[1] in ("callbacks", "commands", "recording")])
-        print([name for name in loaded() if "fabric" in name or "pytorch_lightning" in name])
-    """)
+    code = """
+import inspect, sys, lightning, lightning.pytorch.strategies as strategies
+loaded = lambda: sorted(name for name in sys.modules if name.startswith("lightning_bucketddp."))
+print(loaded())
+strategies.StrategyRegistry.get("bucketddp")
+print("lightning_bucketddp.bindings.trainer_lightning" in loaded())
+print([name for name in loaded() if name.split(".")[1] in ("callbacks", "commands", "recording")])
+print([name for name in loaded() if "fabric" in name or "pytorch_lightning" in name])
+# Modules that we look into keep a loader of their own.
+print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
+print("StrategyRegistry" in inspect.getsource(strategies))
+"""
+    printed = run_code_after_torch(code + show_registered("lightning.pytorch", "lightning.fabric"))
     assert printed.splitlines() == [
         "['lightning_bucketddp.bindings', 'lightning_bucketddp.bindings.registration']",
         "True",
         "[]",
         "[]",
+        "SourceFileLoader SourceFileLoader",
+        "True",
+        *registered(num_roots=2),
     ]
 
 
-def test_registry_modules_keep_their_own_loader() -> None:
-    printed = run_code_after_torch("""
-        import inspect, lightning.pytorch.strategies as strategies
-        print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
-        print("StrategyRegistry" in inspect.getsource(strategies))
-    """)
-    assert printed == "SourceFileLoader SourceFileLoader\nTrue"
-
-
-def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package() -> None:
+def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    strategy = "{class_path: lightning_bucketddp.BucketDDPStrategy}"
+    config.write_text(f"trainer: {{accelerator: cpu, devices: 2, logger: false, strategy: {strategy}}}")
     printed = run_code(
-        """
+        f"""
         import lightning
+        from lightning.pytorch.cli import LightningCLI
+        from lightning.pytorch.demos.boring_classes import BoringModel
         print("bucketddp" in lightning.pytorch.strategies.StrategyRegistry)
-        import lightning_bucketddp
+        # Which needs none, and imports the package.
+        cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=["--config", {str(config)!r}])
+        print(type(cli.trainer.strategy).__module__)
         print("bucketddp" in lightning.pytorch.strategies.StrategyRegistry)
         print("bucketddp" in lightning.fabric.strategies.STRATEGY_REGISTRY)
         """,
         BUCKETDDP_AUTOLOAD="0",
     )
-    assert printed == "False\nTrue\nTrue"
-
-
-@pytest.mark.long
-def test_importing_the_package_first_registers_where_torch_loads_no_entry_points() -> None:
-    printed = run_code(
-        """
-        import lightning_bucketddp
-        import pytorch_lightning
-        print("bucketddp" in pytorch_lightning.strategies.StrategyRegistry)
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    assert printed == "True"
+    assert printed.splitlines() == ["False", "lightning_bucketddp.bindings.trainer_lightning", "True", "True"]
 
 
 @pytest.mark.long
@@ -157,25 +153,29 @@ def test_a_broken_package_is_a_warning_and_lightning_works(tmp_path: Path) -> No
     assert works == "True"
 
 
+ONE_ROOT = """
+import sys
+sys.modules.update(dict.fromkeys(MISSING))  # importing these raises, finding them finds nothing
+import lightning_bucketddp
+import ROOT, FABRIC
+print("bucketddp" in ROOT.strategies.StrategyRegistry, "bucketddp" in FABRIC.strategies.STRATEGY_REGISTRY)
+strategy = lightning_bucketddp.BucketDDPStrategy
+print(strategy.__module__, issubclass(strategy, ROOT.strategies.Strategy))
+"""
+
+
+def test_one_root_is_enough() -> None:
+    code = ONE_ROOT.replace("MISSING", "['pytorch_lightning', 'lightning_fabric']")
+    printed = run_code_after_torch(code.replace("ROOT", "lightning.pytorch").replace("FABRIC", "lightning.fabric"))
+    assert printed == "True True\nlightning_bucketddp.bindings.trainer_lightning True"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("missing", "root", "fabric_root", "module"),
-    [
-        (["lightning"], "pytorch_lightning", "lightning_fabric", "trainer_pytorch_lightning"),
-        (["pytorch_lightning", "lightning_fabric"], "lightning.pytorch", "lightning.fabric", "trainer_lightning"),
-    ],
-)
-def test_one_root_is_enough(missing: list[str], root: str, fabric_root: str, module: str) -> None:
-    printed = run_code(f"""
-        import sys
-        sys.modules.update(dict.fromkeys({missing}))  # importing these raises, finding them finds nothing
-        from lightning_bucketddp import BucketDDPStrategy
-        import {root}, {fabric_root}
-        print(BucketDDPStrategy.__module__, issubclass(BucketDDPStrategy, {root}.strategies.Strategy))
-        print("bucketddp" in {root}.strategies.StrategyRegistry)
-        print("bucketddp" in {fabric_root}.strategies.STRATEGY_REGISTRY)
-    """)
-    assert printed == f"lightning_bucketddp.bindings.{module} True\nTrue\nTrue"
+def test_one_root_is_enough_where_torch_loads_no_entry_points() -> None:
+    code = ONE_ROOT.replace("MISSING", "['lightning']")
+    code = code.replace("ROOT", "pytorch_lightning").replace("FABRIC", "lightning_fabric")
+    printed = run_code(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert printed == "True True\nlightning_bucketddp.bindings.trainer_pytorch_lightning True"
 
 
 def test_without_lightning_the_strategy_says_what_to_install() -> None:
@@ -194,33 +194,18 @@ def test_without_lightning_the_strategy_says_what_to_install() -> None:
 
 
 def test_the_exported_strategy_belongs_to_the_imported_root() -> None:
-    printed = run_code_after_torch("""
-        import pytorch_lightning
-        import lightning_bucketddp
-        print(lightning_bucketddp.BucketDDPStrategy.__module__)
-        import lightning
-        print(lightning_bucketddp.BucketDDPStrategy.__module__)
-        print("BucketDDPStrategy" in dir(lightning_bucketddp), hasattr(lightning_bucketddp, "no_such_name"))
-    """)
+    code = """
+import pytorch_lightning, lightning_fabric
+import lightning_bucketddp
+print(lightning_bucketddp.BucketDDPStrategy.__module__)
+import lightning
+print(lightning_bucketddp.BucketDDPStrategy.__module__)
+print("BucketDDPStrategy" in dir(lightning_bucketddp), hasattr(lightning_bucketddp, "no_such_name"))
+"""
+    printed = run_code_after_torch(code + show_registered("pytorch_lightning", "lightning_fabric"))
     assert printed.splitlines() == [
         "lightning_bucketddp.bindings.trainer_pytorch_lightning",
         "lightning_bucketddp.bindings.trainer_lightning",
         "True False",
+        *registered(num_roots=2),
     ]
-
-
-@pytest.mark.long
-def test_a_lightning_cli_config_with_the_class_path_needs_no_registration(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    strategy = "{class_path: lightning_bucketddp.BucketDDPStrategy}"
-    config.write_text(f"trainer: {{accelerator: cpu, devices: 2, logger: false, strategy: {strategy}}}")
-    printed = run_code(
-        f"""
-        from lightning.pytorch.cli import LightningCLI
-        from lightning.pytorch.demos.boring_classes import BoringModel
-        cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=["--config", {str(config)!r}])
-        print(type(cli.trainer.strategy).__module__)
-        """,
-        BUCKETDDP_AUTOLOAD="0",
-    )
-    assert printed == "lightning_bucketddp.bindings.trainer_lightning"

@@ -35,6 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.errors import UnsafeCheckpointError
+from tests.support.cases import for_each
 from tests.support.scripts import models
 
 HARMLESS = {
@@ -91,8 +92,8 @@ def load(path: Path | str, **options: Any) -> Any:
 # --- Harmless types
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-@pytest.mark.parametrize("as_archive", [True, False], ids=["archive", "old"])
+@for_each("name", HARMLESS)
+@for_each("as_archive", [True, False])
 def test_a_harmless_type_is_loaded(name: str, as_archive: bool, tmp_path: Path) -> None:
     save({"hyper_parameters": {name: HARMLESS[name]}}, tmp_path / "model.ckpt", as_archive=as_archive)
     found = load(tmp_path / "model.ckpt")["hyper_parameters"][name]
@@ -239,9 +240,7 @@ def test_a_remote_checkpoint_that_changes_is_read_anew_and_damage_is_named(tmp_p
             load(f"{address}/model.ckpt")
 
 
-@pytest.mark.parametrize(
-    "value", [functools.partial(print, "run"), getattr, np.load, eval], ids=["partial", "getattr", "load", "eval"]
-)
+@for_each("value", [functools.partial(print, "run"), getattr, np.load, eval])
 def test_functions_are_not_harmless(value: Any, tmp_path: Path) -> None:
     save({"payload": value}, tmp_path / "model.ckpt")
     with pytest.raises(UnsafeCheckpointError, match=rf"^Checkpoint `{tmp_path}/model.ckpt` is not loaded"):

@@ -17,6 +17,7 @@ from lightning_bucketddp.checkpoint.finite_weights import (
     severities_of,
     spoiled_weights,
 )
+from tests.support.cases import for_each
 
 BAD = ["weight"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e5m2", "complex64"]
@@ -36,7 +37,7 @@ class Weights(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("elements", "severity"),
     [
         ((1.0, -2.0), FINITE),

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.errors import CheckpointReadError
+from tests.support.cases import for_each
 from tests.support.scripts import models
 
 NONE_BESIDE = "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
@@ -59,8 +60,8 @@ def position_of(path: Path, record: str) -> int:
 # --- Truncated, empty, garbage
 
 
-@pytest.mark.parametrize("where", ["{}/cut.ckpt", "file://{}/cut.ckpt", "memory://bucketddp{}/cut.ckpt"])
-@pytest.mark.parametrize("keep", [1, 3, 4, 100, 0.5, -200, -22, -1])
+@for_each("where", ["{}/cut.ckpt", "file://{}/cut.ckpt", "memory://bucketddp{}/cut.ckpt"])
+@for_each("keep", [1, 3, 4, 100, 0.5, -200, -22, -1])
 def test_a_truncated_checkpoint_is_named(keep: float, where: str, tmp_path: Path) -> None:
     path = where.format(tmp_path)
     save(path, weights=torch.ones(10_000))

@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.jobs.closing import is_closed_while_a_tensor_is_lent, tensors_held
-from tests.support.jobs.json_messages import share_texts
-from tests.support.ranks import run_on_ranks
+from lightning_bucketddp.comm.collectives import Collectives
+from tests.support.cases import for_each
+from tests.support.ranks import device, run_on_ranks
+
+
+class _Counting(Collectives):
+    num_operations = 0
+
+    def gather(self, tensor):  # type: ignore[no-untyped-def]
+        self.num_operations += 1
+        return super().gather(tensor)
+
+    def _broadcast(self, tensor, source):  # type: ignore[no-untyped-def]
+        self.num_operations += 1
+        super()._broadcast(tensor, source)
+
+
+def share_texts(num_chars: list[list[int]]) -> list[tuple[list[str], str, list[int]]]:
+    """Gather, and broadcast from rank 1, texts of `num_chars[i][rank]` characters: what came, and in how many."""
+    collectives = _Counting(device())
+    shared = []
+    for sizes in num_chars:
+        counts = [0]
+        own = str(dist.get_rank()) * sizes[dist.get_rank()]
+        gathered = collectives.gather_json(own)
+        counts.append(collectives.num_operations)
+        broadcast = collectives.broadcast_json(own, source=1)
+        counts.append(collectives.num_operations)
+        shared.append((gathered, broadcast, [counts[1], counts[2] - counts[1]]))
+        collectives.num_operations = 0
+    return shared
+
+
+def is_closed_while_a_tensor_is_lent() -> tuple[bool, bool]:
+    """Whether a group is closed while an operation that has ended is still there, and when it has gone."""
+    collectives = Collectives(device())
+    pending = collectives.host_group().start_gather(torch.zeros(2))
+    pending.wait()
+    collectives.close_host_groups()
+    is_closed_at_once = "host" not in collectives._further
+    del pending  # with it goes the operation, and what it holds
+    collectives.close_host_groups()
+    return is_closed_at_once, "host" not in collectives._further
+
+
+def tensors_held(operation: str) -> tuple[int, int]:
+    """How many tensors an operation of a new group is given, and how many of them are held until it lets them go."""
+    collectives = Collectives(device())
+    hosts = collectives.host_group()
+    pending = getattr(hosts, operation)(torch.zeros(2))
+    assert hosts._lent is not None
+    held = len(hosts._lent)
+    del pending
+    collectives.close_host_groups()
+    return (1 if operation == "sum" else hosts.world_size + 1), held
 
 
 def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
@@ -14,7 +67,7 @@ def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
     assert run_on_ranks(is_closed_while_a_tensor_is_lent) == [(False, True)] * 2
 
 
-@pytest.mark.parametrize("operation", ["sum", "gather", "start_gather"])
+@for_each("operation", ["sum", "gather", "start_gather"])
 def test_all_tensors_of_an_operation_are_held(operation: str) -> None:
     for given, held in run_on_ranks(tensors_held, operation=operation):
         assert held == given

@@ -34,6 +34,7 @@ from lightning_bucketddp.commands.doctor.finding import Finding, Severity
 from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeGroup, within
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.startup.store import StoreAddress
+from tests.support.cases import for_each
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
 from tests.support.programs import Program, no_process_left
 
@@ -449,7 +450,7 @@ def test_gpus_of_one_host_are_compared_with_their_links(this_rank: dict[str, Any
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ns_per_byte", "advice"),
     [
         ((8, 4, 2), "A longer backward hides it. If yours takes less than 1,600 ms for as many parameters, set"
@@ -457,7 +458,6 @@ def test_gpus_of_one_host_are_compared_with_their_links(this_rank: dict[str, Any
         ((0.8, 0.5, 0.49), 'Do not set `reduce_dtype="int8"` here: it takes no shorter than bf16.'),
         ((0.3, 0.5, 2), 'Do not set `reduce_dtype="int8"` here: it takes longer than fp32.'),
     ],
-    ids=["slow", "middling", "fast"],
 )  # fmt: skip
 def test_what_gradients_should_travel_as_is_said(ns_per_byte: tuple[float, ...], advice: str) -> None:
     costs = [{"latency_s": 0.0, "s_per_byte": ns * 1e-9} for ns in ns_per_byte]

@@ -21,6 +21,7 @@ from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, pr
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording import schema
+from tests.support.cases import for_each
 from tests.support.jobs import configured
 from tests.support.jobs.planned import plan_of_reducer, plan_of_sharded_reducer
 from tests.support.ranks import run_on_ranks
@@ -221,7 +222,7 @@ def test_a_config_can_be_completed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert names(plan(capsys, str(path))) == [["0.bias", "0.weight"]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "arguments", "message"),
     [
         (
@@ -252,7 +253,7 @@ def test_a_config_can_be_completed(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_config_that_does_not_name_a_module_is_refused(
     config: str | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "config.yaml"
+    path = tmp_path / ("missing.yaml" if config is None else "config.yaml")
     if config is not None:
         path.write_text(config)
     assert main(["plan", *(arguments and [*arguments, "--config"]), str(path)]) == 2
@@ -457,7 +458,7 @@ def test_the_table_has_bars_and_the_plot_is_valid(tmp_path: Path, capsys: pytest
 # --- Errors
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         (["planned"], "'planned' names no class. Write MODULE:CLASS, for example my_project.models:LitNet, or"),

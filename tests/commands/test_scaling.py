@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling import Costs, exponent, tables_of
+from tests.support.cases import for_each
 from tests.support.programs import REPOSITORY, run
 
 SMALLEST = ["--parameters", "4", "8", "--bytes", "1", "--buckets", "2", "64", "--processes", "2"]
 
 
-@pytest.mark.parametrize("k", [0.5, 1, 2])
+@for_each("k", [0.5, 1, 2])
 def test_the_exponent_of_a_power_is_found(k: float) -> None:
     assert exponent({size: 3e-6 * size**k for size in (100, 300, 1000, 10000)}) == pytest.approx(k)
 

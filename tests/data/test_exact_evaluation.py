@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.evaluate import STAGES
 from tests.support.scripts.evaluations import (
     Case,
     evaluate,
@@ -72,7 +72,7 @@ def test_every_sample_counts_once(world_size: int) -> None:
             assert all(of_rank == sizes[0] for of_rank in sizes), name
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@for_each("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_loaders_that_are_combined_take_as_many_steps_on_all_ranks(mode: Any) -> None:
     ranks = [outcome for [outcome] in run_on_ranks(evaluate, cases=[Case((21, 10), mode=mode)])]
     # 9 samples of the first loader on both ranks, and 3 more on one; 5 and 5 of the second.
@@ -140,7 +140,7 @@ def test_samples_are_repeated_as_ddp_does_if_asked() -> None:
     assert [outcome["seen"] for outcome in ranks] == [[[0, 2, 4]], [[1, 3, 0]]]
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"kind": "custom batches"}, {"batch_size": None}], ids=str)
+@for_each("options", [{}, {"shuffle": True}, {"kind": "custom batches"}, {"batch_size": None}])
 def test_fabric_evaluates_every_sample_once(options: dict[str, Any]) -> None:
     num_samples = [1, 9, 10, 31]
     ranks = run_on_ranks(evaluate_with_fabric, num_samples=num_samples, **options)
@@ -209,25 +209,17 @@ def test_rank_zero_needs_memory_for_the_result_and_little_more() -> None:
     assert received <= needed < 1.6 * received
 
 
-# Each start of fresh processes takes long.
-LAUNCHERS = ["popen", "fork", "torchrun", *(pytest.param(f"spawn {what}", marks=pytest.mark.long) for what in STAGES)]
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["popen", "fork", "spawn", "torchrun"])
 @pytest.mark.sampled(1)
 def test_every_launcher(launcher: str, tmp_path: Path) -> None:
-    launcher, _, only = launcher.partition(" ")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command: list[str | Path] = [*(torchrun if launcher == "torchrun" else []), SCRIPTS / "evaluate.py", launcher]
-    command += filter(None, [only])
     root = "pytorch_lightning" if launcher in ("spawn", "torchrun") else "lightning.pytorch"
     finished = run(*command, root=root, directory=tmp_path)
     assert finished.returncode == 0, finished.output
-    if only != "test":
-        in_order = [[2.0 * number for number in range(at, min(at + 4, 103))] for at in range(0, 103, 4)]
-        assert finished.results["predict"] == in_order
-    if only != "predict":
-        mean = sum(i * i % 97 for i in range(103)) / 103
-        assert finished.results["test"] == [pytest.approx({"mean": mean, "count": 103})]
-        assert finished.results["steps"] == [14, 14]
-        assert "it is recommended to use `Trainer(devices=1" not in finished.output
+    in_order = [[2.0 * number for number in range(at, min(at + 4, 103))] for at in range(0, 103, 4)]
+    assert finished.results["predict"] == in_order
+    mean = sum(i * i % 97 for i in range(103)) / 103
+    assert finished.results["test"] == [pytest.approx({"mean": mean, "count": 103})]
+    assert finished.results["steps"] == [14, 14]
+    assert "it is recommended to use `Trainer(devices=1" not in finished.output

@@ -2,16 +2,110 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_bucketddp.data.first_batches import digest_of
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.data.first_batches import FirstBatches, digest_of
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.same_data import fit
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Numbers from `start` on, or random ones."""
+
+    def __init__(self, start: int | None = 0) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(40):
+            yield torch.rand(3) if self._start is None else torch.full((3,), float(self._start + number))
+
+
+class Batches:
+    """A loader that is no `DataLoader`."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Numbers())
+
+
+class Texts(Dataset[str]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> str:
+        return f"text {index}"
+
+
+def rows(values: Tensor) -> Any:
+    return TensorDataset(values.expand(20, 3) if values.dim() == 1 else values)
+
+
+def loader_of(kind: str) -> Any:
+    rank = dist.get_rank()
+    different_rows = torch.arange(60.0).reshape(20, 3)
+    loaders: dict[str, Any] = {
+        "rows": DataLoader(rows(different_rows), batch_size=2),
+        "shuffled rows": DataLoader(rows(different_rows), batch_size=2, shuffle=True),
+        "stream": DataLoader(Numbers(), batch_size=2),
+        "no DataLoader": Batches(),
+        "random stream": DataLoader(Numbers(None), batch_size=2),
+        "several loaders": {"a": DataLoader(rows(different_rows), batch_size=2), "b": DataLoader(Numbers())},
+        "equal on two of three ranks": DataLoader(Numbers(100 if rank == 1 else 0), batch_size=2),
+        "equal in the first step only": DataLoader(rows(torch.cat([torch.zeros(2, 3), torch.rand(18, 3) + rank])), 2),
+        "another stream on each rank": DataLoader(Numbers(100 * rank), batch_size=2),
+        "zeros": DataLoader(rows(torch.zeros(3)), batch_size=2),
+        "one sample": DataLoader(rows(torch.tensor([1.0, 2.0, 3.0])), batch_size=2),
+        "texts": DataLoader(Texts(), batch_size=2),
+    }
+    return loaders[kind]
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self.weight.square()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank has said about its data, and in how many steps it has compared it."""
+
+    texts: list[str]
+    num_steps: int
+
+
+@like_torchrun()
+def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Said:
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        BucketDDPStrategy(**options or {}),
+        **{"max_epochs": 2, "use_distributed_sampler": False, "limit_train_batches": 8, **trainer_options},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Module(), loader_of(kind))
+    strategy: Any = trainer.strategy
+    compared = strategy._state.first_batches
+    assert not isinstance(compared, FirstBatches) or compared._is_decided or not compared._loaders  # at no more cost
+    num_steps = len(compared._steps) if isinstance(compared, FirstBatches) else 0
+    return Said([str(one.message) for one in caught if "same data" in str(one.message)], num_steps)
+
 
 SPLIT_ROWS = "Let the Trainer split it (`use_distributed_sampler=True`), or pass a `DistributedSampler` to the loader."
 SPLIT_STREAM = (
@@ -32,7 +126,7 @@ ROWS = "`train_dataloader` (`DataLoader` over `TensorDataset`)"
 STREAM = "`train_dataloader` (`DataLoader` over `Numbers`)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "loaders", "remedy"),
     [
         ("rows", ROWS, SPLIT_ROWS),
@@ -43,7 +137,6 @@ STREAM = "`train_dataloader` (`DataLoader` over `Numbers`)"
         ("several loaders", f"{ROWS} and {STREAM}", f"{SPLIT_ROWS} {SPLIT_STREAM}"),
     ],
 )
-@pytest.mark.sampled(4)
 def test_the_same_data_on_all_ranks_is_warned_of_once(kind: str, loaders: str, remedy: str) -> None:
     first, second = run_on_ranks(fit, kind=kind)
     assert first.texts == [warning("All ranks", loaders, remedy)]
@@ -51,10 +144,9 @@ def test_the_same_data_on_all_ranks_is_warned_of_once(kind: str, loaders: str, r
     assert first.num_steps == second.num_steps == 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [{"accumulate_grad_batches": 2}, {"options": {"gradient_weight": "batch_size", "uneven_data": True}}],
-    ids=["accumulated", "weighed"],
 )
 def test_it_is_noticed_in_other_exchanges_too(options: dict[str, Any]) -> None:
     first, _ = run_on_ranks(fit, kind="stream", **options)
@@ -66,7 +158,7 @@ def test_the_ranks_with_the_same_data_are_named() -> None:
     assert first.texts == [warning("Ranks 0, 2", STREAM, SPLIT_STREAM)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "num_steps"),
     [
         # equal by nature
@@ -85,14 +177,13 @@ def test_nothing_is_said_of_other_data(kind: str, num_steps: int) -> None:
         assert rank.num_steps == num_steps
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "options"),
     [
         ("rows", {"use_distributed_sampler": True}),
         ("stream", {"options": {"shard_iterable": True}}),
         ("rows", {"overfit_batches": 4}),
     ],
-    ids=["sampler", "dealt", "overfit"],
 )
 def test_nothing_is_compared_where_data_is_split_or_meant_to_be_the_same(kind: str, options: dict[str, Any]) -> None:
     for rank in run_on_ranks(fit, kind=kind, **options):
@@ -127,7 +218,7 @@ BATCHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@for_each("kind", BATCHES)
 def test_a_digest_is_of_the_content_and_fits_in_a_float(kind: str) -> None:
     batch = BATCHES[kind]
     digest = digest_of(batch)
@@ -136,16 +227,15 @@ def test_a_digest_is_of_the_content_and_fits_in_a_float(kind: str) -> None:
     assert digest != digest_of(batch, before=1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "batch",
     [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, 0)],
-    ids=["sparse", "conjugated", "empty"],
 )
 def test_a_tensor_that_cannot_be_read_is_no_error(batch: Tensor) -> None:
     assert digest_of(batch) == digest_of(batch)
 
 
-@pytest.mark.parametrize("batch", ["text", 5, None, ["a", 1], torch.ones(3, device="meta")], ids=str)
+@for_each("batch", ["text", 5, None, ["a", 1], torch.ones(3, device="meta")])
 def test_a_batch_without_tensors_has_no_digest(batch: Any) -> None:
     assert digest_of(batch) == 0
     assert digest_of(batch, before=7) == 7

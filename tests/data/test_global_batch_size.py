@@ -11,6 +11,7 @@ import torch
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.data.global_batch_size import Division, StepSampler, divide
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.global_batch import Outcome, Setting, expected_weights, refusal, train
 
@@ -39,10 +40,9 @@ def assert_weights(ranks: list[Outcome], expected: list[torch.Tensor]) -> None:
 # --- The division
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("largest", [1, 5, 16, 1000])
-@pytest.mark.parametrize("per_rank", [1, 7, 12, 60])
-@pytest.mark.sampled(16)
+@for_each("num_ranks", [1, 2, 3, 4, 8])
+@for_each("largest", [1, 5, 16, 1000])
+@for_each("per_rank", [1, 7, 12, 60])
 def test_the_fewest_batches_that_are_small_enough_make_a_step(num_ranks: int, largest: int, per_rank: int) -> None:
     division = divide(num_ranks * per_rank, num_ranks=num_ranks, largest=largest)
     assert division.batch_size * division.batches_per_step == per_rank
@@ -51,7 +51,7 @@ def test_the_fewest_batches_that_are_small_enough_make_a_step(num_ranks: int, la
     assert not [count for count in fewer if per_rank % count == 0 and per_rank // count <= largest]
 
 
-@pytest.mark.parametrize(("size", "multiples"), [(50, "48 or 52"), (3, "4")])
+@for_each(("size", "multiples"), [(50, "48 or 52"), (3, "4")])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(size: int, multiples: str) -> None:
     with pytest.raises(ValueError, match="cannot share") as raised:
         divide(size, num_ranks=4, largest=100)
@@ -61,16 +61,15 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(size: int, multiples: st
     )
 
 
-@pytest.mark.parametrize("size", [0, -8, 2.5, "96", True])
+@for_each("size", [0, -8, 2.5, "96", True])
 def test_a_size_that_is_no_number_of_samples_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match="global_batch_size") as raised:
         BucketDDPStrategy(global_batch_size=size)
     assert str(raised.value) == f"`global_batch_size` must be a positive number of samples, got {size!r}."
 
 
-@pytest.mark.parametrize("num_samples", range(1, 40))
-@pytest.mark.parametrize("division", [Division(4, 1), Division(4, 3), Division(1, 5)])
-@pytest.mark.sampled(30)
+@for_each("num_samples", range(1, 40))
+@for_each("division", [Division(4, 1), Division(4, 3), Division(1, 5)])
 def test_each_sample_counts_the_same_in_its_step(division: Division, num_samples: int) -> None:
     for limit in (1.0, 0.7):
         sampler = StepSampler(range(num_samples), division, drop_last=False)
@@ -88,7 +87,7 @@ def test_each_sample_counts_the_same_in_its_step(division: Division, num_samples
                 assert sampler.loss_factor(first, num_batches=len(batches)) == 1
 
 
-@pytest.mark.parametrize("num_samples", [11, 12, 23, 24, 30])
+@for_each("num_samples", [11, 12, 23, 24, 30])
 def test_what_makes_no_whole_step_is_dropped(num_samples: int) -> None:
     sampler = StepSampler(range(num_samples), Division(4, 3), drop_last=True)
     assert len(list(sampler)) == len(sampler) == 3 * (num_samples // 12)
@@ -185,7 +184,7 @@ def test_a_run_goes_on_after_the_same_steps_on_another_number_of_ranks(
 # --- What cannot be
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "text"),
     [
         ("no_batches", "one with `batch_size=None`"),
@@ -202,7 +201,7 @@ def test_data_that_cannot_be_divided_is_refused(case: str, text: str) -> None:
     assert run_on_ranks(refusal, setting=Setting(), case=case) == [expected] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "other"), [("accumulates", "accumulate_grad_batches=2"), ("schedules", "GradientAccumulationScheduler")]
 )
 def test_accumulation_of_the_user_is_refused(case: str, other: str) -> None:

@@ -61,9 +61,7 @@ def end_of(
 ) -> Ended:
     """Let a program meet a fault, or a signal after its seventh step; all of its processes have to end soon."""
     settings = {"directory": str(directory), "checkpoints": str(directory / "checkpoints"), **SETTINGS}
-    # The ranks of torchrun watch the process that has started them.
-    python = sys.executable if launcher == "torchrun" else warm.python()
-    program = Program(script, launcher, {**settings, "faults": [fault] if fault else []}, python=python)
+    program = Program(script, launcher, {**settings, "faults": [fault] if fault else []}, python=warm.python())
     output = directory / "output.txt"
     with running(program, directory=directory, output=output) as run:
         if brought is not None:

@@ -166,9 +166,8 @@ def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
     assert completed - saved_step <= 1, told
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_moments", [6, pytest.param(94, marks=pytest.mark.long)])
-def test_signals_at_a_hundred_random_moments(num_moments: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_moments", [6, pytest.param(24, marks=pytest.mark.long)])
+def test_signals_at_random_moments(num_moments: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown when it fails
     generator = random.Random(seed)

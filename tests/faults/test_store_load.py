@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.faults.failure import Failure, Kind
@@ -16,6 +15,7 @@ from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
+from tests.support.cases import for_each
 
 
 class CountedStore:
@@ -78,7 +78,7 @@ def test_a_rank_that_has_not_introduced_itself_is_looked_for() -> None:
         channel.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 400, 1024, 10_000, 100_000])
+@for_each("world_size", [2, 400, 1024, 10_000, 100_000])
 def test_all_ranks_together_ask_no_more_than_the_store_can_answer(world_size: int) -> None:
     channel = channel_of(HashStore(), world_size=world_size)
     assert world_size / channel.interval(0.2) <= 2000

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.support.cases import for_each
 from tests.support.jobs.outer_steps import refuse_gaps, step_beside_sgd
 from tests.support.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("chunk_numbers", [8, 10**6])
-@pytest.mark.parametrize(("world_size", "counted"), [(2, [0, 1]), (2, [1]), (4, [0, 1])])
+@for_each("chunk_numbers", [8, 10**6])
+@for_each(("world_size", "counted"), [(2, [0, 1]), (2, [1]), (4, [0, 1])])
 def test_an_outer_step_is_one_of_sgd_with_nesterov_momentum(
     world_size: int, counted: list[int], chunk_numbers: int
 ) -> None:

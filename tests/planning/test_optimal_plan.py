@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import pytest
-
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import CEILING_BYTES, optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
+from tests.support.cases import for_each
 
 
 def profile_of(
@@ -69,8 +68,8 @@ def plan_of_25_mib(profile: Profile) -> list[BucketSpec]:
     )
 
 
-@pytest.mark.parametrize("num_params", range(1, 10))
-@pytest.mark.parametrize("ceiling", [10**9, 12, 0])
+@for_each("num_params", range(1, 10))
+@for_each("ceiling", [10**9, 12, 0])
 def test_no_other_plan_ends_earlier_or_needs_fewer_buckets(num_params: int, ceiling: int) -> None:
     rng = random.Random(1000 * num_params + ceiling)
     for _ in range(25):
@@ -104,7 +103,7 @@ def test_ten_thousand_parameters_are_planned_at_once() -> None:
         assert time.thread_time() - start < 2  # 0.1 s; a search over all pairs takes a minute
 
 
-@pytest.mark.parametrize("num_params", range(2, 10))
+@for_each("num_params", range(2, 10))
 def test_gradients_that_travel_alone_are_planned_around(num_params: int) -> None:
     rng = random.Random(num_params)
     for _ in range(40):
@@ -132,8 +131,8 @@ def test_a_bucket_with_a_buffer_goes_last_where_the_last_gradient_travels_alone(
 # --- Against the plan of 25 MiB
 
 
-@pytest.mark.parametrize("network", [Network("fast", 50e9, 5e-6), Network("slow", 125e6, 3e-5)], ids=lambda n: n.name)
-@pytest.mark.parametrize("num_ranks", [2, 64, 1024])
+@for_each("network", [Network("fast", 50e9, 5e-6), Network("slow", 125e6, 3e-5)])
+@for_each("num_ranks", [2, 64, 1024])
 def test_it_is_never_later_than_25_mib(network: Network, num_ranks: int) -> None:
     rng = random.Random(num_ranks)
     cost = network.all_reduce(num_ranks)
@@ -165,7 +164,7 @@ def test_kinds_that_take_turns_share_a_stretch_instead_of_leaving_one_by_one() -
         assert len({kinds[i] for i in bucket.members}) == 1
 
 
-@pytest.mark.parametrize("num_params", range(2, 9))
+@for_each("num_params", range(2, 9))
 def test_no_other_stretches_of_several_kinds_end_earlier(num_params: int) -> None:
     rng = random.Random(num_params)
     for _ in range(30):

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
+from tests.support.cases import for_each
 
 
 def specs(*sizes: int, kind: str = "float32") -> list[ParameterSpec]:
@@ -81,9 +82,8 @@ def test_a_large_gradient_travels_alone_and_the_others_fill_their_bucket_around_
     assert plan == [BucketSpec((3,), alone=True), BucketSpec((0, 1, 2))]
 
 
-@pytest.mark.parametrize("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)], ids=str)
-@pytest.mark.parametrize("caps", [uniform(4), BucketCaps(by_position=(1, 10), last=1)], ids=["uniform", "edges"])
-@pytest.mark.sampled(36)
+@for_each("sizes", [list(s) for s in itertools.product([1, 3, 9], repeat=4)])
+@for_each("caps", [uniform(4), BucketCaps(by_position=(1, 10), last=1)])
 def test_every_parameter_is_placed_once_in_order_and_within_the_cap(sizes: list[int], caps: BucketCaps) -> None:
     plan = plan_buckets(specs(*sizes), arrived=[2, 0, 3], missing=[1], caps=caps)
     assert list(itertools.chain(*members(plan))) == [2, 0, 3, 1]
@@ -91,7 +91,7 @@ def test_every_parameter_is_placed_once_in_order_and_within_the_cap(sizes: list[
         assert len(bucket.members) == 1 or sum(sizes[i] for i in bucket.members) <= max(caps.by_position)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0, -1, float("nan"), float("inf"), [], [5, 0], [None], "25", True], ids=str)
+@for_each("bucket_cap_mb", [0, -1, float("nan"), float("inf"), [], [5, 0], [None], "25", True])
 def test_a_cap_that_is_no_positive_number_is_refused(bucket_cap_mb: object) -> None:
     with pytest.raises(
         ValueError, match=r"`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list"

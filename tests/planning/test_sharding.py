@@ -15,6 +15,7 @@ from lightning_bucketddp.planning.sharding import sharded_plan, state_by_rank
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
 from tests.planning.test_simulation import profile_of_three
+from tests.support.cases import for_each
 
 SHARES = Shares(2)
 THREE_SHARDED = [BucketSpec((0,), sharded=SHARES), BucketSpec((1,), sharded=SHARES), BucketSpec((2,), sharded=SHARES)]
@@ -33,7 +34,7 @@ def random_profile(seed: int) -> Profile:
 # --- State
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 1024])
+@for_each("num_ranks", [2, 3, 8, 1024])
 def test_the_state_of_all_ranks_is_the_whole(num_ranks: int) -> None:
     profile = random_profile(num_ranks)
     plan = sharded_plan(profile, ReducerConfig(), num_ranks=num_ranks)
@@ -75,7 +76,7 @@ def test_a_step_by_hand() -> None:
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_both_halves_take_as_long_as_an_all_reduce(seed: int) -> None:
     profile, cost = random_profile(seed), Network("", 1e9, 1e-5).all_reduce(8)
     predicted = predict_sharded(profile, ReducerConfig(), cost, num_ranks=8)
@@ -88,7 +89,7 @@ def test_both_halves_take_as_long_as_an_all_reduce(seed: int) -> None:
     assert halved.end_s < predicted.timeline.end_s
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_a_network_without_limits_exposes_nothing_and_a_slower_one_never_less(seed: int) -> None:
     profile = random_profile(seed)
     exposed = [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans
 from lightning_bucketddp.planning.shares import Shares, balance
+from tests.support.cases import for_each
 
 
-@pytest.mark.parametrize(("num_ranks", "align"), itertools.product([1, 2, 3, 4, 8], [1, 4, 16]))
+@for_each(("num_ranks", "align"), itertools.product([1, 2, 3, 4, 8], [1, 4, 16]))
 def test_slices_are_equal_aligned_and_without_gaps(num_ranks: int, align: int) -> None:
     for numel in range(100):
         padded = Shares(num_ranks).padded(numel, align=align)
@@ -22,7 +21,7 @@ def test_slices_are_equal_aligned_and_without_gaps(num_ranks: int, align: int) -
         assert all(start % align == 0 for start, _ in bounds)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@for_each("num_ranks", [1, 2, 3, 4])
 def test_each_element_of_a_parameter_is_of_the_rank_whose_slice_it_lies_in(num_ranks: int) -> None:
     shares = Shares(num_ranks)
     of = 12 * num_ranks

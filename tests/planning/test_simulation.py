@@ -10,6 +10,7 @@ from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
+from tests.support.cases import for_each
 
 SIZES = [4_096, 262_144, 2**22, 2**25]
 
@@ -42,10 +43,9 @@ def test_the_largest_size_does_not_decide_the_latency() -> None:
     assert fitted.latency_s == pytest.approx(true.latency_s, rel=0.1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "measured",
     [{1000: [1.0], 2000: [0.5]}, {1000: [1.0], 2000: [5.0]}, {1000: [1.0]}, {0: [1.0]}, {1000: [0.0], 2000: [0.0]}],
-    ids=["falling", "steep", "one_size", "no_bytes", "no_time"],
 )
 def test_no_cost_is_negative(measured: dict[int, list[float]]) -> None:
     fitted = AllReduceCost.fit(measured)
@@ -63,7 +63,7 @@ def test_a_network_costs_hops_and_its_share_of_the_bytes() -> None:
     assert network.all_reduce(1024).s_per_byte == pytest.approx(2e-9, rel=1e-3)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 100])
+@for_each("num_ranks", [2, 3, 8, 100])
 def test_a_measured_network_costs_what_was_measured(num_ranks: int) -> None:
     cost = AllReduceCost(40e-6, 2e-10)
     again = Network.measured(cost, num_ranks=num_ranks).all_reduce(num_ranks)

@@ -16,6 +16,7 @@ from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.planning.wire_cost import Codec, Wire
 from lightning_bucketddp.planning.wire_options import WireOptions
 from lightning_bucketddp.reducer.quantization import Blocks
+from tests.support.cases import for_each
 
 MS = 1e-3
 # 1,000 blocks of fp32.
@@ -100,7 +101,7 @@ def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
     assert found.local == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ms", "codec_ms", "advice"),
     [
         # Nothing is waited for, but 0.1 ms to encode.
@@ -116,7 +117,6 @@ def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
         (100, 0, '`local_steps=100` saves 97% of a step on X, but trains differently, see docs/slow-networks.md.'
          ' `reduce_dtype="int8"` saves 74%, and a step still waits 49.78 ms for 4.00 ms of computation.'),
     ],
-    ids=["fast", "bf16", "int8", "local_steps"],
 )  # fmt: skip
 def test_what_changes_least_is_advised_if_it_is_enough(ms: float, codec_ms: float, advice: str) -> None:
     codec = Codec(codec_ms * MS / SIZE)

@@ -29,6 +29,7 @@ from lightning_bucketddp.recording.schema import (
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Thinning
+from tests.support.cases import for_each
 
 MS = 1e-3
 RUN = Run(0, 2, "a", "cpu", "gloo", num_parameters=4, gradient_bytes=16)
@@ -99,7 +100,7 @@ def test_the_simulation_is_scaled_to_what_was_measured() -> None:
     assert bf16 == '`reduce_dtype="bf16"` would hide 4.00 of the 7.00 ms exposed (15% of the step).'
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options", [{"reduce_dtype": "bf16"}, {"gradient_dtype": "torch.bfloat16"}, {"ddp_comm_hook": "powerSGD_hook"}]
 )
 def test_what_travels_small_already_is_not_halved(options: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def test_8_bits_are_suggested_where_16_are_not_enough() -> None:
     assert not any("int8" in text for text in suggested([numbers(0, exposed=7), numbers(1, exposed=7)], codecs=slow))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("codec_ms", "effect"),
     [
         # Of the 2 ms of a reduction 0.1 are spent on the wire: 0.39 ms as fp32, 0.2 as bf16.
@@ -163,8 +164,8 @@ def test_who_has_auto_is_told_of_no_other_size() -> None:
     assert not any("bucket_cap_mb" in text for text in texts)
 
 
-@pytest.mark.parametrize("option", ["deterministic", "shard_optimizer"])
-@pytest.mark.parametrize("cap", ["auto", 50])
+@for_each("option", ["deterministic", "shard_optimizer"])
+@for_each("cap", ["auto", 50])
 def test_a_size_is_suggested_where_nothing_may_be_measured(cap: Any, option: str) -> None:
     options: dict[str, Any] = {option: True}
     texts = suggested(WAITING, ONE_BUCKET, bucket_cap_mb=cap, **options)
@@ -207,9 +208,7 @@ def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "error", "is_late"), [(0.5, 0, False), (0.7, 0, True), (0.7, 0.24, False), (0.7, 0.2, True)]
-)
+@for_each(("more", "error", "is_late"), [(0.5, 0, False), (0.7, 0, True), (0.7, 0.24, False), (0.7, 0.2, True)])
 def test_a_straggler_is_late_by_more_than_a_little_and_more_than_by_chance(
     more: float, error: float, is_late: bool
 ) -> None:

@@ -12,6 +12,7 @@ from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
 from lightning_bucketddp.recording.typical_step import plan_in, profile_of, reduced_backward
+from tests.support.cases import for_each
 
 # Two micro-batches; the second backward begins at 100 and is over at 110. LaunchQueue take 1 s and 1 s for each MiB.
 SPANS = [
@@ -72,7 +73,7 @@ def test_an_all_reduce_costs_twice_the_reduce_scatter_that_was_recorded() -> Non
     assert reduced_backward(replace(STEP, spans=spans)) == Span("backward", 100, 110)
 
 
-@pytest.mark.parametrize("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
+@for_each("sizes", [[MIB, 4 * MIB - 1], [MIB, MIB], [MIB, 0], [1024, 1025]])
 def test_sizes_that_are_alike_tell_no_cost(sizes: list[int]) -> None:
     buckets = [RecordedBucket([name], [size]) for name, size in zip("ba", sizes, strict=True)]
     profile = profile_of(RecordedPlan(1, buckets), [REDUCED], num_ranks=2)

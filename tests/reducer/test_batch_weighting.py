@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.jobs.weighting import CONFIGS, weighted_mean
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.participation import (
@@ -36,13 +37,17 @@ def assert_trained_as_one_process(setting: Setting) -> list[Outcome]:
 # --- Steps that return None
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    "skipped",
-    [[(1, 0)], [(0, 1), (1, 3)], [(1, 4)], [(0, 2), (1, 2)], [(rank, step) for rank in (0, 1) for step in range(5)]],
+    ("skipped", "accumulate"),
+    [
+        ([(1, 0)], 1),
+        ([(0, 1), (1, 3)], 2),
+        ([(1, 4)], 2),
+        ([(0, 2), (1, 2)], 1),
+        ([(rank, step) for rank in (0, 1) for step in range(5)], 2),
+    ],
     ids=["first", "in_turns", "last", "everywhere", "always"],
 )
-@pytest.mark.sampled(4)
 def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]], accumulate: int) -> None:
     setting = Setting(EVEN, skipped=skipped, accumulate=accumulate)
     for number, rank in enumerate(assert_trained_as_one_process(setting)):
@@ -56,7 +61,7 @@ def test_nothing_is_counted_when_nothing_is_skipped() -> None:
         assert rank.had_output == [True] * 10
 
 
-@pytest.mark.parametrize(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)], ids=["one", "all"])
+@for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
 def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[int, int]], num_steps: int) -> None:
     ranks = run_on_ranks(scale_after_skipped_steps, skipped=skipped)
     assert ranks[0] == ranks[1]
@@ -72,14 +77,14 @@ def test_a_skipped_step_has_no_weight() -> None:
 # --- Weights
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@for_each("accumulate", [1, 2, 3])
 def test_each_sample_counts_the_same(accumulate: int) -> None:
     assert_trained_as_one_process(
         Setting(DIFFERENT_SIZES, accumulate=accumulate, options={"gradient_weight": "batch_size"})
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@for_each("accumulate", [1, 2])
 def test_each_token_counts_the_same(accumulate: int) -> None:
     assert_trained_as_one_process(
         Setting(DIFFERENT_SIZES, accumulate=accumulate, of_tokens=True, options={"gradient_weight": num_tokens})
@@ -96,10 +101,8 @@ def test_several_weighted_losses_in_one_step_add_up() -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (3, 1)])
+@for_each("config", CONFIGS)
 def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, world_size: int) -> None:
     run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
 
@@ -124,9 +127,17 @@ def test_a_weight_that_is_none_is_refused() -> None:
 # --- Uneven data
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("data", ["iterable", "stream", "sized"])
-@pytest.mark.parametrize("sizes", [UNEVEN, UNEVEN[::-1], [[4], [4, 4], [4, 4, 4, 4]]], ids=["1", "0", "three"])
+@pytest.mark.parametrize(
+    ("sizes", "data", "accumulate"),
+    [
+        (UNEVEN, "iterable", 1),
+        (UNEVEN, "stream", 2),
+        (UNEVEN[::-1], "stream", 1),
+        (UNEVEN[::-1], "sized", 2),
+        ([[4], [4, 4], [4, 4, 4, 4]], "sized", 1),
+        ([[4], [4, 4], [4, 4, 4, 4]], "iterable", 2),
+    ],
+)
 @pytest.mark.sampled(4)
 def test_no_batch_is_lost_where_data_is_uneven(sizes: list[list[int]], data: str, accumulate: int) -> None:
     setting = Setting(sizes, data=data, accumulate=accumulate, options={"uneven_data": True})
@@ -153,9 +164,7 @@ def test_even_data_is_not_touched_by_the_option() -> None:
         assert rank.num_batches == 5
 
 
-@pytest.mark.parametrize("data", ["iterable", "stream", "sized"])
-@pytest.mark.parametrize("stopped", [0, 1])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("stopped", "data"), [(0, "iterable"), (1, "stream"), (0, "sized")])
 def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> None:
     sizes = UNEVEN if stopped == 1 else UNEVEN[::-1]
     text = (
@@ -186,7 +195,7 @@ def test_several_loaders_are_refused() -> None:
     assert run_on_ranks(refusal, setting=setting) == [text] * 2
 
 
-@pytest.mark.parametrize(("data", "kind"), [("stream", "DataLoader"), ("sized", "DataLoader")])
+@for_each(("data", "kind"), [("stream", "DataLoader"), ("sized", "DataLoader")])
 def test_a_watched_loader_keeps_its_class(data: str, kind: str) -> None:
     for rank in run_on_ranks(fit, setting=Setting(EVEN, data=data)):
         assert rank.loader_type == kind

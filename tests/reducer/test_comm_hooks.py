@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.jobs import comm_hooks
 from tests.support.ranks import device, run_on_ranks
 from tests.support.scripts.hooks import HOOKS, train_with_hook
@@ -34,13 +35,13 @@ WHY_IT_FAILS = {
 ON_GLOO = device().type == "cpu"
 
 
-@pytest.mark.parametrize("hook_name", [*TOLERANCE, *([] if ON_GLOO else QUANTIZATION)])
+@for_each("hook_name", [*TOLERANCE, *([] if ON_GLOO else QUANTIZATION)])
 def test_a_hook_gives_what_it_gives_in_torch_ddp(hook_name: str) -> None:
     for distance in run_on_ranks(comm_hooks.distance_from_torch_ddp, hook_name=hook_name):
         assert distance <= {**TOLERANCE, **QUANTIZATION}[hook_name]
 
 
-@pytest.mark.parametrize("hook_name", [*(QUANTIZATION if ON_GLOO else []), "batched_power_sgd"])
+@for_each("hook_name", [*(QUANTIZATION if ON_GLOO else []), "batched_power_sgd"])
 def test_a_hook_that_fails_in_torch_ddp_fails_here_for_the_same_reason(hook_name: str) -> None:
     failures = run_on_ranks(comm_hooks.failures, hook_name=hook_name)
     if failures == [[None, None]] * 2:  # since torch 2.15
@@ -54,7 +55,7 @@ def test_every_hook_is_tried() -> None:
     assert comm_hooks.HOOKS.keys() == {*TOLERANCE, *WHY_IT_FAILS}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("hook_name", "dtype"),
     [("allreduce", "torch.float32"), ("fp16_wrapper", "torch.float16"), ("bf16", "torch.bfloat16")],
 )
@@ -70,7 +71,7 @@ def test_post_local_sgd_averages_in_its_subgroup() -> None:
     assert run_on_ranks(comm_hooks.post_local_sgd_averages_locally) == [True, False]
 
 
-@pytest.mark.parametrize("resizing", [False, True])
+@for_each("resizing", [False, True])
 def test_unused_parameters_are_known_beside_a_hook(resizing: bool) -> None:
     run_on_ranks(comm_hooks.unused_parameters_with_a_hook, resizing=resizing)
 

@@ -2,20 +2,231 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from functorch.compile import make_boxed_func
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bucketddp.bindings import fabric_lightning, trainer_lightning
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.reducer.graphs import graphs_split
+from lightning_bucketddp.reducer.launch_queue import LaunchQueue
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.compiled import NUM_LAYERS, NUM_STEPS, Compiled, fit, train_with_fabric
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+# A layer has 1 MiB of weights, the least that dynamo puts into a part.
+WIDTH = 512
+NUM_LAYERS = 3
+NUM_STEPS = 5
+
+
+class Layers(nn.Module):
+    """Of a class of its own: torch does not compile `nn.Sequential().compile()`."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self._checkpointed = checkpointed
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = checkpoint(layer, inputs, use_reentrant=False) if self._checkpointed else layer(inputs)
+            inputs = inputs.tanh()
+        return inputs
+
+
+class Deep(LightningModule):
+    """Compiles itself as `compiled` says, with `backend`."""
+
+    def __init__(self, *, compiled: str, checkpointed: bool = False, **compile_options: Any) -> None:
+        super().__init__()
+        self.net: Any = Layers(checkpointed=checkpointed)
+        self._compiled = compiled
+        self._compile_options = compile_options
+        if compiled == "submodule":
+            self.net = torch.compile(self.net, **compile_options)
+        elif compiled == "submodule in place":
+            self.net.compile(**compile_options)
+
+    def configure_model(self) -> None:
+        if self._compiled == "in configure_model":
+            self.net.compile(**self._compile_options)
+
+    def as_given_to_fit(self) -> Any:
+        return torch.compile(self, **self._compile_options) if self._compiled == "module" else self
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self._compiled == "teacher":
+            return self._distill(batch[0])
+        return F.mse_loss(self.net(batch[0]), batch[0].sin())
+
+    def _distill(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            targets = torch.compile(self.net, **self._compile_options)(inputs)
+        return F.mse_loss(self.net(inputs), targets.sin())
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        F.mse_loss(self.net(batch[0]), batch[0].sin())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a rank has at the end, and what happened on the way."""
+
+    weights: dict[str, Any]
+    # In order: "part 1" for the backward of the graph that was compiled second, "bucket 0" for its launch, "end".
+    events_by_step: list[list[str]]
+    num_graphs: int
+    graphs_by_step: list[int]
+
+
+class Recorder:
+    """A backend for `torch.compile` that computes as eager does and writes down when each backward runs."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.num_graphs = 0
+        self.graphs_by_step: list[int] = []
+        self._num_parts = 0
+
+    @property
+    def backend(self) -> Any:
+        # A function: lightning copies the options of `torch.compile` for Fabric, and with them everything we hold.
+        return aot_autograd(
+            fw_compiler=lambda graph, _: self._count(graph),
+            bw_compiler=lambda graph, _: self._record(graph),
+            inference_compiler=lambda graph, _: self._count(graph),
+        )
+
+    def _count(self, graph: Any) -> Any:
+        self.num_graphs += 1
+        return make_boxed_func(graph.forward)
+
+    def _record(self, graph: Any) -> Any:
+        part, self._num_parts = self._num_parts, self._num_parts + 1
+
+        def run(*args: Any) -> Any:
+            self.events.append(f"part {part}")
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down launches and ends of backwards too."""
+        torch._dynamo.reset()
+        launch, wait = LaunchQueue._launch_next, LaunchQueue.wait
+
+        def recorded_launch(reductions: LaunchQueue) -> None:
+            self.events.append(f"bucket {reductions.next_to_launch}")
+            launch(reductions)
+
+        def recorded_end(reductions: LaunchQueue, **options: Any) -> None:
+            self.events.append("end")
+            self.graphs_by_step.append(self.num_graphs)
+            wait(reductions, **options)
+
+        with (
+            patch.object(LaunchQueue, "_launch_next", recorded_launch),
+            patch.object(LaunchQueue, "wait", recorded_end),
+        ):
+            yield
+
+    def result(self, module: nn.Module) -> Compiled:
+        steps: list[list[str]] = [[]]
+        for event in self.events:
+            steps[-1].append(event)
+            if event == "end":
+                steps.append([])
+        # As numpy arrays: lists of so many numbers take long to compare.
+        weights = {name.replace("_orig_mod.", ""): value.numpy() for name, value in module.state_dict().items()}
+        return Compiled(weights, steps[:-1], self.num_graphs, self.graphs_by_step)
+
+
+def loader() -> DataLoader[Any]:
+    """Enough for `NUM_STEPS` steps on each of two ranks."""
+    inputs = torch.randn(4 * NUM_STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs), batch_size=2)
+
+
+@like_torchrun()
+def fit(
+    *,
+    compiled: str,
+    compile_with: str | None = None,
+    options: dict[str, Any] | None = None,
+    optimize_ddp: bool | str = True,
+    checkpointed: bool = False,
+    dynamic: bool | None = None,
+    cache: Path | None = None,
+    **trainer_options: Any,
+) -> Compiled:
+    """Train `Deep`, compiled with the recording backend or the one that is named."""
+    recorder = Recorder()
+    module = Deep(
+        compiled=compiled, backend=compile_with or recorder.backend, checkpointed=checkpointed, dynamic=dynamic
+    )
+    strategy = trainer_lightning.BucketDDPStrategy(**{"bucket_cap_mb": 1.0, **(options or {})})
+    trainer = make_trainer(strategy, **{"max_epochs": 1, "limit_train_batches": NUM_STEPS, **trainer_options})
+    with (
+        recorder.recording(),
+        torch._dynamo.config.patch(optimize_ddp=optimize_ddp),
+        # Not in processes that outlive the test, and without vectors, whose headers take most of the compiler's time.
+        torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 1}),
+        patch.dict(os.environ, {} if cache is None else {"TORCHINDUCTOR_CACHE_DIR": str(cache)}),
+    ):
+        trainer.fit(module.as_given_to_fit(), loader(), loader())
+    assert DistributedDataParallel._active_ddp_module is None
+    return recorder.result(module)
+
+
+@like_torchrun()
+def train_with_fabric(*, compiled: bool, reapply: bool = True) -> Compiled:
+    """The same with Fabric; the module is evaluated after each step."""
+    recorder = Recorder()
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=fabric_lightning.BucketDDPStrategy(bucket_cap_mb=1.0),
+    )
+    fabric.launch()
+    layers = Layers()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    given: Any = torch.compile(layers, backend=recorder.backend) if compiled else layers
+    module, optimizer = fabric.setup(given, optimizer, _reapply_compile=reapply)
+    with recorder.recording():
+        for (inputs,) in list(loader())[dist.get_rank() :: dist.get_world_size()]:
+            optimizer.zero_grad()
+            fabric.backward(F.mse_loss(module(inputs), inputs.sin()), model=module)
+            optimizer.step()
+            with torch.no_grad():
+                module(inputs)
+    return recorder.result(layers)
+
 
 WAYS = ["module", "submodule", "submodule in place", "in configure_model"]
 
@@ -120,7 +331,7 @@ def test_fabric_overlaps(reapply: bool) -> None:
         assert_same(rank, expected)
 
 
-@pytest.mark.parametrize(("bucket_cap_mb", "part_mb"), [(3.0, 3), (None, 25), ([1.0, 2.0, 5.0], 5), (0.5, 1)], ids=str)
+@for_each(("bucket_cap_mb", "part_mb"), [(3.0, 3), (None, 25), ([1.0, 2.0, 5.0], 5), (0.5, 1)])
 def test_parts_are_as_large_as_buckets_but_not_smaller_than_torch_allows(bucket_cap_mb: Any, part_mb: int) -> None:
     with graphs_split(ReducerConfig(bucket_cap_mb=bucket_cap_mb), world_size=2):
         cap = DistributedDataParallel._get_active_ddp_module().bucket_bytes_cap

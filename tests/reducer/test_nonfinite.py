@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.jobs import nonfinite
 from tests.support.jobs.nonfinite import WAYS, Bad, Outcome, train
 from tests.support.ranks import run_on_ranks
@@ -37,22 +39,21 @@ def raised_on_all(**options: Any) -> str:
 # --- What is found
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(14)
+WAYS_AND_VALUES = list(zip(WAYS, cycle([math.nan, math.inf, -math.inf])))
+
+
+@for_each(("way", "value"), WAYS_AND_VALUES)
 def test_a_gradient_is_named_with_its_rank(way: str, value: float) -> None:
     error = raised_on_all(bad=Bad("2.weight", value), **WAYS[way])
     assert error == RAISED.format("the gradient of `2.weight` on rank 1")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(14)
+@for_each(("way", "value"), WAYS_AND_VALUES)
 def test_a_loss_is_told_with_its_rank(way: str, value: float) -> None:
     assert raised_on_all(bad=Bad(None, value), **WAYS[way]) == RAISED.format(f"the loss on rank 1 ({value})")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "parameter"),
     [
         ("sparse_embedding", "embedding.weight"),
@@ -69,7 +70,7 @@ def test_every_kind_of_gradient_is_looked_at(case: str, parameter: str) -> None:
     assert raised_on_all(case=case, bad=bad) == RAISED.format(f"the gradient of `{parameter}` on rank 1")
 
 
-@pytest.mark.parametrize("parameter", ["0.bias", None])
+@for_each("parameter", ["0.bias", None])
 def test_one_process_alone_is_looked_at(parameter: str | None) -> None:
     [rank] = trained(world_size=1, bad=Bad(parameter, ranks=[0]), on_nonfinite="raise")
     assert rank.error == RAISED.format(
@@ -101,8 +102,8 @@ def test_the_first_backward_is_looked_at() -> None:
     assert "in backward 1: the gradient of `0.weight` on rank 1" in raised_on_all(bad=Bad("0.weight", step=0))
 
 
-@pytest.mark.parametrize("parameter", ["2.weight", None])
-@pytest.mark.parametrize("micro_batch", [0, 1, 2])
+@for_each("parameter", ["2.weight", None])
+@for_each("micro_batch", [0, 1, 2])
 def test_every_micro_batch_is_looked_at(micro_batch: int, parameter: str | None) -> None:
     error = raised_on_all(bad=Bad(parameter, micro_batch=micro_batch), micro_batches=3)
     assert error == RAISED.format(
@@ -127,7 +128,7 @@ def test_a_gradient_that_is_too_large_for_the_wire_is_found() -> None:
     assert error == RAISED.format("the gradient of `2.weight` on rank 1")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_largest_finite_numbers_are_finite(dtype: torch.dtype) -> None:
     assert run_on_ranks(nonfinite.largest_numbers, dtype=dtype) == [0, 0]
 
@@ -169,10 +170,10 @@ def test_warnings_become_rare() -> None:
     assert rank_zero.warnings[1:] == [WARNED.format("backward 11 (10 steps so far)", what)]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("parameter", ["2.weight", None])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(7)
+BAD_AND_MICRO_BATCHES = cycle([("2.weight", 1), (None, 1), ("2.weight", 3), (None, 3)])
+
+
+@for_each(("way", "parameter", "micro_batches"), [(way, *next(BAD_AND_MICRO_BATCHES)) for way in WAYS])
 def test_a_skipped_step_leaves_no_trace(way: str, parameter: str | None, micro_batches: int) -> None:
     bad = Bad(parameter, micro_batch=0)
     ranks = trained(bad=bad, steps=4, micro_batches=micro_batches, on_nonfinite="skip", **WAYS[way])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.jobs.models import CASES
 from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.support.ranks import run_on_ranks
@@ -29,39 +30,54 @@ def test_equals_the_mean_where_torch_ddp_cannot(case: str) -> None:
     run_on_ranks(parity_with_mean, case=case, training=Training())
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3, 4])
-@pytest.mark.parametrize("case", ["mlp", "channels_last", "tied_transformer", "many_dtypes"])
-@pytest.mark.sampled(5)
+@for_each(
+    ("case", "micro_batches"),
+    [("mlp", 2), ("mlp", 3), ("channels_last", 4), ("tied_transformer", 2), ("many_dtypes", 3)],
+)
 def test_accumulation_equals_torch_ddp(case: str, micro_batches: int) -> None:
     run_on_ranks(parity_with_torch_ddp, case=case, training=Training(micro_batches=micro_batches))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 def test_accumulation_equals_the_mean(case: str) -> None:
     # Also where a parameter is used only in an earlier micro-batch, which torch DDP never synchronises.
     run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=3))
 
 
-@pytest.mark.parametrize("case", ["mlp", "tied_transformer", "unused_in_turns", "many_dtypes", "sparse_embedding"])
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.0005, [0.001, 0.0001, 0.002]], ids=["one_each", "some", "list"])
-@pytest.mark.sampled(8)
+@for_each(
+    ("case", "bucket_cap_mb"),
+    [
+        *(("mlp", cap) for cap in (1e-6, 0.0005, [0.001, 0.0001, 0.002])),
+        ("tied_transformer", 1e-6),
+        ("unused_in_turns", [0.001, 0.0001, 0.002]),
+        ("many_dtypes", 0.0005),
+        ("sparse_embedding", 1e-6),
+    ],
+)
 def test_bucket_sizes_do_not_matter(case: str, bucket_cap_mb: float | list[float]) -> None:
     ranks = run_on_ranks(parity_with_torch_ddp, case=case, training=Training(bucket_cap_mb=bucket_cap_mb))
     assert all(rank.num_buckets > 1 for rank in ranks)
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("buffer_in_forward", "sparse_embedding")])
 @pytest.mark.sampled(5)
-def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str, micro_batches: int) -> None:
-    run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=micro_batches, all_alone=True))
+def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str) -> None:
+    run_on_ranks(parity_with_mean, case=case, training=Training(micro_batches=3, all_alone=True))
+    run_on_ranks(parity_with_mean, case=case, training=Training(all_alone=True, steps=2))
 
 
-@pytest.mark.parametrize("clip", ["norm", "value"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw_fused", "adamw_foreach"])
-@pytest.mark.parametrize("case", ["mlp", "channels_last"])
-@pytest.mark.sampled(5)
+@for_each(
+    ("case", "optimizer", "clip"),
+    [
+        ("mlp", "momentum", "norm"),
+        ("mlp", "adamw_fused", "value"),
+        ("mlp", "adamw_foreach", "norm"),
+        ("channels_last", "momentum", "value"),
+        ("channels_last", "adamw_fused", "norm"),
+        ("channels_last", "adamw_foreach", "value"),
+    ],
+)
 def test_optimizers_and_clipping_equal_torch_ddp(case: str, optimizer: str, clip: str) -> None:
     training = Training(optimizer=optimizer, clip=clip, micro_batches=2, bucket_cap_mb=0.001)
     run_on_ranks(parity_with_torch_ddp, case=case, training=training)
@@ -80,8 +96,8 @@ def test_four_ranks(case: str) -> None:
     run_on_ranks(job, world_size=4, case=case, training=training)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("case", ["mlp", "unused_in_turns", "everything_unused_on_one_rank", "many_dtypes"])
+@for_each("micro_batches", [1, 3])
+@for_each("case", ["mlp", "unused_in_turns", "everything_unused_on_one_rank", "many_dtypes"])
 def test_each_bucket_is_reduced_once_per_step(case: str, micro_batches: int) -> None:
     training = Training(micro_batches=micro_batches, bucket_cap_mb=0.001)
     for rank in run_on_ranks(parity_with_mean, case=case, training=training):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.reducer.plan_tuner import NUM_OBSERVED, NUM_WARM_UP
+from tests.support.cases import for_each
 from tests.support.jobs.tuning import (
+    WIDTH,
+    Layers,
     Training,
     Tuned,
     keep_gradients_across_changes,
@@ -24,8 +32,56 @@ from tests.support.jobs.tuning import (
     train_with,
 )
 from tests.support.ranks import run_on_ranks
+from tests.support.scripts.fit import weights
 from tests.support.scripts.shown import lines_on_terminal
-from tests.support.scripts.tuned import fit_wide
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+
+class Wide(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model = Layers()
+        self.has_profile = False
+        self.num_plans = 0
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.model(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_end(self) -> None:
+        reducer = getattr(self.trainer.strategy, "reducer", None)
+        if reducer is not None:
+            self.has_profile = reducer.profile is not None
+            self.num_plans = reducer.stats.num_plans
+
+
+@dataclass(frozen=True)
+class Fitted:
+    weights: dict[str, str]
+    has_profile: bool
+    num_plans: int
+
+
+def fit_wide(*, strategy: str, deterministic: bool, accumulate: int) -> Fitted:
+    """25 optimizer steps."""
+    before = torch.are_deterministic_algorithms_enabled()
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(torch.randn(2 * 2 * 25 * accumulate, WIDTH, generator=generator))
+    module = Wide()
+    options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": accumulate, "deterministic": deterministic}
+    try:
+        with like_torchrun():
+            trainer = make_trainer(strategy, **options)
+            trainer.fit(module, DataLoader(data, batch_size=2))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert trainer.global_step == 25
+    return Fitted(weights(module), module.has_profile, module.num_plans)
+
 
 # The first backward has no plan; then come those of the first plan, and those of the computed one.
 CHANGED_AT = 1 + NUM_WARM_UP + NUM_OBSERVED
@@ -152,7 +208,7 @@ def test_the_profile_has_the_costs_that_the_plan_was_computed_for() -> None:
     assert message == f"bucketddp: {rank.tuning}."
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"deterministic": True},
@@ -162,7 +218,6 @@ def test_the_profile_has_the_costs_that_the_plan_was_computed_for() -> None:
         {"bucket_cap_mb": None},
         {"bucket_cap_mb": [1.0, 5.0]},
     ],
-    ids=str,
 )
 def test_plans_that_must_not_depend_on_time_do_not(options: dict[str, Any]) -> None:
     for rank in run_on_ranks(train_with, **options):

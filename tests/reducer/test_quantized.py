@@ -5,12 +5,15 @@ Two ranks give each other all they have; more exchange parts, and round the mean
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_bucketddp.reducer.quantization import Blocks
 from tests.reducer.test_nonfinite import RAISED, raised_on_all
-from tests.reducer.test_sharding import in_short
+from tests.support.cases import for_each
 from tests.support.jobs import quantized
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import Bad
@@ -25,29 +28,32 @@ SPARSE = "sparse_embedding"
 SHORT = ("mlp", "unused_in_turns")
 
 
+def in_short(names: Iterable[str], *short: str) -> list[Any]:
+    """Return `names`, of which all but `short` are left to the long tests."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 @pytest.mark.parametrize("case", in_short(MODELS, *SHORT, "channels_last", "complex", "many_dtypes", SPARSE))
 def test_what_arrives_is_the_mean_of_what_was_rounded(case: str) -> None:
     run_on_ranks(parity_with_quantized_mean, case=case, training=Training(reduce_dtype="int8"))
 
 
-@pytest.mark.parametrize("case", in_short([case for case in MODELS if case != SPARSE], *SHORT))
+@pytest.mark.parametrize("case", in_short([*SHORT, "channels_last", "complex", "many_dtypes"], *SHORT))
 def test_among_more_ranks_it_is_rounded_once_more(case: str) -> None:
     training = Training(reduce_dtype="int8", bucket_cap_mb=0.0005)
     run_on_ranks(parity_with_quantized_mean, world_size=4, case=case, training=training)
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("case", "training"),
     [
-        Training(micro_batches=3, reduce_dtype="int8"),
-        Training(all_alone=True, reduce_dtype="int8"),
-        Training(bucket_cap_mb=0.0005, reduce_dtype="int8"),
+        ("unused_in_turns", Training(micro_batches=3, reduce_dtype="int8")),
+        ("unused_in_turns", Training(all_alone=True, reduce_dtype="int8")),
+        ("unused_in_turns", Training(bucket_cap_mb=0.0005, reduce_dtype="int8")),
+        ("channels_last", Training(micro_batches=3, reduce_dtype="int8")),
+        ("many_dtypes", Training(all_alone=True, reduce_dtype="int8")),
+        ("unused_on_one_rank", Training(bucket_cap_mb=0.0005, reduce_dtype="int8")),
     ],
-    ids=["accumulation", "where_they_are", "many_buckets"],
-)
-@pytest.mark.parametrize(
-    "case",
-    in_short(["mlp", "channels_last", "many_dtypes", "unused_in_turns", "unused_on_one_rank"], "unused_in_turns"),
 )
 def test_so_it_is_however_gradients_are_collected(case: str, training: Training) -> None:
     run_on_ranks(parity_with_quantized_mean, case=case, training=training)
@@ -58,8 +64,9 @@ def test_every_size_arrives(world_size: int) -> None:
     run_on_ranks(quantized.buckets_of_all_sizes, world_size=world_size)
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("case", in_short(["mlp", "channels_last", "unused_in_turns"], "channels_last"))
+@pytest.mark.parametrize(
+    ("case", "shard"), [("channels_last", True), ("channels_last", "parameters"), ("unused_in_turns", "parameters")]
+)
 def test_with_divided_state_the_mean_is_rounded_once(case: str, shard: bool | str) -> None:
     assert min(run_on_ranks(quantized.train_sharded, case=case, shard=shard)) > 1
 
@@ -78,13 +85,13 @@ def test_weights_of_ranks_count() -> None:
     run_on_ranks(weighted_mean, config="int8_wire", num_micro_batches=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@for_each("world_size", [2, 4])
 def test_a_nan_stays_one_and_stays_where_it_is(world_size: int) -> None:
     for finite in run_on_ranks(quantized.nan_of_rank_one, world_size=world_size):
         assert finite == {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": True}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@for_each("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_is_named(value: float) -> None:
     error = raised_on_all(bad=Bad("2.weight", value), reduce_dtype="int8")
     assert error == RAISED.format("the gradient of `2.weight` on rank 1")
@@ -99,7 +106,7 @@ def test_no_thread_is_left() -> None:
     assert run_on_ranks(quantized.threads_left, world_size=4) == [[]] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_blocks_keep_zeros_and_the_largest_number_and_are_spoiled_alone(dtype: torch.dtype) -> None:
     blocks = Blocks(1000, num_rows=2, row_numel=512, device=torch.device("cpu"))
     numbers = torch.zeros(1000, dtype=dtype)

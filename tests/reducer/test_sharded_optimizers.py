@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer.elementwise import divides_by_elements
+from tests.support.cases import for_each
 from tests.support.jobs.sharding import OPTIMIZERS, Muonlike, Signs, _lamb, raised_by
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import fabrics, models
@@ -229,19 +230,19 @@ def params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in [(16, 8), (16,), (4, 16), (4,)]]
 
 
-@pytest.mark.parametrize("name", BY_ELEMENTS)
+@for_each("name", BY_ELEMENTS)
 def test_what_works_element_by_element_is_divided_by_elements(name: str) -> None:
     assert divides_by_elements(BY_ELEMENTS[name](params()), whole_parameters=False)
     assert not divides_by_elements(BY_ELEMENTS[name](params()), whole_parameters=True)
 
 
-@pytest.mark.parametrize("name", BY_PARAMETERS)
+@for_each("name", BY_PARAMETERS)
 def test_what_works_parameter_by_parameter_is_divided_by_parameters(name: str) -> None:
     for whole_parameters in (False, True):
         assert not divides_by_elements(BY_PARAMETERS[name](params()), whole_parameters=whole_parameters)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_all_others_are_refused_with_the_reason_and_what_helps(name: str) -> None:
     make, reason, remedy = REFUSED[name]
     optimizer = make(params())

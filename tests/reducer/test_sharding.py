@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.sharded_bucket import ShardedInPlaceBucket
 from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+from tests.support.cases import for_each
 from tests.support.jobs.models import CASES
 from tests.support.jobs.sharding import (
     OPTIMIZERS,
@@ -44,13 +44,8 @@ NOT_DENSE = "sparse_embedding"
 SPECIAL = ["channels_last", "complex", "unused_in_turns", "freeze_and_unfreeze"]
 
 
-def in_short(names: Iterable[str], *short: str) -> list[Any]:
-    """Return `names`, of which all but `short` are left to the long tests."""
-    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_every_optimizer_takes_the_same_steps(optimizer: str) -> None:
     tolerance = 0.0 if optimizer == "sgd" else TOLERANCE
     ranks = run_on_ranks(compare, case="mlp", optimizer=optimizer, tolerance=tolerance)
@@ -63,7 +58,7 @@ def test_every_model_takes_the_same_steps(case: str) -> None:
     run_on_ranks(compare, case=case, optimizer="adamw", tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", in_short([case for case in CASES if case != NOT_DENSE], *SPECIAL))
+@for_each("case", SPECIAL)
 def test_every_model_takes_the_same_steps_by_whole_parameters(case: str) -> None:
     # A whole parameter is stepped by the same arithmetic as without sharding.
     ranks = run_on_ranks(compare, case=case, optimizer="adamw", shard="parameters")
@@ -78,8 +73,16 @@ def assert_whole(ranks: list[Outcome]) -> None:
         assert sum(stop - start for rank in ranks for start, stop in [rank.pieces[name]]) == numel
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("case", in_short(["mlp", *SPECIAL], "mlp", "channels_last"))
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [
+        *(("mlp", shard) for shard in (True, "parameters")),
+        ("channels_last", True),
+        ("complex", "parameters"),
+        ("unused_in_turns", True),
+        ("freeze_and_unfreeze", "parameters"),
+    ],
+)
 def test_four_ranks_take_the_same_steps(case: str, shard: bool | str) -> None:
     setting: dict[str, Any] = {"case": case, "optimizer": "adamw", "shard": shard, "clip": 0.1}
     run_on_ranks(compare, world_size=4, **setting, is_double=True, tolerance=TOLERANCE)
@@ -95,13 +98,13 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_whole_ones(optimizer: str
     assert sum(sharded.state_numel for _, sharded in ranks) == ranks[0][0].state_numel
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
+@for_each("shard", [True, "parameters"])
 def test_a_sparse_gradient_stays_on_every_rank(shard: bool | str) -> None:
     for _, sharded in run_on_ranks(compare, case=NOT_DENSE, optimizer="sgd", shard=shard):
         assert sorted(sharded.pieces) == ["head.bias", "head.weight"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "norm_type"),
     [("mlp", 1.0), ("mlp", 2.0), ("mlp", 3.0), ("mlp", math.inf), ("complex", 2.0), ("many_dtypes", math.inf)],
 )
@@ -115,12 +118,12 @@ def test_a_gradient_that_was_kept_over_a_backward_is_refused() -> None:
         assert all(" reads the gradient of `" in error for error in errors), errors
 
 
-@pytest.mark.parametrize("foreach", [True, None])
+@for_each("foreach", [True, None])
 def test_the_norm_of_all_gradients_takes_one_exchange(foreach: bool | None) -> None:
     assert run_on_ranks(clip, foreach=foreach) == [1, 1]
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
+@for_each("shard", [True, "parameters"])
 def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
     run_on_ranks(compare, case="mlp", optimizer="sgd", micro_batches=3, shard=shard)
 
@@ -141,8 +144,7 @@ def test_an_optimizer_that_has_raised_steps_again() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("of", ["method", "function"])
-@pytest.mark.parametrize("shard", [True, "parameters"])
+@pytest.mark.parametrize(("shard", "of"), [(True, "method"), ("parameters", "function")])
 def test_a_compiled_step_is_the_same(shard: bool | str, of: str) -> None:
     assert all(num_compiled > 1 for num_compiled in run_on_ranks(compile_steps, of=of, shard=shard, timeout_s=120))
 

@@ -12,6 +12,7 @@ from lightning_bucketddp.reducer.clock import Axis, HostClock
 from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
+from tests.support.cases import for_each
 from tests.support.jobs.recording import (
     CONFIGS,
     assert_in_order,
@@ -30,7 +31,7 @@ def assert_ends_agree(steps: list[Step]) -> None:
         assert min(bucket.ended_s for bucket in buckets) >= max(bucket.launched_s for bucket in buckets)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "config"),
     [*[("mlp", config) for config in CONFIGS], ("sparse_embedding", "plain"), ("unused_on_one_rank", "plain")],
 )

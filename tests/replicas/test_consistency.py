@@ -13,6 +13,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.config import OnDivergence, ReplicaChecks
 from lightning_bucketddp.replicas.checksums import Checksums, units_of
 from lightning_bucketddp.replicas.divergence import find_divergence
+from tests.support.cases import for_each
 from tests.support.jobs import replicas
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.replicas import (
@@ -56,7 +57,7 @@ def logged_on(ranks: list[Outcome]) -> list[str]:
 # --- Checksums
 
 
-@pytest.mark.parametrize("dtype", replicas.DTYPES, ids=str)
+@for_each("dtype", replicas.DTYPES)
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     replicas.every_bit_counts(dtype)
 
@@ -69,7 +70,7 @@ def test_truth_values_nothing_and_numbers_that_are_none_have_checksums() -> None
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))
 
 
-@pytest.mark.parametrize("numel", [6, 300_000])
+@for_each("numel", [6, 300_000])
 def test_swapped_values_and_opposite_changes_count(numel: int) -> None:
     numbers = torch.arange(numel)  # one word each
     swapped, moved = numbers.clone(), numbers.clone()
@@ -104,7 +105,7 @@ def test_small_tensors_share_a_checksum() -> None:
 # --- Votes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "source", "text"),
     [
         ([{"w": 1}, {"w": 2}], 0, "`w` differs between rank 0 and rank 1."),
@@ -161,7 +162,7 @@ def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: st
     assert logged_on(ranks) == []
 
 
-@pytest.mark.parametrize("of", ["weight", "moment", "counter", "learning_rate"])
+@for_each("of", ["weight", "moment", "counter", "learning_rate"])
 def test_drift_is_healed(of: str) -> None:
     ranks = run_on_ranks(drift, of=of, replica_checks=ReplicaChecks(3, "heal"))
     assert [rank.error for rank in ranks] == [None, None]
@@ -234,7 +235,7 @@ def test_checks_ride_in_the_notes_of_the_steps() -> None:
         assert with_checks == {**without, "all_gather": without["all_gather"] + 2}
 
 
-@pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
+@for_each("on_divergence", ["raise", "heal", "log"])
 def test_drift_in_a_bare_loop(on_divergence: str) -> None:
     expected = (
         "after 6 synchronised backwards: `optimizer 0: exp_avg_sq of 0.weight` differs between rank 0 and rank 1."
@@ -330,8 +331,8 @@ def test_modules_are_compared_without_init_sync() -> None:
         assert num_steps == 0
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@for_each("is_known", [True, False])
+@for_each("overlap", [True, False])
 def test_a_layer_that_one_rank_freezes_is_named(is_known: bool, overlap: bool) -> None:
     errors = run_on_ranks(replicas.freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
     text = "step 4: `0.weight` has requires_grad True on rank 0 but False on rank 1."
@@ -388,7 +389,7 @@ def test_ranks_may_accumulate_differently_in_fabric() -> None:
 # --- Options
 
 
-@pytest.mark.parametrize("strategy", [BucketDDPStrategy, FabricStrategy])
+@for_each("strategy", [BucketDDPStrategy, FabricStrategy])
 def test_options_are_checked(strategy: Any) -> None:
     for number in (-1, 1.5, True, "often"):
         with pytest.raises(ValueError, match="`replica_checks` must be a number of steps, or None"):

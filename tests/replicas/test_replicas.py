@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from torch import nn
 
 from lightning_bucketddp.replicas.replicas import (
@@ -12,6 +11,7 @@ from lightning_bucketddp.replicas.replicas import (
     find_parallel_submodule,
     parameters_of,
 )
+from tests.support.cases import for_each
 from tests.support.jobs.reducing import setup_error
 from tests.support.ranks import run_on_ranks
 
@@ -32,7 +32,7 @@ def with_many_on_another_device() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2, device="meta") for _ in range(3)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "expected"),
     [
         (frozen, "`Linear` has no parameter that requires a gradient, so there is nothing to train. Unfreeze"),
@@ -40,7 +40,6 @@ def with_many_on_another_device() -> nn.Module:
         (on_two_devices, "parameters on several devices: `0.weight`, `0.bias` on cpu; `1.weight`, `1.bias` on meta."),
         (with_many_on_another_device, "`1.weight`, `1.bias`, `2.weight` and 3 more on meta. Each process trains on"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_bad_modules_are_refused(build: object, expected: str) -> None:
     errors = run_on_ranks(setup_error, build=build)
@@ -53,7 +52,7 @@ def wrapped_by(module_name: str, class_name: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), wrapper(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module_name", "class_name"),
     [
         ("deepspeed.runtime.engine", "DeepSpeedEngine"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cases import for_each
 from tests.support.jobs import sync_batchnorm as jobs
 from tests.support.jobs import sync_batchnorm_layers as layer_jobs
 from tests.support.jobs.sync_batchnorm import NUM_CHANNELS, Batches
@@ -18,9 +19,8 @@ HALF_TYPES = [torch.bfloat16, torch.float16]
 KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)), (nn.BatchNorm3d, (2, 3, 4))]
 
 
-@pytest.mark.parametrize("split", [(4, 4), (5, 3), (7, 1), (8, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize(("layer_class", "spatial_size"), KINDS)
-@pytest.mark.sampled(10)
+@for_each("split", [(4, 4), (5, 3), (7, 1), (8, 0), (0, 0)])
+@for_each(("layer_class", "spatial_size"), KINDS)
 def test_trains_like_one_process_however_the_batch_is_split(
     layer_class: type[nn.Module], spatial_size: tuple[int, ...], split: tuple[int, int]
 ) -> None:
@@ -34,7 +34,7 @@ def test_trains_like_one_process_on_four_ranks(split: tuple[int, ...]) -> None:
     run_on_ranks(jobs.train, world_size=4, model=model, batches=Batches(split=split))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"momentum": None},
@@ -43,7 +43,6 @@ def test_trains_like_one_process_on_four_ranks(split: tuple[int, ...]) -> None:
         {"track_running_stats": False},
         {"affine": False, "momentum": None, "track_running_stats": False},
     ],
-    ids=str,
 )
 def test_trains_like_one_process_with_every_option(options: dict[str, Any]) -> None:
     run_on_ranks(jobs.train, model=nn.BatchNorm2d(NUM_CHANNELS, **options).double(), batches=Batches())
@@ -55,11 +54,10 @@ def test_trains_like_one_process_without_bias() -> None:
     run_on_ranks(jobs.train, model=model, batches=Batches())
 
 
-@pytest.mark.parametrize("split", [(5, 3), (8, 0)], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("half_parameters", [False, True])
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.sampled(6)
+@for_each("split", [(5, 3), (8, 0)])
+@for_each("autocast", [False, True])
+@for_each("half_parameters", [False, True])
+@for_each("dtype", HALF_TYPES)
 def test_trains_like_one_process_in_half_precision(
     dtype: torch.dtype, half_parameters: bool, autocast: bool, split: tuple[int, int]
 ) -> None:
@@ -67,14 +65,14 @@ def test_trains_like_one_process_in_half_precision(
     run_on_ranks(jobs.train, model=model, batches=Batches(split=split, dtype=dtype, autocast=autocast))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("layer_class", "spatial_size"), KINDS[2:])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each(("layer_class", "spatial_size"), KINDS[2:])
 def test_keeps_channels_last(layer_class: type[nn.Module], spatial_size: tuple[int, ...], dtype: torch.dtype) -> None:
     batches = Batches(spatial_size=spatial_size, dtype=dtype, layout="channels_last")
     run_on_ranks(jobs.train, model=layer_class(NUM_CHANNELS), batches=batches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float64, torch.bfloat16])
 def test_takes_inputs_and_gradients_of_any_strides(dtype: torch.dtype) -> None:
     model = nn.BatchNorm2d(NUM_CHANNELS, dtype=torch.promote_types(dtype, torch.float32))
     run_on_ranks(jobs.train, model=model, batches=Batches(dtype=dtype, layout="strided"))
@@ -88,7 +86,7 @@ def test_layer_that_is_used_twice_trains_like_one_process() -> None:
     run_on_ranks(jobs.train, model=jobs.TwiceNormalized().double(), batches=Batches())
 
 
-@pytest.mark.parametrize("layer_class", [jobs.BatchNormRelu, jobs.FunctionalBatchNormRelu])
+@for_each("layer_class", [jobs.BatchNormRelu, jobs.FunctionalBatchNormRelu])
 def test_subclass_keeps_its_own_forward(layer_class: type[nn.Module]) -> None:
     run_on_ranks(jobs.train, model=layer_class(NUM_CHANNELS).double(), batches=Batches())
 
@@ -98,7 +96,7 @@ def test_compiled_model_trains_like_one_process() -> None:
     run_on_ranks(jobs.train_compiled, model=model.double())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("input_needs_grad", "parameters_need_grad", "expected"),
     [(True, True, (1, 1)), (False, True, (1, 0)), (True, False, (1, 1))],
 )
@@ -111,7 +109,7 @@ def test_each_pass_costs_at_most_one_collective(
     assert counted == [expected, expected]
 
 
-@pytest.mark.parametrize("track_running_stats", [True, False])
+@for_each("track_running_stats", [True, False])
 def test_evaluation_asks_no_other_rank(track_running_stats: bool) -> None:
     run_on_ranks(jobs.evaluate_different_numbers_of_batches, track_running_stats=track_running_stats)
 

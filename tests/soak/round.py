@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -83,7 +82,7 @@ class Arena:
         strategy: of the Trainer.
         patience_s: how long processes may take to end after a fault.
         script: the program.
-        python: that runs it; None: a warm one, where that makes no difference.
+        python: that runs it; None: a warm one.
         resume: "auto", or "last": Lightning's `ckpt_path`.
     """
 
@@ -112,13 +111,12 @@ class Arena:
                 for one in faults
             ],
         }
-        needs_parents = trial is not None and trial.needs_parents
         return Program(
             self.script,
             trial.launcher if trial else "fork",
             settings,
             within=self.disk.within if self.disk else (),
-            python=self.python or (sys.executable if needs_parents else warm.python()),
+            python=self.python or warm.python(),
             network=self.network,
             hosts=hosts,
             num_starts=num_starts,

@@ -30,6 +30,7 @@ from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
 from lightning_bucketddp.startup.store import Deadline, StartError, part_of
 from tests.support import warm
+from tests.support.cases import for_each
 from tests.support.hosts import two_hosts
 from tests.support.jobs.meetings import ALL_THERE, meet, meet_alone
 from tests.support.programs import REPOSITORY, SCRIPTS, Program, Run, assert_trained, run, run_together
@@ -173,7 +174,7 @@ def test_what_an_earlier_start_has_left_does_not_count(agent: TCPStore) -> None:
     assert outcomes(**{**options, "ranks": [0, 1], "world_sizes": [2, 2], "late_s": [1, 0]}) == [ALL_THERE] * 2
 
 
-@pytest.mark.parametrize("written", ["nonsense", "[" * 100_000, "{}", '{"rank": 0, "world_size": "2"}'], ids=len)
+@for_each("written", ["nonsense", "[" * 100_000, "{}", '{"rank": 0, "world_size": "2"}'])
 def test_what_no_rank_has_written_is_named(written: str) -> None:
     keys = HashStore()
     keys.set("round", written)
@@ -444,15 +445,9 @@ def test_a_start_timeout_that_is_no_time_is_refused(value: Any) -> None:
 # --- Programs
 
 
-def start(
-    directory: Path,
-    *arguments: object,
-    root: str = "lightning.pytorch",
-    python: str | None = None,
-    **variables: str,
-) -> Run:
+def start(directory: Path, *arguments: object, root: str = "lightning.pytorch", **variables: str) -> Run:
     """Run `starts.py` until no process of it is left, which is long before its start time-out if it has none."""
-    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables, python=python)
+    program = Program([SCRIPTS / "starts.py", *map(str, arguments)], variables)
     return run_together(program, root=root, directory=directory)
 
 
@@ -475,9 +470,8 @@ def test_a_rank_that_does_not_start_ends_the_run_at_once(tmp_path: Path) -> None
     assert_ended(finished, message)
 
 
-@pytest.mark.long  # with a run that has begun: tests/faults/test_fault_launchers.py
 def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
-    finished = start(tmp_path, "--rank-1", "kill_launcher", python=sys.executable)  # it kills its parent
+    finished = start(tmp_path, "--rank-1", "kill_launcher")  # it kills its parent
     assert finished.returncode == -signal.SIGKILL
     assert re.search(r"StartError: Rank 1 has lost the process that launched it \(\d+\)", finished.output)
 

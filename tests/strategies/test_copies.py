@@ -2,12 +2,143 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
 
+from tests.support.collectives import all_reduced
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.copies import WAYS, sizes, train_with_copies
+from tests.support.scripts.models import WIDTH, Regression, loader
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+COLLECTIVES = ("broadcast", "all_gather", "barrier")
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+class Wide(Regression):
+    """A small layer beside a large one, with a normalisation layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+class Copies(Callback):
+    """Trains a copy for a step in some hook and spoils it; whoever shares something with it is spoilt too."""
+
+    def __init__(self, way: str, hook: str) -> None:
+        self.num_collectives = 0
+        self.num_copies = 0
+        self._way = WAYS[way]
+        self._hook = hook
+        self._batch: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._copy("on_after_backward", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._copy("on_train_batch_end", trainer, pl_module)
+
+    def _copy(self, hook: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        if hook != self._hook:
+            return
+        module = self._way(pl_module).eval()
+        optimizer = copy.deepcopy(trainer.optimizers[0])
+        gradients = self._way([param.grad for param in pl_module.parameters()])
+        calls = {name: patch.object(dist, name, wraps=getattr(dist, name)) for name in COLLECTIVES}
+        started = [call.start() for call in calls.values()]
+        try:
+            with all_reduced() as reduced:
+                module.loss(self._batch).backward()
+        finally:
+            for call in calls.values():
+                call.stop()
+        self.num_collectives += len(reduced) + sum(call.call_count for call in started)
+        self.num_copies += 1
+        with torch.no_grad():
+            for param in module.parameters():
+                param.grad.fill_(1e6)
+                param.fill_(1e6)
+            for gradient in gradients:
+                gradient.fill_(1e6)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.fill_(1e6)
+            for state in optimizer.state.values():
+                state["exp_avg"].fill_(1e6)
+
+
+@like_torchrun()
+def train_with_copies(
+    *, strategy: str, way: str | None, hook: str = "", sync_batchnorm: bool = False
+) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    module = Wide()
+    copies = Copies(way, hook) if way else None
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=copies, sync_batchnorm=sync_batchnorm)
+    trainer.fit(module, loader())
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "collectives_by_copies": copies.num_collectives if copies else 0,
+        "copies": copies.num_copies if copies else 0,
+    }
+
+
+class _Sizes(Callback):
+    """What things take when they are saved right after a backward."""
+
+    def __init__(self, directory: Path) -> None:
+        self.num_bytes: dict[str, int] = {}
+        self._directory = directory
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.global_step == 3:
+            small = pl_module.layers[2].bias
+            checkpoint = self._directory / "model.ckpt"
+            trainer.save_checkpoint(checkpoint)
+            self.num_bytes = {
+                "state_dict": _saved(pl_module.state_dict()),
+                "optimizer": _saved(trainer.optimizers[0].state_dict()),
+                "checkpoint": _saved(torch.load(checkpoint, weights_only=False)["state_dict"]),
+                "gradient": _saved(small.grad),
+                "gradient_clone": _saved(small.grad.clone()),
+                "gradient_copy": copy.deepcopy(small.grad).untyped_storage().nbytes(),
+            }
+
+
+def _saved(thing: object) -> int:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return len(file.getvalue())
+
+
+@like_torchrun()
+def sizes(*, strategy: str, directory: Path) -> dict[str, int]:
+    """How many bytes are saved in the middle of a training."""
+    measured = _Sizes(directory)
+    make_trainer(strategy, max_epochs=1, callbacks=measured).fit(Wide(), loader())
+    return measured.num_bytes
+
 
 NUM_BATCHES = 10
 

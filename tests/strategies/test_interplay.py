@@ -2,14 +2,184 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from benchmarks.ports import own_port
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.ranks import RankPool, run_on_ranks
-from tests.support.scripts.interplay import ask, log, talk, train_over_backend
+from tests.support.scripts.models import Regression, loader
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+
+
+class Talkative(Regression):
+    """Uses torch.distributed by itself: in a step, inside its backward, and between steps."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+        self._group = group
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        total = batch[0].sum()
+        dist.all_reduce(total, group=self._group)
+        outputs = self.layers[1](self.layers[0](batch[0]))
+        outputs.register_hook(self._average)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, {"rank": self.global_rank, "step": self.global_step})
+        self.heard.append((total.item(), gathered))
+        return F.mse_loss(self.layers[2](outputs), batch[1])
+
+    def _average(self, gradient: Tensor) -> Tensor:
+        """Of the activations, in the middle of backward, when buckets may be on their way."""
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        dist.barrier()
+        told = [self.global_step if self.global_rank == 1 else None]
+        dist.broadcast_object_list(told, src=1)
+        self.heard.append(told)
+
+
+class Contrastive(Regression):
+    """The outputs of all ranks are in the loss of each, and gradients flow back."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        outputs = self.layers[1](self.layers[0](batch[0]))
+        everywhere: Any = self.all_gather(outputs, sync_grads=True)
+        return self.loss(batch) + (outputs @ everywhere.flatten(0, 1).T).logsumexp(dim=1).mean()
+
+
+@like_torchrun()
+def talk(*, module: str, like_ddp: bool) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    group = dist.new_group()
+    talker = Talkative(group) if module == "talkative" else Contrastive()
+    strategy = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    make_trainer(strategy, max_epochs=1).fit(talker, loader())
+    dist.destroy_process_group(group)
+    return {
+        "weights": {name: value.tolist() for name, value in talker.state_dict().items()},
+        "heard": getattr(talker, "heard", None),
+    }
+
+
+class Asking(Regression):
+    """Asks the strategy and the Trainer everything that they answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, Any] = {}
+
+    def on_train_start(self) -> None:
+        trainer, rank = self.trainer, self.global_rank
+        strategy: Any = trainer.strategy
+        module: Any = self
+        mine = torch.tensor([rank + 1.0, 10.0 * rank])
+        strategy.barrier("here")
+        self.answers = {
+            "mean": strategy.reduce(mine.clone()).tolist(),
+            "sum": strategy.reduce(mine.clone(), reduce_op="sum").tolist(),
+            "all_gather": strategy.all_gather(mine).tolist(),
+            "all_gather_by_module": {k: v.tolist() for k, v in module.all_gather({"a": mine, "b": mine.int()}).items()},
+            "broadcast": strategy.broadcast({"from": rank}, src=1),
+            "all_agree": [strategy.reduce_boolean_decision(rank >= least) for least in (0, 1, 2)],
+            "any_agrees": [strategy.reduce_boolean_decision(rank >= least, all=False) for least in (0, 1, 2)],
+            "ranks": (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size),
+            "processes": (strategy.num_nodes, strategy.num_processes, strategy.is_global_zero),
+            "device": (str(strategy.root_device), [str(device) for device in strategy.parallel_devices]),
+            "sampler": strategy.distributed_sampler_kwargs,
+            "trainer": (trainer.global_rank, trainer.world_size, trainer.num_devices, trainer.is_global_zero),
+            "is_module": trainer.lightning_module is strategy.lightning_module is self,
+            "names": list(strategy.lightning_module_state_dict()),
+            "optimizers": [type(optimizer).__name__ for optimizer in strategy.optimizers],
+            "is_ddp": isinstance(strategy, DDPStrategy),
+            "handles_accumulation": strategy.handles_gradient_accumulation,
+            "restores_late": strategy.restore_checkpoint_after_setup,
+        }
+
+
+@like_torchrun()
+def ask(*, strategy: str) -> dict[str, Any]:
+    module = Asking()
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
+    trainer.fit(module, loader())
+    return module.answers
+
+
+class Logging(Regression):
+    """Logs by step and by epoch, from all ranks and from this one."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("own", loss)
+        return loss
+
+
+@like_torchrun()
+def log(*, strategy: str, logger: str, directory: Path) -> dict[str, Any]:
+    """The files that a logger has written, and the values in them."""
+    torch.manual_seed(dist.get_rank())
+    made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](directory, name="")
+    trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
+    trainer.fit(Logging(), loader(), loader())
+    # Only rank 0 knows where it has written, and that it has.
+    folder = Path(trainer.strategy.broadcast(made.log_dir))
+    if logger == "csv":
+        with (folder / "metrics.csv").open() as file:
+            return {"files": sorted(os.listdir(folder)), "values": list(csv.DictReader(file))}
+    kinds = sorted(name.split(".")[0] for name in os.listdir(folder))
+    return {"files": kinds, "values": _scalars(folder)}
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def train_over_backend(*, backend: str, ports: list[int]) -> dict[str, Any]:
+    """The backend in use and the weights, by strategy. Leaves no process group, so it needs a pool of its own."""
+    results = {}
+    with like_torchrun():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for kind, port in zip((DDPStrategy, BucketDDPStrategy), ports, strict=True):
+            dist.destroy_process_group()
+            # Another port each time: the store of the last group may still be there when this rank is first.
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            torch.manual_seed(rank)
+            module = Regression()
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=world_size,
+                strategy=kind(process_group_backend=backend),
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+            )
+            trainer.fit(module, loader())
+            weights = {name: value.tolist() for name, value in module.state_dict().items()}
+            results[kind.__name__] = (str(dist.distributed_c10d.get_backend_config()), weights)
+    return results
+
 
 has_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"

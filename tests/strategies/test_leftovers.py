@@ -20,7 +20,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.support import leaks
 from tests.support.leaks import ProcessState, wait_until_empty
-from tests.support.programs import REPOSITORY, run
+from tests.support.programs import REPOSITORY, Program, run_together
 
 
 def use_trainer(strategy: str, *, action: str) -> None:
@@ -101,22 +101,18 @@ def main(strategy: str, kind: str) -> None:
     gc.collect()
     lines = at_first.left_behind(known_children=lambda: ProcessState.now().children)
     at_last = [line.partition(":")[0] for line in lines]
-    Path(os.environ["RESULTS"], f"rank{rank}.json").write_text(json.dumps({"runs": left, "at last": at_last}))
+    path = Path(os.environ["RESULTS"], f"{strategy} rank {rank}.json")
+    path.write_text(json.dumps({"runs": left, "at last": at_last}))
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_leaves_behind_what_ddp_leaves(kind: str, tmp_path: Path) -> None:
-    found = {}
-    for strategy in ("ddp", "bucketddp"):
-        directory = tmp_path / strategy
-        directory.mkdir()
-        program = ["-m", "tests.strategies.test_leftovers", strategy, kind]
-        finished = run(*program, root="lightning.pytorch", directory=directory, cwd=REPOSITORY)
-        assert finished.returncode == 0, finished.output
-        found[strategy] = finished.results
-    assert found["bucketddp"].keys() == {"rank0", "rank1"}
-    for rank, ours in found["bucketddp"].items():
-        theirs = found["ddp"][rank]
+    # At once: for the most part they wait to see whether a thread ends.
+    programs = [Program(["-m", "tests.strategies.test_leftovers", strategy, kind]) for strategy in ("ddp", "bucketddp")]
+    finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
+    assert finished.returncode == 0, finished.output
+    for rank in (0, 1):
+        ours, theirs = (finished.results[f"{strategy} rank {rank}"] for strategy in ("bucketddp", "ddp"))
         for in_ours, in_theirs in zip(ours["runs"], theirs["runs"], strict=True):
             assert set(in_ours) <= set(in_theirs)
         # No thread, logger or handler of signals, whatever `ddp` does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch import LightningModule
 
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.players import GANS, train_gan, watch_turns
 from tests.support.scripts.styles import STYLES, train_in_style
@@ -20,7 +21,7 @@ needs_toggled_optimizer = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("style", list(STYLES))
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 def test_training_equals_ddp(style: str) -> None:
     ours = run_on_ranks(train_in_style, style=style, like_ddp=False)
     ddp = run_on_ranks(train_in_style, style=style, like_ddp=True)
@@ -30,7 +31,7 @@ def test_training_equals_ddp(style: str) -> None:
         assert rank["evaluations"] == expected["evaluations"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("style", "per_batch"),
     [("two_losses", 2), ("two_losses_one_reduction", 1), ("same_graph_twice", 2), ("weight_penalty", 1)],
 )
@@ -55,8 +56,8 @@ def test_two_networks_that_take_turns_equal_ddp(gan: str) -> None:
     assert ours == [ddp[0]] * 2
 
 
-@pytest.mark.parametrize("switching", ["toggle_optimizer", "toggle_model"])
-@pytest.mark.parametrize("discriminator_every", [1, 2])
+@for_each("switching", ["toggle_optimizer", "toggle_model"])
+@for_each("discriminator_every", [1, 2])
 def test_a_network_that_is_toggled_off_is_not_communicated(switching: str, discriminator_every: int) -> None:
     expected = [
         members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.precision import train
 
@@ -46,7 +47,7 @@ def test_training_equals_ddp(precision: str) -> None:
         assert rank["gradients"] == rank["travelled"] == [GRADIENTS_OF[precision]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "reduce_dtype", "travels_as"),
     [
         ("bf16-true", "fp32", "torch.float32"),

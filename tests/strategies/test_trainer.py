@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.behaviour import (
     batchnorm_after_failed_fit,
@@ -37,7 +38,7 @@ def train_both(scenario: str) -> tuple[list[Training], list[Training]]:
     "scenario",
     list(SCENARIOS),
 )
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 def test_training_equals_ddp(scenario: str) -> None:
     ours, ddp = train_both(scenario)
     for rank in ours:
@@ -53,7 +54,7 @@ def test_hooks_see_averaged_gradients() -> None:
         assert rank.gradients_after_backward == rank.gradients_before_step == ddp[0].gradients_after_backward
 
 
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, 10), (4, 3), (5, 2), (20, 1)])
+@for_each(("accumulate", "steps"), [(1, 10), (4, 3), (5, 2), (20, 1)])
 def test_accumulation_reduces_each_bucket_once_per_step(accumulate: int, steps: int) -> None:
     for rank in run_on_ranks(count_reductions, module="automatic", accumulate=accumulate):
         assert rank["steps"] == steps

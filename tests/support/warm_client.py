@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> None:
     namespaces = [name for name in NAMESPACES if os.readlink(f"/proc/self/ns/{name}") != server["namespaces"][name]]
     request = {
         **how,
+        "client": os.getpid(),
         "directory": os.getcwd(),
         "environment": dict(os.environ),
         "umask": current_umask(),
@@ -67,19 +68,22 @@ def main(arguments: list[str]) -> None:
 
 def how_to_run(arguments: list[str]) -> dict[str, Any] | None:
     """What the first arguments of Python say; None for what is left to the ordinary interpreter."""
-    is_unbuffered = False
-    for index, argument in enumerate(arguments):
-        rest = arguments[index + 1 :]
+    options: dict[str, Any] = {"is_unbuffered": False, "ignores_warnings": False}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
         if argument == "-u":
-            is_unbuffered = True
+            options["is_unbuffered"] = True
+        elif argument == "-W" and rest[:1] == ["ignore"]:
+            options["ignores_warnings"] = bool(rest.pop(0))
         elif argument == "-B" and os.environ.get("PYTHONDONTWRITEBYTECODE"):
             continue
         elif argument in ("-m", "-c") and rest:
-            return {"kind": argument, "what": rest[0], "arguments": rest[1:], "is_unbuffered": is_unbuffered}
+            return {"kind": argument, "what": rest[0], "arguments": rest[1:], **options}
         elif argument.startswith("-") or not os.path.isfile(argument):
             return None
         else:
-            return {"kind": "script", "what": argument, "arguments": rest, "is_unbuffered": is_unbuffered}
+            return {"kind": "script", "what": argument, "arguments": rest, **options}
     return None
 
 

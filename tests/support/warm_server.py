@@ -12,6 +12,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import selectors
@@ -19,6 +20,8 @@ import signal
 import socket
 import sys
 import types
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -130,14 +133,32 @@ def become(request: dict[str, Any], descriptors: list[int], state: dict[str, Any
     is_unbuffered = request["is_unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or os.isatty(1), write_through=is_unbuffered)  # type: ignore[union-attr]
+    if request["ignores_warnings"]:
+        sys.warnoptions.append("ignore")
+        warnings.simplefilter("ignore")
     if os.environ.get("PYTHONPATH") != state["variables"].get("PYTHONPATH"):
         sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.getppid = parent_of(request["client"])
     # What imports have set from the environment, or at random.
     np.random.seed()
     if rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero"):
         rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def parent_of(client: int) -> Callable[[], int]:
+    """`os.getppid` for us: the process that has started the client, until it ends; ours is the server."""
+    ours, getppid = os.getpid(), os.getppid
+
+    def parent() -> int:
+        if os.getpid() != ours:  # in a process that the script has forked
+            return getppid()
+        with suppress(OSError):  # the client was killed, and so are we at once
+            return int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+        return 1
+
+    return parent
 
 
 def _take_files(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -214,4 +235,5 @@ if __name__ == "__main__":
     become(request, descriptors, state)
     ctypes.memmove(place, os.environ.get(RUN_VARIABLE, NO_RUN).encode(), len(NO_RUN))
     sys.executable = str(directory / "python")
+    multiprocessing.set_executable(sys.executable)  # so that what is spawned starts as fast
     exec(prepare_main(request), sys.modules["__main__"].__dict__)

@@ -1,12 +1,11 @@
 """Tests and predicts as a user's script does, and writes down what it gets back.
 
-LIGHTNING_ROOT=lightning.pytorch RESULTS=directory python evaluate.py popen [test | predict]
+LIGHTNING_ROOT=lightning.pytorch RESULTS=directory python evaluate.py popen
 """
 
 import json
 import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPStrategy
 
 lightning: Any = import_module(os.environ.get("LIGHTNING_ROOT", "lightning.pytorch"))
-
-
-STAGES = ("test", "predict")
 
 
 class Evaluated(lightning.LightningModule):
@@ -44,7 +40,7 @@ class Evaluated(lightning.LightningModule):
         return batch[0] * 2
 
 
-def main(launcher: str, stages: Sequence[str] = STAGES) -> None:
+def main(launcher: str) -> None:
     """Write what `trainer.test` and `trainer.predict` return where one process would get it."""
     start_method: Any = "popen" if launcher == "torchrun" else launcher
     strategy = BucketDDPStrategy(gather_predictions=True, start_method=start_method)
@@ -54,15 +50,12 @@ def main(launcher: str, stages: Sequence[str] = STAGES) -> None:
     numbers = TensorDataset(torch.arange(103.0))
     loader = DataLoader(numbers, batch_size=4, num_workers=1, persistent_workers=True)
     results: dict[str, Any] = {}
-    if "test" in stages:
-        results["test"] = trainer.test(Evaluated(), loader, verbose=False)
-    if "predict" in stages:
-        predicted = trainer.predict(Evaluated(), loader)
-        results["predict"] = [batch.tolist() for batch in predicted]
+    results["test"] = trainer.test(Evaluated(), loader, verbose=False)
+    results["predict"] = [batch.tolist() for batch in trainer.predict(Evaluated(), loader)]
     if trainer.global_rank == 0:
         for stage, result in results.items():
             (Path(os.environ["RESULTS"]) / f"{stage}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or STAGES)
+    main(sys.argv[1])
