@@ -75,7 +75,8 @@ hooks: .venv/.lint ## Have git check style and types before each commit
 
 ##@ Document
 
-docs: .venv/.docs ## Build the documents as a site, site/index.html; a warning is an error
+docs: .venv/.docs ## Draw the house, and build the documents as a site, site/index.html; a warning is an error
+	.venv/bin/python -m docs.make_house
 	.venv/bin/python $(SPHINX) . site
 	@echo 'Open site/index.html'
 

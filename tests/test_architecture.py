@@ -129,8 +129,6 @@ def _code_lines(path: Path) -> list[str]:
 
 
 def test_the_map_for_newcomers_is_right() -> None:
-    house = (PACKAGE.parent / "docs" / "images" / "house.svg").read_text()
-    assert re.findall(r'class="folder" x="76" y="\d+">(\w+)<', house) == FOLDERS[::-1]
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| .*\? \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 20

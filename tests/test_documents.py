@@ -12,6 +12,7 @@ from lightning import __version__ as lightning_version
 
 from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP
+from docs.make_house import HOUSE, draw
 from tests.support.cases import for_each
 from tests.support.commands import run_commands
 from tests.support.fences import Block, blocks_of
@@ -143,6 +144,10 @@ def test_what_was_measured_through_the_trainer_is_shown_with_every_setting(page:
     measured = measured_through_the_trainer(gpu)
     assert measured == [*gpt2, *resnet50, *tiny]
     assert {*measured, *measured_through_the_trainer(cpu)} <= set(re.findall(r"\d\.\d\dx", section))
+
+
+def test_the_picture_of_the_house_is_that_of_the_code() -> None:
+    assert HOUSE.read_text() == draw(), "`make docs` draws it anew"
 
 
 def test_the_readme_is_short_enough_to_decide_by() -> None:

@@ -1,1 +1,1 @@
-"""What is used with one root of Lightning: the only folder that imports Lightning at run time."""
+"""The classes for each root of Lightning: the only folder that imports Lightning."""

@@ -1,1 +1,1 @@
-"""Callbacks for training on many ranks, less their Lightning base class."""
+"""Monitor, learning rate, scaling, batch size finder, less their base class."""

@@ -1,1 +1,1 @@
-"""Checkpoints that are written whole by rank zero, read by all, and safe to load."""
+"""Atomic checkpoint files, integrity, safe loading, saving in the background."""

@@ -1,4 +1,7 @@
-"""The commands of `bucketddp`: each is a package with `HELP`, `add_arguments(parser)` and `run(arguments)`."""
+"""The commands of `bucketddp`: report, plan, doctor.
+
+Each is a package with `HELP`, `add_arguments(parser)` and `run(arguments)`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which samples each rank sees: exact shares for evaluation, streams, data that ends unevenly, batch sizes."""
+"""Which samples each rank sees: evaluation, streams, uneven data, batch sizes, resuming."""

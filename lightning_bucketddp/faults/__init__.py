@@ -1,1 +1,1 @@
-"""Noticing that a rank has failed, died or is stuck, or that a signal has come, and ending the run on all ranks."""
+"""Watchdog, heartbeats, stragglers: noticing a failed rank, ending the run on all."""

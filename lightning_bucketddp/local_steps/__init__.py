@@ -1,1 +1,1 @@
-"""Steps that ranks take without most others, and the averages of their weights in between."""
+"""Islands of ranks, and the outer step that averages their weights."""

@@ -1,1 +1,1 @@
-"""From a gradient that autograd has made to its mean over the ranks, while backward runs."""
+"""From gradients to their mean over the ranks: hooks, buckets, launch queue, sharded state."""

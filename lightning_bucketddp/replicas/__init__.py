@@ -1,1 +1,1 @@
-"""The same weights and buffers on every rank: comparing, broadcasting, checking, SyncBatchNorm."""
+"""The same weights and buffers on every rank: checksums, checks, SyncBatchNorm."""

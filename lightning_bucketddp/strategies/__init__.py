@@ -1,1 +1,1 @@
-"""What Lightning calls: the strategies for the Trainer and for Fabric, made of the folders below."""
+"""What Lightning calls: the strategies for the Trainer and for Fabric."""
