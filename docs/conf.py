@@ -27,8 +27,15 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "many-machines",
         ],
         "Operate": ["when-it-fails", "checkpoints", "restart", "replicas", "nonfinite", "faq"],
-        "Reference": ["options", "command-line", "api", "compatibility"],
-        "Understand": ["how-it-works", "how-it-is-found", "how-we-know", "third-party-projects", "soak"],
+        "Reference": ["options", "command-line", "api", "compatibility", "public"],
+        "Understand": [
+            "how-it-works",
+            "how-it-is-found",
+            "how-we-know",
+            "third-party-projects",
+            "soak",
+            "design/index",
+        ],
         "Project": [
             "../examples/README",
             "../benchmarks/README",
@@ -37,6 +44,18 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "../SECURITY",
             "../CODE_OF_CONDUCT",
             "../README",
+        ],
+    },
+    "docs/design/index": {
+        "Decisions": [
+            "unwrapped-module",
+            "bucket-order",
+            "optimal-plan",
+            "failure-protocol",
+            "saver",
+            "evaluation-rounds",
+            "sharded-state",
+            "int8",
         ],
     },
     "benchmarks/README": {"Results": ["results/*"]},
@@ -49,7 +68,7 @@ release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "examples/*.md", "benchmarks/*.md", "benchmarks/results/*.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/*.md", "benchmarks/*.md", "benchmarks/results/*.md"]
 exclude_patterns = [".*"]
 html_theme = "pydata_sphinx_theme"
 html_title = project

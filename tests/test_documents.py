@@ -150,6 +150,16 @@ def test_the_picture_of_the_house_is_that_of_the_code() -> None:
     assert HOUSE.read_text() == draw(), "`make docs` draws it anew"
 
 
+def test_every_page_of_the_design_is_short_and_listed() -> None:
+    folder = REPOSITORY / "docs" / "design"
+    pages = {path.name: path.read_text().splitlines() for path in folder.glob("*.md")}
+    listed = re.findall(r"^\| \[.*\]\((.+)\) \|", "\n".join(pages["index.md"]), re.MULTILINE)
+    assert {*listed, "index.md"} == pages.keys()
+    assert [name for name, lines in pages.items() if len(lines) > 60 or max(map(len, lines)) > 160] == []
+    # Code would have to run, like that of other pages.
+    assert {name: blocks for name in pages if (blocks := blocks_of(folder / name))} == {}
+
+
 def test_the_readme_is_short_enough_to_decide_by() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
 

@@ -52,6 +52,17 @@ def test_every_file_names_the_same_repository() -> None:
     assert {"pyproject.toml", "CITATION.cff", "config.yml"} <= {file for _, file in named}
 
 
+def test_every_folder_of_the_package_has_an_owner() -> None:
+    lines = (REPOSITORY / ".github" / "CODEOWNERS").read_text().splitlines()
+    owner_of = dict(line.split() for line in lines if line and not line.startswith("#"))
+    assert {owner.partition("/")[0] for owner in owner_of.values()} == {f"@{ADDRESS.partition('/')[0]}"}
+    assert [path for path in owner_of if path != "*" and not (REPOSITORY / path.lstrip("/")).exists()] == []
+    folders = {
+        f"/{path.parent.relative_to(REPOSITORY)}/" for path in REPOSITORY.glob("lightning_bucketddp/*/__init__.py")
+    }
+    assert folders - owner_of.keys() == set()
+
+
 def test_the_sdist_holds_what_builds_a_wheel_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     assert surprises_in_sdist(tmp_path / hatchling.build.build_sdist(str(tmp_path)), package_files()) == set()

@@ -81,9 +81,9 @@ def test_nothing_is_loaded_from_the_network(site: Path, driver: Chrome) -> None:
 def test_no_code_is_cut_off(site: Path, driver: Chrome, width: int) -> None:
     driver.set_window_size(width, 1000)
     cut = {}
-    for page in sorted(site.glob("docs/*.html")):
+    for page in sorted(site.glob("docs/**/*.html")):
         driver.get(page.as_uri())
-        cut[page.name] = max(driver.execute_script(_CUT))
+        cut[str(page.relative_to(site))] = max(driver.execute_script(_CUT))
     assert len(cut) > 10
     assert {name: pixels for name, pixels in cut.items() if pixels > 0} == {}
 
