@@ -8,11 +8,9 @@ Note: cutting the lines
     is on a host that is lost, this end is shut down, whichever it is.
 
 Note: hosts that no longer answer
-    A host that is lost, by its power or its cable, closes nothing: whoever waits for it waits until the time-out. But
-    its kernel acknowledges no more, while the kernel of a process that is stopped, or busy for an hour, still does.
-    Ours tells how long ago that was. Of a connection on which nothing is said it knows if it sends keep-alive probes.
-    They are turned on when somebody looks, which a rank does that has been in one phase for long. `TCP_USER_TIMEOUT`
-    would take less code, but it breaks connections to a rank that lives and does not read for a while.
+    The kernel of a host that is lost acknowledges no more, while that of a process that is stopped, or busy for an
+    hour, still does. Ours tells how long ago that was; of a connection on which nothing is said, if it sends keep-alive
+    probes, which are turned on when somebody looks. Not by `TCP_USER_TIMEOUT` (docs/design/failure-protocol.md).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Evaluation data in rounds: in each round every rank runs one batch, and each sample counts on one rank.
 
 Note: rounds
-    What runs under `ddp` may rely on two things: all ranks run the same number of batches, and the batches of one round
-    have the same size. A collective in a step, `all_gather` of an epoch's outputs, and metrics whose lists are gathered
-    one by one need both. Of n samples on W ranks each rank gets `base`, in ordinary batches, and E < W ranks get one
-    more batch of s samples: n = W * base + E * s. There is such an E for every n if s and W have no common factor. The
-    other W - E ranks run that batch, too, as a repetition, and whoever runs it takes back what it counts. Rank zero has
-    a batch of its own in every round.
+    All ranks run the same number of batches, and the batches of one round have the same size (why:
+    docs/design/evaluation-rounds.md). Of n samples on W ranks each rank gets `base`, in ordinary batches, and E < W
+    ranks get one more batch of s samples: n = W * base + E * s. There is such an E for every n if s and W have no
+    common factor. The other W - E ranks repeat that batch, and take back what it counts. Rank zero has a batch of its
+    own in every round.
 
     Batches of the user's own batch sampler are dealt out whole, and so are those of a stream. The last one may be
     smaller, so it has a round of its own.

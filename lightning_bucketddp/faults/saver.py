@@ -1,13 +1,10 @@
 """Which rank saves for all when ranks have aborted.
 
 Note: one saver
-    Replicas are equal, so that any rank can save what all have. The lowest that is able to does: rank zero, unless it
-    has died or does not come to its end in time. Each rank that ends waits for the lower ones, as long as they may
-    come, and then claims to be the saver; the store keeps the first claim, and the watchdogs of all ranks read it. If
-    the store has died with rank zero, whoever makes a file first is the saver, in the directory of the checkpoints.
-
-    The rank whose exception ends the run may be in the middle of a step, so it leaves saving to the others. Only rank
-    zero saves then, too, as with any other strategy.
+    At most one rank saves. Each rank that ends waits for the lower ones, as long as they may come, and then claims to
+    be the saver; the store keeps the first claim. If the store has died with rank zero, whoever makes a file first is
+    the saver, in the directory of the checkpoints. The rank whose exception ends the run saves only if it is rank zero:
+    it may be in the middle of a step (docs/design/saver.md).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The watchdog: a thread that notices when a run is over for any rank, and ends it on this one.
 
 Note: together or abort
-    When a rank raises, the others may be about to raise as well (a wrong option, an error that all were told of), or
-    may go on and wait for it for ever. If all raise within a moment, they have raised together: the process group is
-    as it was, and callbacks may use it. Otherwise they abort: each rank cuts its connections, which ends every
-    collective, and no rank waits for another any more. The first rank to write its decision to the store decides
-    for all.
+    If all ranks raise within a moment, they have raised together: the process group is as it was, and callbacks may use
+    it. Otherwise they abort: each rank cuts its connections, which ends every collective, and no rank waits for another
+    any more. The first rank to write its decision to the store decides for all (docs/design/failure-protocol.md).
 """
 
 from __future__ import annotations

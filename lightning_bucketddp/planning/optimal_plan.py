@@ -4,22 +4,18 @@ Predictions are made with the planner's model (Note: cost of an all-reduce, Note
 stragglers, a link of its own for each rank. It compares plans and networks; it promises no step times.
 
 Note: optimum
-    Let f(j) be the earliest time at which the first j gradients are reduced. The last bucket of these begins somewhere,
-    after the first i: f(j) = min over i of max(f(i), ready(j)) + cost(i..j). Two facts make this quick. f does not
-    decrease with j, so among the i with f(i) <= ready(j) the largest is best. Nor does f(i) minus the time that the
-    first i gradients take on the network, since one more gradient takes at least its own time there; so among the other
-    i the smallest is best. Both facts hold with a ceiling on the size of buckets, too.
-
-    Many plans end equally early. The one with the fewest buckets is found backwards: each bucket, from the last to the
-    first, begins as early as it can without missing the time at which the next one must begin.
+    f(j) is the earliest time at which the first j gradients are reduced: f(j) = min over i of max(f(i), ready(j)) +
+    cost(i..j). f does not decrease with j, so among the i with f(i) <= ready(j) the largest is best. Nor does f(i)
+    minus the time that the first i gradients take on the network, so among the other i the smallest is best. Both hold
+    with a ceiling on the size of buckets, too. Of plans that end equally early, the one with the fewest buckets is
+    found backwards (docs/design/optimal-plan.md).
 
     Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
     plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
 
-    For one kind of parameters this is exact in that model (Note: timeline). Where there are several, each stretch of
-    gradients makes one bucket of every kind in it, the stretches are chosen as above, and all buckets of a stretch
-    count as ready when the last of them is: near the optimum, not proven to be it. The same holds where the last
-    gradient travels alone: another bucket then goes last for the sake of the flags, which is not looked ahead for.
+    Exact in that model (Note: timeline) for one kind of parameters, unless the last gradient travels alone. With
+    several kinds, each stretch of gradients makes one bucket of every kind in it, and all buckets of a stretch count as
+    ready when the last of them is: near the optimum.
 """
 
 from __future__ import annotations

@@ -6,14 +6,10 @@ Note: expected gains
     from there. Each gain is that of one change alone; several changes together gain less than the sum.
 
 Note: advice and measurement
-    The simulation does not know that reductions slow backward down, nor what else the machine does. Where as many
-    ranks as cores train on CPUs, nothing is hidden for free: in a small GPT on two cores, a backward without reductions
-    took 105 ms of processor time, one with 9 buckets 115 and one with 25 buckets 127, while the simulation saw them
-    wait equally long. So a simulation never overrules a measurement. `bucket_cap_mb="auto"` tries the plan that the
-    simulation finds best, and keeps the better one: where it was set, and could measure, no bucket size is suggested.
-    Where it was not set, it is the suggestion, because it measures before it decides. A deterministic run may not
-    measure, nor one that divides its optimizers' state, by the first plan: there, and only there, a simulated size is
-    suggested.
+    A simulation never overrules a measurement: it does not know that reductions slow backward down
+    (docs/design/optimal-plan.md). Where `bucket_cap_mb="auto"` was set, and could measure, no bucket size is suggested.
+    Where it was not set, it is the suggestion. A deterministic run may not measure, nor one that divides its
+    optimizers' state: there, and only there, a simulated size is suggested.
 """
 
 from __future__ import annotations

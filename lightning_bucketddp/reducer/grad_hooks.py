@@ -9,10 +9,9 @@ Note: told backwards
     pictures, adversarial examples or losses of their own, leave nothing behind but a count that has changed.
 
 Note: last hooks
-    Users register hooks on parameters, too, at any time, and what those make of a gradient is what is to be reduced. So
-    when a backward begins, ours is moved behind all others of its parameter. torch DDP has its hooks on the nodes that
-    add up gradients, which run behind those of parameters. But who holds such a node also keeps the stream on which it
-    was made, and steps could not be captured on another one.
+    What users' hooks on a parameter make of a gradient is what is to be reduced, whenever they were registered. So when
+    a backward begins, ours is moved behind all others. A hook on the node that adds up gradients runs last by itself,
+    but may be there for a while only (docs/design/unwrapped-module.md).
 """
 
 from __future__ import annotations

@@ -10,16 +10,10 @@ Note: the last bucket
     and takes it, when the backward has failed on another one.
 
 Note: collectives of users
-    A process group runs collectives in the order in which a rank launches them, which must be the same on all ranks.
-    When a bucket leaves depends on the gradients that a rank has. So if users have collectives inside a backward, a
-    rank that misses a gradient launches its bucket behind such a one, and another rank before it. On a host reductions
-    therefore have a group of their own. On a GPU they have not, because kernels of two groups may wait for each other,
-    nor have those of a communication hook, which chooses its group.
-
-    There, collectives that are not ours are counted. After the first, buckets wait for the end of backwards, where
-    nothing comes in between. The first backward launches nothing before its end, so programs that communicate in every
-    backward are never disturbed. In one that begins later, that one backward may be: if a bucket could not leave while
-    the user communicated, on other ranks it may have, and the run is refused.
+    A bucket may leave before a collective of the user's on one rank and behind it on another. So on a host reductions
+    have a group of their own. On a GPU, and with a communication hook, they share one: there collectives that are not
+    ours are counted, and after the first one buckets wait for the end of backwards. If a bucket was held back in that
+    one backward, the run is refused (docs/design/bucket-order.md).
 
 Note: used-flags
     The last bucket carries one extra element per parameter: 1 where this rank has a gradient, 0 where it has not. Only

@@ -1,11 +1,9 @@
 """`bucket_cap_mb="auto"`: a plan from what was measured, kept if it is better than the one before.
 
 Note: tuning
-    The first plan is that of 25 MiB. After a few backwards to warm up, some are observed: when each gradient is ready
-    and when all are reduced. Then the ranks measure what a reduction costs, and rank 0 computes the plan whose last
-    reduction ends earliest (Note: optimum). If it promises something, all ranks change to it, and the same number of
-    backwards is observed again. Rank 0 compares what was measured, and the better plan stays. All ranks count alike and
-    learn rank 0's decisions by broadcast, so they change plans at the same backward. After that nothing is left of it.
+    All ranks count backwards alike and learn rank 0's decisions by broadcast, so they change plans at the same
+    backward. Rank 0 computes the plan (Note: optimum), and keeps it only if it measured better
+    (docs/design/optimal-plan.md). After that nothing is left of the tuner.
 
     Reductions are slower beside a backward than alone. So the cost that was measured is scaled until the simulation of
     the first plan ends when its reductions have ended in truth.

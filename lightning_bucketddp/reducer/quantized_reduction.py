@@ -1,18 +1,15 @@
 """The mean over the ranks, of gradients that travel as 8 bits each.
 
 Note: two exchanges
-    Every rank turns a bucket into rows of blocks (Note: blocks), one row for each rank, and gets its row of all ranks.
-    It computes their mean in fp32, turns that into blocks again and gives it to all ranks. All decode the same bytes,
-    so replicas stay equal. Two ranks send as little if each gives the other all it has: they compute the same mean of
-    the same bytes, which is not rounded again. So it is where each rank keeps a share only. The flags travel beside
-    it, as they are: what they say of numbers that are not finite must not be mixed.
+    All ranks decode the same bytes, so replicas stay equal. Each rank gets its row of blocks (Note: blocks) of all
+    ranks, and gives their mean to all, as blocks again. Two ranks give each other all they have, and do not round the
+    mean; nor is it rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of
+    numbers that are not finite must not be mixed.
 
 Note: the second exchange
-    It can only begin when the first has ended on this rank, and a backward does not wait for that. A GPU waits for it
-    in a stream of ours, in which the rest is queued when the bucket leaves. On a host a thread waits, for one bucket
-    after the other, and has connections of its own. So the order is that of the buckets in both cases, on all ranks
-    (Note: one launch order). No thread queues it on a GPU, where NCCL's kernels wait for each other in the order in
-    which they were launched: two threads would launch them in another order on each rank.
+    It begins when the first has ended on this rank, in the order of the buckets on all ranks (Note: one launch order).
+    A GPU waits in a stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
+    (docs/design/int8.md). On a host a thread waits, for one bucket after the other, and has connections of its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The gradient of a parameter whose optimizer state is divided among the ranks.
 
 Note: a divided gradient
-    Once such a bucket is reduced, this rank has the mean of its own share only; what else lies in the bucket is left
-    over from the reduction. Still `param.grad` is a tensor of the parameter's shape, because users and Lightning work
-    on it: they clip it, scale it, set rows of it to zero. What changes element by element does the right thing for
-    the share, and the optimizer sees nothing else. A norm is completed with the other ranks, so that clipping clips by
-    the same norm as without sharding. All other reading would give a wrong number on some rank without a word: it is
-    refused. Before the reduction, and in `no_sync`, it is a gradient like any other.
+    Once such a bucket is reduced, this rank has the mean of its own share only. `param.grad` still has the parameter's
+    shape: what changes it element by element is right for the share, and a norm is completed with the other ranks. All
+    other reading would give a wrong number on some rank without a word: it is refused. Before the reduction, and in
+    `no_sync`, it is a gradient like any other.
 """
 
 from __future__ import annotations
