@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-import torch.distributed as dist
-
 from lightning_bucketddp.comm.process_group import StoreAccess, access_store
 
 _FIRST_PAUSE_S = 0.001
@@ -41,28 +39,32 @@ class RollCall:
 
     def absent(self, *, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
         """Wait until all ranks answer, and return none; or return ranks that do not, as soon as that is known."""
-        try:
-            return self._call(waiting_elsewhere, raise_if_over)
-        except dist.DistNetworkError:
-            if self._access.is_there:
-                raise
-            return [0]  # it held the store
-
-    def _call(self, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
         self.number += 1
         key = f"{self._name}/{self.number}"
-        self._store.add(key, 1)
+        num_answers = self._add(key, 1)
         pause_s = _FIRST_PAUSE_S
         deadline = time.monotonic() + self._timeout_s
-        while self._store.add(key, 0) < self._world_size:
+        while num_answers != self._world_size:
             raise_if_over()
+            if num_answers is None:
+                return [0]  # it held the store
             if pause_s >= _LONGEST_PAUSE_S and (absent := [*self._gone(), *waiting_elsewhere()]):
                 return absent
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Rank {self._rank} timed out: it has waited {self._timeout_s:g} s for all ranks.")
             time.sleep(max(pause_s, _PER_RANK_S * self._world_size))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            num_answers = self._add(key, 0)
         return []
+
+    def _add(self, key: str, number: int) -> int | None:
+        """Add `number` in the store, and return the sum; None: the store is gone."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError:
+            if self._access.is_there:
+                raise
+            return None
 
     def _gone(self) -> list[int]:
         """Return ranks that have ended, or begun another run. Only rank zero asks for all; others ask for it."""
