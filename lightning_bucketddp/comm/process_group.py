@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,16 +19,29 @@ class StoreAccess:
 
     Attributes:
         store: the connection.
-        port: where the store listens; None if it is not on a network.
+        host: where the store is; None if it is not on a network.
+        port: where it listens there.
         name: of the process group, and of no other that a store has seen: torchrun's is there from one restart to the
             next, and agents on several hosts count restarts differently.
         is_held_by_rank_zero: otherwise torchrun's agent holds it.
     """
 
     store: Any
+    host: str | None
     port: int | None
     name: str
     is_held_by_rank_zero: bool
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody holds the store."""
+        if self.host is None or self.port is None:
+            return True
+        try:
+            socket.create_connection((self.host, self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
 
 def access_store() -> StoreAccess:
@@ -45,6 +59,7 @@ def access_store() -> StoreAccess:
     identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
     return StoreAccess(
         connection,
+        host=getattr(underlying, "host", None),
         port=getattr(underlying, "port", None),
         name=f"{group_name}/{identity}",
         is_held_by_rank_zero=not agent_holds_store(),

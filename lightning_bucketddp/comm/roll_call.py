@@ -5,13 +5,14 @@ Two ranks in different collectives of a group take each other's messages for the
 
 from __future__ import annotations
 
+import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
-from lightning_bucketddp.comm.process_group import access_store
+from lightning_bucketddp.comm.process_group import StoreAccess, access_store
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
@@ -23,7 +24,7 @@ class RollCall:
     """Roll calls of the ranks of the process group; a rank whose object of this class is gone answers none."""
 
     def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
-        access = access_store()
+        self._access = access = access_store()
         self.number = 0
         self._store = access.store
         self._rank = rank
@@ -31,25 +32,39 @@ class RollCall:
         self._timeout_s = timeout_s
         self._run = f"bucketddp/{access.name}"
         self._name = f"{self._run}/roll_calls/{self._store.add(f'{self._run}/num_roll_calls/{rank}', 1)}"
-        # Also when the program ends.
-        weakref.finalize(self, _leave, self._store, f"{self._name}/left/{rank}")
+        leave = weakref.finalize(self, partial(_leave, access, f"{self._name}/left/{rank}"))
+        # Also when the program ends, and before a process that has started others waits for their end.
+        leave.atexit = False
+        atexit.register(leave)
 
     def absent(self, *, waiting_elsewhere: Callable[[], Sequence[int]], raise_if_over: Callable[[], None]) -> list[int]:
         """Wait until all ranks answer, and return none; or return ranks that do not, as soon as that is known."""
         self.number += 1
         key = f"{self._name}/{self.number}"
-        self._store.add(key, 1)
+        num_answers = self._add(key, 1)
         pause_s = _FIRST_PAUSE_S
         deadline = time.monotonic() + self._timeout_s
-        while self._store.add(key, 0) < self._world_size:
+        while num_answers != self._world_size:
             raise_if_over()
+            if num_answers is None:
+                return [0]  # it held the store
             if pause_s >= _LONGEST_PAUSE_S and (absent := [*self._gone(), *waiting_elsewhere()]):
                 return absent
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Rank {self._rank} timed out: it has waited {self._timeout_s:g} s for all ranks.")
             time.sleep(max(pause_s, _PER_RANK_S * self._world_size))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            num_answers = self._add(key, 0)
         return []
+
+    def _add(self, key: str, number: int) -> int | None:
+        """Add `number` in the store, and return the sum; None: the store is gone."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError:
+            if self._access.is_there:
+                raise
+            return None
 
     def _gone(self) -> list[int]:
         """Return ranks that have ended, or begun another run. Only rank zero asks for all; others ask for it."""
@@ -65,6 +80,8 @@ class RollCall:
         return int(self._store.add(f"{self._run}/num_runs/{rank}", 0))
 
 
-def _leave(store: Any, key: str) -> None:
-    with suppress(RuntimeError):  # the process that holds the store may be gone
-        store.set(key, "")
+def _leave(access: StoreAccess, key: str) -> None:
+    # torch logs pages about a store that is gone.
+    if access.is_there:
+        with suppress(RuntimeError):
+            access.store.set(key, "")

@@ -94,12 +94,15 @@ class BucketSet:
             num_flags = (
                 Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks) if is_last else 0
             )
+            gives_back = device.type in _GIVE_BACK_ON and not may_be_resized
             bucket: Bucket
             if spec.sparse:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
             elif spec.sharded is not None:
                 assert shards is not None  # who makes such plans
-                bucket = shards.make_bucket(members, arrivals=arrivals, num_flags=num_flags, device=device)
+                bucket = shards.make_bucket(
+                    members, arrivals=arrivals, num_flags=num_flags, device=device, gives_back=gives_back
+                )
             elif spec.alone:
                 bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:
@@ -110,7 +113,7 @@ class BucketSet:
                     device=device,
                     may_be_resized=may_be_resized,
                     layout=BufferLayout.of(members, alignment=alignment),
-                    gives_back=device.type in _GIVE_BACK_ON and not may_be_resized,
+                    gives_back=gives_back,
                 )
             self.buckets.append(bucket)
             self.index_of_bucket.update(dict.fromkeys(trained, index))

@@ -223,6 +223,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         arrivals: Arrivals,
         num_flags: int,
         device: torch.device,
+        gives_back: bool,
         idle: frozenset[int],
     ) -> None:
         self.layout, self.shards, self.gathering = layout, shards, gathering
@@ -235,6 +236,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
             arrivals=arrivals,
             num_flags=num_flags,
             device=device,
+            gives_back=gives_back,
             layout=BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel),
         )
         self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]

@@ -160,7 +160,7 @@ class Shards:
         return full
 
     def make_bucket(
-        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device
+        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device, gives_back: bool
     ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
         """Make the bucket of these parameters, which have one layout."""
         layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
@@ -175,6 +175,7 @@ class Shards:
                 arrivals=arrivals,
                 num_flags=num_flags,
                 device=device,
+                gives_back=gives_back,
                 idle=frozenset(n for n, param in enumerate(params) if not param.requires_grad),
             )
         known.gathering.buckets[layout] = bucket

@@ -171,6 +171,10 @@ def sharded_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "sharded, accumulated", partial(sharded, case="mlp", optimizer="momentum", micro_batches=3)
     for shard in (True, "parameters"):
         yield (
+            f"sharded {shard}, memory between steps",
+            partial(run_on_ranks, cuda.divided_buckets_hold_no_memory_between_steps, shard=shard),
+        )
+        yield (
             f"no host synchronisation, sharded {shard}",
             partial(run_on_ranks, cuda.a_step_never_makes_the_host_wait, shard=shard),
         )

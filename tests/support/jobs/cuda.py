@@ -261,6 +261,28 @@ def peak_gradient_memory() -> tuple[float, float]:
     return extra[0], extra[1]
 
 
+def divided_buckets_hold_no_memory_between_steps(shard: ShardOption) -> None:
+    """What is left when gradients are None: weights, a share of the optimizer's state, and a buffer under 1 MiB."""
+    before = torch.cuda.memory_allocated()
+    model = _wide_model()
+    weights = sum(param.nbytes for param in model.parameters())
+    collectives = Collectives(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shards = _sharded(model, optimizer, collectives, shard)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=9), shards=shards)
+    for step in range(4):
+        optimizer.zero_grad()
+        reducer.give_back_memory()
+        held = torch.cuda.memory_allocated() - before - weights
+        loss = model(batch(dist.get_rank(), step, 8, WIDE)).square().mean()
+        with reducer.backward():
+            loss.backward()
+        del loss
+        optimizer.step()
+    assert held < weights / 2 + 3 * 2**20, f"{held / 2**20:.1f} MiB, weights {weights / 2**20:.1f} MiB"
+    reducer.close()
+
+
 def a_captured_step_trains_like_others(
     shard: ShardOption = False, reduce_dtype: str | None = None, *, communicates: bool = False
 ) -> None:
