@@ -88,7 +88,7 @@ def test_what_is_imported_is_declared(installed: Path) -> None:
     of_the_user = {"pytorch_lightning", "lightning_fabric", "omegaconf", "jsonargparse", "_typeshed"}
     names = imported_modules() - sys.stdlib_module_names - ours - of_the_user
     assert of_the_user < imported_modules()
-    assert {packages_distributions()[name][0].lower() for name in names} == declared
+    assert {packages_distributions()[name][0].lower().replace("_", "-") for name in names} == declared
 
 
 @pytest.mark.long

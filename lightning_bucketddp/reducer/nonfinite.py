@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 # The digest of the largest number: the sum over 2,000 buckets fits into fp16, and no factor is too small for its dtype.
 _DIGEST_OF_LARGEST = 16.0
 
-_OUTCOMES = {
+_OUTCOMES: dict[str | None, str] = {
     "warn": "It goes into the weights of all ranks; `on_nonfinite='raise'` or `on_nonfinite='skip'` prevents that.",
     "scaler": "The GradScaler skips the step if gradients are not finite, either.",
     "skip": "The optimizer's step is skipped on all ranks.",
@@ -245,7 +245,6 @@ class Finiteness:
         if self._rank != 0:
             return
         so_far = "" if count == 1 else f" ({count} steps so far)"
-        assert self._response is not None
         outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
         log.warning(
             "bucketddp: not finite in %s%s: %s. %s To find the cause, %s.", where, so_far, what, outcome, _WHAT_HELPS

@@ -22,7 +22,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,40 +49,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class NoAutoResume:
-    """Training begins with the checkpoint that the user names."""
+class AutoResume:
+    """Finds the checkpoints of a run again (Note: what a run is).
 
-    def launched(
-        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> AbstractContextManager[None]:
-        """Take note of a call of a function of the `trainer`, which is made inside."""
-        return nullcontext()
-
-    def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
-        """Choose what a fit begins with, and have the Trainer load it. All ranks must call this."""
-
-    def started(self, trainer: Trainer) -> None:
-        """Note that training begins."""
-
-    def add(self, path: Any, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
-        """Note that `checkpoint` was written to `path`."""
-
-    def remove(self, path: Any) -> None:
-        """Note that the checkpoint at `path` was removed."""
-
-    def end(self, trainer: Trainer) -> None:
-        """Note that a fit has ended by itself."""
-
-
-class AutoResume(NoAutoResume):
-    """Finds the checkpoints of a run again (Note: what a run is)."""
+    Args:
+        is_on: or else training begins with the checkpoint that the user names.
+    """
 
     # Of this program, by what they have in common.
     num_fits_ended: ClassVar[Counter[str]] = Counter()
     # As the user gave them: Lightning puts others in their place.
     _directories: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
         self._name = ""
         self._is_path_given = False
         self._record: RunRecord | None = None
@@ -90,7 +70,8 @@ class AutoResume(NoAutoResume):
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
-        if trainer is None or trainer.state.fn != "fit":
+        """Take note of a call of a function of the `trainer`, which is made inside."""
+        if not self._is_on or trainer is None or trainer.state.fn != "fit":
             yield
             return
         arguments = inspect.signature(function).bind(*args).arguments
@@ -122,6 +103,9 @@ class AutoResume(NoAutoResume):
         return hashlib.sha256(json.dumps(run).encode()).hexdigest()[:16]
 
     def begin(self, trainer: Trainer, collectives: Collectives, *, is_first_of_host: bool) -> None:
+        """Choose what a fit begins with, and have the Trainer load it. All ranks must call this."""
+        if not self._is_on:
+            return
         load_as_given(trainer)
         if trainer.state.fn != "fit":
             return
@@ -170,11 +154,13 @@ class AutoResume(NoAutoResume):
         return is_over, record.loggers
 
     def started(self, trainer: Trainer) -> None:
+        """Note that training begins."""
         if self._record is not None and not self._is_path_given:
             # Where `ModelCheckpoint` would keep it for good. It is a checkpoint of this run like others.
             trainer.ckpt_path = None
 
     def add(self, path: Any, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
+        """Note that `checkpoint` was written to `path`."""
         is_hidden = os.path.basename(str(path)).startswith(".")
         if self._record is not None and "optimizer_states" in checkpoint and not is_hidden:
             self._record.add(
@@ -187,10 +173,12 @@ class AutoResume(NoAutoResume):
             )
 
     def remove(self, path: Any) -> None:
+        """Note that the checkpoint at `path` was removed."""
         if self._record is not None:
             self._record.remove(_absolute(path))
 
     def end(self, trainer: Trainer) -> None:
+        """Note that a fit has ended by itself."""
         self._is_over = True
         if self._record is not None:
             seconds, may_last = _time(trainer)

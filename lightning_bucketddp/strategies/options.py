@@ -69,6 +69,7 @@ class DDPOptions(TypedDict, total=False):
 
 _DDP_DEFAULTS = {**dict.fromkeys(DDPOptions.__annotations__), "broadcast_buffers": True, "init_sync": True}
 _DDP_WITH_EFFECT = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb_list", "mixed_precision"}
+_DDP_WITHOUT_EFFECT = [name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT]
 
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
@@ -141,9 +142,7 @@ class StrategyOptions:
             reducer=_reducer_config(given),
             replica_checks=checks if isinstance(checks, ReplicaChecks) else ReplicaChecks(checks),
             torch_devices=(given["device_ids"], given["output_device"]),
-            without_effect=tuple(
-                name for name in _DDP_DEFAULTS if name not in _DDP_WITH_EFFECT and given[name] is not None
-            ),
+            without_effect=tuple(name for name in _DDP_WITHOUT_EFFECT if given[name] is not None),
             process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
             start_method=_resolve_start_method(given["start_method"]),

@@ -33,7 +33,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import ReplicaComparison
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.strategies.auto_resume import AutoResume, NoAutoResume
+from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
 from lightning_bucketddp.strategies.fit_state import (
@@ -177,7 +177,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
         weighs = self.options.gradient_weight is None
         self._batch_size = GlobalBatchSize(size, weighs=weighs, begun=self._position.begun)
-        self._auto_resume = AutoResume() if self.options.auto_resume else NoAutoResume()
+        self._auto_resume = AutoResume(is_on=self.options.auto_resume)
         self._islands: Islands | None = None
         self._is_restoring = False
         self._saves: RollCall | None = None

@@ -27,7 +27,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.rank_zero import rank_zero_info
-from lightning_bucketddp.strategies.auto_resume import NoAutoResume
+from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
@@ -47,7 +47,7 @@ class TrainerCheckpointHooks(TrainerStepHooks):
     # None: none was given, and nobody has asked for it.
     _io: Any = None
     _rank_seeds: RankSeeds | None
-    _auto_resume: NoAutoResume
+    _auto_resume: AutoResume
     _saves: RollCall | None
     # From the set-up of the environment, which all ranks have, to that of the strategy the Trainer loads a checkpoint
     # on every rank that has found one. Only then are the others asked: a user may load on one rank alone at any time.

@@ -1,4 +1,4 @@
-"""30 drawn programs have the weights that ddp gives, and the machine that draws them sees what goes wrong."""
+"""60 drawn programs have the weights that ddp gives, and the machine that draws them sees what goes wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz.script import script_of
 from tests.fuzz.shrink import Finding, shrink
 from tests.support.programs import run
 
-NUM_PROGRAMS, PROGRAMS_PER_TEST = 30, 10
+NUM_PROGRAMS, PROGRAMS_PER_TEST = 60, 10
 BLOCKS = {
     *(f"event {name}" for name in EVENTS),
     *(f"model {name}" for name in MODELS),
@@ -57,8 +57,8 @@ def test_programs_have_the_weights_that_ddp_gives(first: int) -> None:
 
 
 @pytest.mark.long  # `make fuzz` is for longer
-def test_two_minutes_find_nothing() -> None:
-    assert main(["--minutes", "2", "--verbose"]) == 0
+def test_ten_minutes_find_nothing() -> None:
+    assert main(["--minutes", "10", "--verbose"]) == 0
 
 
 def test_the_seeds_have_every_block() -> None:

@@ -1,0 +1,97 @@
+"""Parts of a run: each hook is called, in the order of the list, and one more part is a file and a line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from tests.support.ranks import run_on_ranks
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+HOOKS = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.layer(batch[0])
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        self.layer(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def train_with(part: RunPart, path: Path) -> list[str]:
+    """Train, save and test with one more part; return what the strategy says at the end of a training."""
+    parts: Any = TrainerStepHooks._parts
+    with patch.object(TrainerStepHooks, "_parts", property(lambda strategy: [*parts.fget(strategy), part])):
+        trainer = make_trainer(BucketDDPStrategy(), max_epochs=1)
+        said: list[str] = []
+        with patch("lightning_bucketddp.strategies.trainer.rank_zero_info", said.append):
+            trainer.fit(Model())
+        trainer.save_checkpoint(path)
+        trainer.test(trainer.lightning_module, verbose=False)
+    return said
+
+
+@like_torchrun()
+def hooks_called(path: Path) -> list[str]:
+    called: list[str] = []
+
+    class Listening(RunPart):
+        def __getattribute__(self, name: str) -> Any:
+            if name in HOOKS:
+                called.append(name)
+            return super().__getattribute__(name)
+
+    train_with(Listening(), path)
+    return called
+
+
+@like_torchrun()
+def said_with(code: str, name: str, path: Path) -> list[str]:
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    return train_with(namespace[name](), path)
+
+
+def test_every_hook_is_called_in_the_order_of_the_class(tmp_path: Path) -> None:
+    rank_zero, rank_one = run_on_ranks(hooks_called, path=tmp_path / "saved.ckpt")
+    assert rank_zero == rank_one
+    assert set(rank_zero) == set(HOOKS)
+    of_a_batch = ["see_batch", "take_alert", "begin_batch", "before_forward", "weigh", "complete_step"]
+    begin = rank_zero.index("see_batch")
+    assert rank_zero[begin : begin + len(of_a_batch)] == of_a_batch
+
+
+def test_the_part_of_the_first_change_is_in_the_summary(tmp_path: Path) -> None:
+    [code] = re.findall(r'```python\n(   """Which training batch.*?)```', CONTRIBUTING.read_text(), re.DOTALL)
+    code = "\n".join(line[3:] for line in code.splitlines())
+    [said, _] = run_on_ranks(said_with, code=code, name="LongestBatch", path=tmp_path / "saved.ckpt")
+    assert re.search(r"2 optimizer steps;.*; batch \d took longest, \d+\.\d\d s", said[-1])
