@@ -353,7 +353,7 @@ def programs(draw: st.DrawFn, *, changes_ranks: bool, changes_batches: bool) -> 
     return job, starts
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=False))
 def test_a_run_that_is_resumed_goes_on_with_the_next_sample(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
@@ -367,7 +367,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_next_sample(program: tuple[Job, 
         assert (ours.keys(), ours.total()) == (theirs.keys(), theirs.total()) or job.limit or job.drop_last
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=True))
 def test_another_batch_size_leaves_out_no_sample_and_repeats_none(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
@@ -391,7 +391,7 @@ def test_another_batch_size_leaves_out_no_sample_and_repeats_none(program: tuple
                 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(programs(changes_ranks=True, changes_batches=True))
 def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
@@ -410,7 +410,7 @@ def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[S
                 assert ours.total() - len(ours) <= padding + sum(start.num_ranks - 1 for start in starts[1:])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(changes_ranks=True, changes_batches=True), st.lists(st.integers(1, 3), min_size=3, max_size=3))
 def test_a_global_batch_size_that_changes_leaves_out_no_sample(
     program: tuple[Job, list[Start]], factors: list[int]
@@ -429,7 +429,7 @@ def test_a_global_batch_size_that_changes_leaves_out_no_sample(
         assert len(ours) > job.num_samples - (2 * step + padding if job.drop_last else 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
 def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
     program: tuple[Job, list[Start]], num_others: int, mode: str

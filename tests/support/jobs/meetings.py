@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_bucketddp.startup.rendezvous import Rendezvous
+from lightning_bucketddp.startup.rendezvous import RankInfo, Rendezvous, RendezvousRound
 from lightning_bucketddp.startup.store import StartError, StoreAddress
 
 ALL_THERE = "all there"
@@ -44,13 +46,34 @@ def meet(
         try:
             for _ in range(num_meetings):
                 rendezvous = Rendezvous(point, timeout_s=start_timeout_s)
-                store = rendezvous.meet(listener=None, find_failure=lambda: "it broke" if failure_on == me else None)
+                store = rendezvous.meet(listener=None, find_failure=_failure_of(failure_on == me))
                 dist.barrier()  # the host of the store stays until the others have read it
                 del store
             outcome = ALL_THERE
         except StartError as error:
             outcome = str(error)
     return {"outcome": outcome, "seconds": time.monotonic() - began, "pid": os.getpid()}
+
+
+def _failure_of(is_me: bool) -> Callable[[], str | None]:
+    """Fail once this rank has joined, so that rank 0 knows of it."""
+    has_joined = threading.Event()
+    join = RendezvousRound.join
+
+    def join_and_note(rdzv: RendezvousRound, info: RankInfo) -> None:
+        join(rdzv, info)
+        has_joined.set()
+
+    if is_me:
+        RendezvousRound.join = join_and_note  # type: ignore[method-assign,assignment]
+
+    def find_failure() -> str | None:
+        if not has_joined.is_set():
+            return None
+        RendezvousRound.join = join  # type: ignore[method-assign]
+        return "it broke"
+
+    return find_failure
 
 
 def meet_alone(port: int, *, rank: int, timeout_s: float, world_size: int = 2, address: str = "127.0.0.1") -> None:
