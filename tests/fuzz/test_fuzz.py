@@ -56,7 +56,8 @@ def test_programs_have_the_weights_that_ddp_gives(first: int) -> None:
     assert failures == []
 
 
-@pytest.mark.long  # `make fuzz` is for longer
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_ten_minutes_find_nothing() -> None:
     assert main(["--minutes", "10", "--verbose"]) == 0
 
