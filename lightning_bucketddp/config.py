@@ -38,7 +38,6 @@ class ReducerConfig:
         overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
         reduce_dtype: The dtype in which gradients travel: `fp32`, `bf16`, `fp16` or `int8`, which has a scale for every
             256 of them. None: their own dtype.
-        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
@@ -48,7 +47,6 @@ class ReducerConfig:
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
     overlap: bool = True
     reduce_dtype: str | None = None
-    broadcast_buffers: bool = True
     comm_hook: Callable[..., Any] | None = None
     comm_state: object = None
     on_nonfinite: str | None = "warn"

@@ -66,7 +66,6 @@ class BackwardEnd:
         weighting: EqualWeights,
         finiteness: Finiteness,
         stats: ReducerStats,
-        broadcast_buffers: bool,
     ) -> None:
         self._replicas = replicas
         self._plan_cache = plan_cache
@@ -74,7 +73,6 @@ class BackwardEnd:
         self._weighting = weighting
         self._finiteness = finiteness
         self._stats = stats
-        self._broadcast_buffers = broadcast_buffers
         self._device = replicas.collectives.device
         self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
 
@@ -102,8 +100,6 @@ class BackwardEnd:
         backward.observer.gradients_final()
         if backward.bucket_set is None:
             return
-        if self._broadcast_buffers:
-            self._replicas.broadcast_buffers()
         self._stats.num_backwards += 1
         if self._exchanged is not None and not is_being_captured(self._device):
             self._exchanged.record()

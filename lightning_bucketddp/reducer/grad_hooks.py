@@ -99,6 +99,11 @@ class GradientHooks:
         return arrivals.pending <= 0
 
     @property
+    def have_arrived(self) -> bool:
+        """Whether gradients have arrived in the backward that runs."""
+        return any(arrivals.pending != arrivals.expected for arrivals in self._all_arrivals())
+
+    @property
     def have_counted(self) -> bool:
         """Whether gradients have arrived at rest, of a backward that the reducer was not told of."""
         return any(arrivals.pending != UNKNOWN for arrivals in self._all_arrivals())

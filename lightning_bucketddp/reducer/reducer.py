@@ -107,7 +107,6 @@ class Reducer:
             weighting=self._weighting,
             finiteness=self.finiteness,
             stats=self.stats,
-            broadcast_buffers=config.broadcast_buffers,
         )
         self._keeps_memory = False
         self._no_sync_depth = 0
@@ -216,6 +215,16 @@ class Reducer:
     def has_failed(self) -> bool:
         """Whether a backward has failed on this rank in which other ranks may be waiting: there is no next one."""
         return bool(self._failure)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in the backward that runs."""
+        return self._hooks.have_arrived
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether backwards that begin now are synchronised (`no_sync`)."""
+        return self._no_sync_depth == 0
 
     def own_gradients(self, params: Iterable[Tensor]) -> list[str]:
         """Return the names of those `params` to whose gradients a backward has added that this was not told of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -133,6 +133,54 @@ class Replicas:
             }
             for name, tensor in {**self.parameters, **self.buffers()}.items()
         }
+
+
+class SharedBuffers(nn.Module):
+    """Calls `module` with rank 0's buffers on every rank, as torch DDP does: after each forward that has a gradient.
+
+    Other than there, a rank may leave out a forward, if its backward has no gradient for the module either: it receives
+    the buffers in that backward.
+    """
+
+    def __init__(self, module: nn.Module, replicas: Replicas, is_synchronised: Callable[[], bool]) -> None:
+        super().__init__()
+        self.module = module
+        self._replicas = replicas
+        self._is_synchronised = is_synchronised
+        self._is_due = True
+        self._was_called = False
+        self._begin = torch.compiler.disable(self._begin)  # type: ignore[method-assign, no-untyped-call]
+        self._end = torch.compiler.disable(self._end)  # type: ignore[method-assign, no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        output = self.module(*args, **kwargs)
+        self._end(has_gradient=torch.is_grad_enabled())
+        return output
+
+    def _begin(self) -> None:
+        self._share()
+        self._was_called = True
+
+    def _end(self, *, has_gradient: bool) -> None:
+        self._is_due = has_gradient and self._is_synchronised()
+
+    def end_backward(self, *, has_gradients: bool) -> None:
+        """Act before the gradients of a backward are exchanged."""
+        if not self._was_called and not has_gradients and self._is_synchronised():
+            self._share()
+        self._was_called = False
+
+    def _share(self) -> None:
+        if self._is_due:
+            self._replicas.broadcast_buffers()
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return `module` without `SharedBuffers` and not compiled: what Fabric names it by."""
+    inner = module.module if isinstance(module, SharedBuffers) else module
+    compiled: nn.Module = getattr(inner, "_orig_mod", inner)
+    return compiled
 
 
 def _ignored_names(module: nn.Module) -> set[str]:

@@ -30,7 +30,7 @@ from lightning_bucketddp.replicas.consistency import (
     TrainingState,
     training_state,
 )
-from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwrapped
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
 from lightning_bucketddp.strategies.fabric_checkpoints import FabricCheckpointHooks
 from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, scaler_of, withhold_nonfinite
@@ -99,6 +99,7 @@ class FabricStrategy(FabricCheckpointHooks):
         self._take_options(StrategyOptions.of(arguments))
         self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
+        self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
         self._shards: Shards | None = None
@@ -149,7 +150,10 @@ class FabricStrategy(FabricCheckpointHooks):
         self.precision.forward_context = forward_context  # type: ignore[method-assign]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Make `module` the same on every rank and average its gradients from now on. It is not wrapped."""
+        """Make `module` the same on every rank and average its gradients from now on.
+
+        It is wrapped only if it has buffers that ranks share.
+        """
         assert self._collectives is not None
         replicas = Replicas(module, self._collectives)
         replicas.agree()
@@ -163,16 +167,17 @@ class FabricStrategy(FabricCheckpointHooks):
                 exchange=StepExchange(self._collectives),
                 has_messages=False,
             )
-        # Fabric names a compiled module by what was compiled.
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
-        compiled = getattr(module, "_orig_mod", module)
+        compiled = unwrapped(module)
         if self._shards is not None and compiled in self.reducers:
             self._shards.forget(set(module.parameters()))
-        self.reducers[compiled] = Reducer(
-            replicas, self.config, shards=self._shards, finiteness=finiteness, say=rank_zero_info
-        )
+        reducer = Reducer(replicas, self.config, shards=self._shards, finiteness=finiteness, say=rank_zero_info)
+        self.reducers[compiled] = reducer
         self._weights_at_start[compiled] = severities_of(compiled)
-        return module
+        self._shared_buffers.pop(compiled, None)
+        if self.options.broadcast_buffers and self._collectives.world_size > 1 and replicas.buffers():
+            self._shared_buffers[compiled] = SharedBuffers(module, replicas, lambda: reducer.is_synchronised)
+        return self._shared_buffers.get(compiled, module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
@@ -203,7 +208,8 @@ class FabricStrategy(FabricCheckpointHooks):
         num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
         if self._checks is not None:
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
-        reducers = list(self.reducers.values()) if module is None else [self.reducers[module]]
+        modules = list(self.reducers) if module is None else [unwrapped(module)]
+        reducers = [self.reducers[module] for module in modules]
         # With several modules and none of them named, gradients tell: a module that no rank used costs nothing then.
         takes_part = len(reducers) == 1
         if self._shards is not None:
@@ -215,6 +221,8 @@ class FabricStrategy(FabricCheckpointHooks):
                 reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward(takes_part=takes_part))
             super().backward(tensor, module, *args, **kwargs)
+            if takes_part and (shared := self._shared_buffers.get(modules[0])) is not None:
+                shared.end_backward(has_gradients=reducers[0].has_gradients)
 
     def _active_reducers(self) -> list[Reducer]:
         return list(self.reducers.values())
@@ -262,4 +270,4 @@ class _BackwardSyncControl:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
-        return self._strategy.reducers[module].no_sync() if enabled else nullcontext()
+        return self._strategy.reducers[unwrapped(module)].no_sync() if enabled else nullcontext()

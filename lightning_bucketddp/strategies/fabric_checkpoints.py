@@ -16,6 +16,7 @@ from lightning_bucketddp.checkpoint.finite_weights import Severities, severities
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.progress import SAVING
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
+from lightning_bucketddp.replicas.replicas import unwrapped
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.trainer_internals import convert_to_state
@@ -66,8 +67,8 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
         def save() -> None:
             spoiled = [
                 weight
-                for name, module in state.items()
-                if isinstance(module, nn.Module) and module in self._weights_at_start
+                for name, value in state.items()
+                if isinstance(value, nn.Module) and (module := unwrapped(value)) in self._weights_at_start
                 for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
             ]
             place = self._finite_checkpoints.place(path, spoiled, refuses=not self.config.trains_on)
@@ -80,6 +81,12 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
 
         with self._progress.during(SAVING):
             write_on_rank_zero(save, self._collectives, path=path)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return super().get_module_state_dict(unwrapped(module))
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(unwrapped(module), state_dict, strict=strict)
 
     def _holds_shards(self, value: Any) -> bool:
         return self.shards is not None and self.shards.of(value) is not None
@@ -105,7 +112,7 @@ class FabricCheckpointHooks(StrategyBase, _ParallelStrategy):
         # Training begins again with what was loaded.
         loaded = list(state.values()) if isinstance(state, dict) else [state]
         for module in self._weights_at_start:
-            if any(module is other for other in loaded):
+            if any(isinstance(other, nn.Module) and module is unwrapped(other) for other in loaded):
                 self._weights_at_start[module] = severities_of(module)
         return rest
 

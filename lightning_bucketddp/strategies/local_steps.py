@@ -268,7 +268,7 @@ class LocalRounds(RunPart):
         raise ReplicaMismatchError(explain_difference(dict(enumerate(by_rank))))
 
     def _average_buffers(self, share: float) -> None:
-        if self._options.reducer.broadcast_buffers:
+        if self._options.broadcast_buffers:
             assert self._replicas is not None
             average(list(self._replicas.buffers().values()), self._islands, share=share)
 

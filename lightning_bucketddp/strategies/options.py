@@ -104,6 +104,7 @@ class StrategyOptions:
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: StartMethod
+    broadcast_buffers: bool
     init_sync: bool
     timeouts: Timeouts
     async_checkpoints: bool
@@ -184,7 +185,6 @@ def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
         bucket_cap_mb=given["bucket_cap_mb"],
         overlap=given["overlap"],
         reduce_dtype=given["reduce_dtype"],
-        broadcast_buffers=given["broadcast_buffers"],
         comm_hook=wrapper(hook) if wrapper and hook else hook,
         comm_state=given["ddp_comm_state"],
         on_nonfinite=given["on_nonfinite"],

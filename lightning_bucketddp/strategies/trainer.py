@@ -6,7 +6,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -346,10 +345,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
         if state.is_fit:
             if state.reducer is not None:
                 state.reducer.close()
-            # Buffers are shared before a forward, not by the reducer after a backward: callbacks may change them.
             state.reducer = Reducer(
                 state.replicas,
-                replace(self.config, broadcast_buffers=False),
+                self.config,
                 weighting=None if state.weighting is None else state.weighting.weighting,
                 shards=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
@@ -376,7 +374,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
                     shared_state=self._shared_state,
                     num_backwards=lambda: stats.num_backwards,
                 )
-        if self.config.broadcast_buffers:
+        if self.options.broadcast_buffers:
             state.buffers = BufferSync(state.replicas, None if state.reducer is None else state.reducer.stats)
         return model
 

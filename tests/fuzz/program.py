@@ -154,10 +154,6 @@ def is_possible(program: Program) -> bool:
     # Attention has no second derivative.
     if program.model == "tied" and program.happens("gradient_penalty"):
         return False
-    # With Fabric buffers are shared when a backward has ended: a forward of the user's behind that changes them.
-    own_forwards = any(event.what.startswith("own_backward") for event in program.events)
-    if is_fabric and program.model == "forward_buffer" and own_forwards:
-        return False
     # Fabric refuses that.
     if is_fabric and program.clip == "norm" and program.happens("nan_loss"):
         return False

@@ -25,23 +25,11 @@ from tests.support.scripts.fabrics import (
 LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="shared after a backward: a rank may not call forward")
-            if name == "buffer_between_steps"
-            else (),
-        )
-        for name in LOOPS
-    ],
-)
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.sampled(5)
 def test_training_equals_ddp(loop: str) -> None:
     ddp = run_on_ranks(train, strategy="ddp", loop=LOOP_FOR_DDP.get(loop, loop))
-    for rank in run_on_ranks(train, strategy="bucketddp", loop=loop):
-        assert rank == ddp[0]
+    assert run_on_ranks(train, strategy="bucketddp", loop=loop) == ddp
 
 
 def test_both_roots_train_alike() -> None:

@@ -106,8 +106,8 @@ def test_a_command_line_has_every_option_with_its_type_and_a_line_of_help(root: 
 
 
 def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
-    config = BucketDDPStrategy(bucket_cap_mb_list=[1, 5], forward_sync_buffers=False).config
-    assert (config.bucket_cap_mb, config.broadcast_buffers) == ([1, 5], False)
+    options = BucketDDPStrategy(bucket_cap_mb_list=[1, 5], forward_sync_buffers=False).options
+    assert (options.reducer.bucket_cap_mb, options.broadcast_buffers) == ([1, 5], False)
 
 
 def test_a_weight_that_is_no_function_is_refused() -> None:

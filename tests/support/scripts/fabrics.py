@@ -115,6 +115,8 @@ def _idle_rank(fabric: Any, *, uses_parameters: bool) -> list[Any]:
             loss = 0 * _loss(module, step) if uses_parameters else torch.zeros((), requires_grad=True)
         fabric.backward(loss)
         optimizer.step()
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, 4))  # shares the buffers
     return _weights(module)
 
 
