@@ -274,12 +274,13 @@ class Reducer:
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
         has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
-        factor = self._end.factor(trainable) if has_changed else None
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self._plan_cache.bucket_set(trainable)
+        # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
+        factor = self._end.factor(trainable) if has_changed and bucket_set is not None else None
         tuner = self._plan_cache.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)

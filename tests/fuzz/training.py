@@ -40,7 +40,7 @@ class Outcome:
         raised_in: the file that has raised it.
         is_torn: the strategy knows that the weights are not those of any step, and would not save them.
         values: weights, buffers, optimizers' state, losses and what was logged, by name, as lists.
-        trajectory: the weights after each step; only where they are what others are compared with.
+        trajectory: the weights after each batch; only where they are what others are compared with.
     """
 
     error: str = ""
@@ -101,7 +101,7 @@ class Run:
 
     def end_batch(self) -> None:
         self.happen("end")
-        if self.trajectory is not None and self.closes_window:
+        if self.trajectory is not None:
             self.trajectory.append(weights_of(self.net))
 
     def optimizers(self) -> list[Optimizer]:
