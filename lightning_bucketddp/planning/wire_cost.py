@@ -5,7 +5,7 @@ Note: cost of a wire format
     with a scale in fp32: first by an all-to-all, so that each rank can add up its share, then by an all-gather. These
     carry what the halves of an all-reduce do (Note: halves), but each is launched and waited for by itself: the latency
     counts twice. Two ranks make one exchange of all of it, which is taken to cost as much. To encode and to decode
-    takes passes over memory, at a speed that has to be measured on the device (`reducer/codec_speed`).
+    takes passes over memory, at a speed that has to be measured on the device (`reducer/quantization`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lightning_bucketddp.recording.schema import (
     path_of,
     write,
 )
-from lightning_bucketddp.reducer.clock import Axis
+from lightning_bucketddp.reducer.observer import Axis
 from lightning_bucketddp.reducer.step_recorder import MarkedStep
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.observer import BackwardObserver, profiler_span
+from lightning_bucketddp.reducer.observer import BackwardObserver, ReducerStats, profiler_span
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
 

@@ -34,8 +34,7 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.bucket import Bucket, PendingReduction, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, profiler_span
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.observer import NOTHING, BackwardObserver, ReducerStats, profiler_span
 from lightning_bucketddp.wording import list_names
 
 

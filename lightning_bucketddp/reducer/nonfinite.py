@@ -36,7 +36,7 @@ from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import list_names, list_ranks
 

@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.reducer.bucket import PendingReduction
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStepStats:
+    """An exchange of weights between islands.
+
+    Attributes:
+        step: how many steps the optimizers had taken.
+        seconds: how long it took, with the time that the islands waited for each other.
+        num_bytes: what this rank gave to the network.
+    """
+
+    step: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class ReducerStats:
+    """Counters since the reducer was made.
+
+    Attributes:
+        num_backwards: synchronised backwards.
+        num_reductions: buckets reduced in them.
+        bytes_reduced: size of those buckets, in the gradients' own dtype.
+        num_plans: plans made; more than one when the set of trainable parameters changed, or a better
+            one was computed.
+        num_unused: gradients that were missing on this rank and filled in with zeros.
+        num_skipped: training steps that returned nothing, on all ranks together.
+        num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
+        outer_steps: with `local_steps`, each exchange of weights between the islands.
+    """
+
+    num_backwards: int = 0
+    num_reductions: int = 0
+    bytes_reduced: int = 0
+    num_plans: int = 0
+    num_unused: int = 0
+    num_skipped: int = 0
+    num_nonfinite: int = 0
+    outer_steps: list[OuterStepStats] = field(default_factory=list)
+
+    @property
+    def num_outer_steps(self) -> int:
+        return len(self.outer_steps)
+
+    @property
+    def outer_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.outer_steps)
+
+    @property
+    def outer_s(self) -> float:
+        return sum(one.seconds for one in self.outer_steps)
+
 
 NOTHING = nullcontext()
 
@@ -77,3 +134,69 @@ def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
 def profiler_span(name: str) -> AbstractContextManager[Any]:
     """Show what happens inside as `name` in torch's profiler. Costs nothing while none runs."""
     return record_function(name) if _profiler_enabled() else NOTHING
+
+
+class Clock(Protocol):
+    """Makes marks, and tells the time between them."""
+
+    def mark(self) -> Any:
+        """Return a mark at this moment."""
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Return the time from one mark to another. May wait until the device has reached both."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Return whether `mark` can be read without waiting."""
+
+
+class HostClock:
+    """The time of this process."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, stop: float) -> float:
+        return stop - start
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+
+class DeviceClock:
+    """The time at which a GPU comes to what this process has given it to do: on the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for what happens on `device`."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class Axis:
+    """Marks of a clock as seconds of `time.perf_counter`. Waits for the device once, when it is made."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._origin = clock.mark()
+        clock.seconds(self._origin, self._origin)
+        self._origin_s = time.perf_counter()
+
+    def move_to(self, mark: Any) -> None:
+        """Count from `mark` from now on: between distant marks a GPU tells the time with few digits."""
+        self._origin_s = self.seconds(mark)
+        self._origin = mark
+
+    def seconds(self, mark: Any) -> float:
+        return self._origin_s + self._clock.seconds(self._origin, mark)

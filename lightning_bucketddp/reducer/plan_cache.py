@@ -14,10 +14,9 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
 from lightning_bucketddp.reducer.bucket import LateGradientError, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
-from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.observer import Clock, ReducerStats, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
 from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 

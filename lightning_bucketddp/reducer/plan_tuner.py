@@ -27,10 +27,9 @@ from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice
 from lightning_bucketddp.planning.simulation import cost_until, simulate
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, Reduction
-from lightning_bucketddp.reducer.clock import Clock
 from lightning_bucketddp.reducer.grad_hooks import NodeHook, hook_on_node
 from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.observer import BackwardObserver
+from lightning_bucketddp.reducer.observer import BackwardObserver, Clock
 
 _SMALLEST_BYTES = 4096
 _GROWTH = 8

@@ -4,18 +4,42 @@ Note: blocks
     The largest number of a block, without its sign, becomes 127, and all others are rounded to the nearest multiple of
     a 127th of it. So each is wrong by at most a 254th of the largest in its block. One that is not finite makes the
     scale of its block infinite or nan, and so all of the block: none of them becomes a number.
+
+Note: two exchanges
+    All ranks decode the same bytes, so replicas stay equal. Each rank gets its row of blocks (Note: blocks) of all
+    ranks, and gives their mean to all, as blocks again. Two ranks give each other all they have, and do not round the
+    mean; nor is it rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of
+    numbers that are not finite must not be mixed.
+
+Note: the second exchange
+    It begins when the first has ended on this rank, in the order of the buckets on all ranks (Note: one launch order).
+    A GPU waits in a stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
+    (docs/design/int8.md). On a host a thread waits, for one bucket after the other, and has connections of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+import timeit
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import BLOCK_NUMEL
+from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.worker import Worker
+from lightning_bucketddp.config import BLOCK_NUMEL, MIB
+from lightning_bucketddp.planning.shares import Shares
+from lightning_bucketddp.planning.wire_cost import Codec, Codecs
+from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction
+from lightning_bucketddp.reducer.lone_bucket import SparseBucket
+from lightning_bucketddp.reducer.reduction import PendingSparseMean
 
 # A little less than a 127th: the largest number that a dtype has must not become infinite.
 _SCALE_OF_LARGEST = (1 - 2**-22) / 127
@@ -138,3 +162,245 @@ def _largest(numbers: Tensor) -> Tensor:
         return torch.maximum(numbers.amax(-1, keepdim=True), -numbers.amin(-1, keepdim=True)).float()
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf, dim=-1, keepdim=True)
     return largest.float()
+
+
+class QuantizedMeanReduction:
+    """The mean over the ranks; gradients travel as `int8`, in blocks. They arrive in their own dtype."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._on: _OnDevice | _OnHost = (
+            _OnDevice(collectives) if collectives.device.type == "cuda" else _OnHost(collectives)
+        )
+        self._exchanges: WeakKeyDictionary[DenseBucket, _Exchange] = WeakKeyDictionary()
+
+    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        numbers = bucket.numbers
+        flags = bucket.wire[numbers.numel() :]
+        pending_flags = self._collectives.start_mean(flags) if flags.numel() else None
+        if not numbers.numel():
+            return _PendingQuantized(flags.nbytes, None, pending_flags)
+        exchange = self._exchanges.get(bucket)
+        if exchange is None:
+            exchange = self._exchanges[bucket] = _exchange_of(self._collectives, numbers.numel(), bucket.shares)
+        first = exchange.start_first(numbers)
+        transfer, finish = self._on.follow(first, exchange, numbers)
+        return _PendingQuantized(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
+
+    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
+        return PendingSparseMean(self._collectives, bucket)
+
+    def close(self) -> None:
+        self._on.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingQuantized:
+    bytes_sent: int
+    transfer: Pending | None
+    flags: Pending | None
+    finish: Callable[[], None] | None = None
+    has_ended = False
+
+    def wait(self) -> None:
+        if self.transfer is not None:
+            self.transfer.wait()
+        if self.finish is not None:
+            self.finish()
+        if self.flags is not None:
+            self.flags.wait()
+
+
+class _Exchange(Protocol):
+    """How the ranks come to the mean of one bucket (Note: two exchanges)."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """What is given to the network, as an all-reduce counts it."""
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        """Start to send what this rank has."""
+
+    def finish(self, numbers: Tensor) -> None:
+        """Overwrite `numbers`, or this rank's share of them, with the mean."""
+
+
+def _exchange_of(collectives: Collectives, numel: int, shares: Shares | None) -> _Exchange:
+    if shares is not None:
+        return _ForShares(collectives, numel, shares)
+    return _ForAll(collectives, numel) if collectives.world_size > 2 else _ForTwo(collectives, numel)
+
+
+class _ForAll:
+    """Each rank computes the mean of one row, and gives it to all."""
+
+    def __init__(self, collectives: Collectives, numel: int) -> None:
+        self._collectives = collectives
+        num_ranks = collectives.world_size
+        row_numel = -(-numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
+        make_rows = partial(Blocks, num_rows=num_ranks, row_numel=row_numel, device=collectives.device)
+        self._sent, self._received = make_rows(numel), make_rows(num_ranks * row_numel)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent.bytes.nbytes
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._sent.encode(numbers)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=None)
+
+    def start_second(self, collectives: Collectives) -> Pending:
+        """Start to give all ranks the mean of the rows that have come."""
+        self._sent.encode_mean(self._received, row=collectives.rank)
+        return collectives.start_exchange_of_shares(self._sent.bytes, owner=None)
+
+    def finish(self, numbers: Tensor) -> None:
+        self._sent.decode(numbers)
+
+
+class _ForTwo:
+    """Both ranks get all that the other has, which is as much as two exchanges of halves, and rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int) -> None:
+        self._collectives = collectives
+        num_ranks, device = collectives.world_size, collectives.device
+        self._all = Blocks(num_ranks * numel, num_rows=num_ranks, row_numel=numel, device=device)
+        own = self._all.bytes.view(num_ranks, -1)[collectives.rank]
+        self._own = Blocks(numel, num_rows=1, row_numel=numel, device=device, memory=own)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._own.bytes.nbytes
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._own.encode(numbers)
+        return self._collectives.start_exchange_of_shares(self._all.bytes, owner=None)
+
+    def finish(self, numbers: Tensor) -> None:
+        self._all.decode_mean(numbers)
+
+
+class _ForShares:
+    """Each rank keeps the mean of its share, which is rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int, shares: Shares) -> None:
+        self._collectives = collectives
+        self._owner = shares.owner
+        self._share = slice(*shares.bounds(numel)[collectives.rank])
+        num_ranks = collectives.world_size
+        row_numel = numel // num_ranks if shares.owner is None else numel
+        self._receives = shares.owner in (None, collectives.rank)
+        sent, received = num_ranks if shares.owner is None else 1, num_ranks if self._receives else 0
+        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=collectives.device)
+        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=collectives.device)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent.bytes.nbytes // 2  # (Note: halves, in `all_reduce_cost`)
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._sent.encode(numbers)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
+
+    def finish(self, numbers: Tensor) -> None:
+        if self._receives:
+            self._received.decode_mean(numbers[self._share])
+
+
+class _OnHost:
+    """Goes on with what is in host memory (Note: the second exchange)."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._follow_ups, self._worker = collectives, None
+        if collectives.world_size > 2:
+            self._follow_ups = collectives.follow_up_group()
+            self._worker = Worker("bucketddp-quantized")
+
+    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
+        """Start what follows the first exchange; return its end, and what is left to do then."""
+        finish = partial(exchange.finish, numbers)
+        if self._worker is None or not isinstance(exchange, _ForAll):
+            return first, finish
+        return _Following(self._worker.submit(partial(_start_second, exchange, first, self._follow_ups))), finish
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _start_second(exchange: _ForAll, first: Pending, follow_ups: Collectives) -> Pending:
+    first.wait()
+    return exchange.start_second(follow_ups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    started: Future[Pending]
+
+    def wait(self) -> None:
+        self.started.result().wait()
+
+
+class _OnDevice:
+    """Goes on with what is in the memory of a GPU, in a stream of its own (Note: the second exchange)."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
+
+    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
+        """Queue what follows the first exchange; return its end, and what is left to do then."""
+        with torch.cuda.stream(self._stream):
+            first.wait()
+            if isinstance(exchange, _ForAll):
+                exchange.start_second(self._collectives).wait()
+            exchange.finish(numbers)
+            return self._stream.record_event(), None
+
+    def close(self) -> None:
+        pass
+
+
+# Of an H200, for a plan that is made where there is no GPU: benchmarks/results/wires_h200_202611.md.
+GPU_CODECS: Codecs = {
+    "bf16": Codec(6.7e-13, 8.8e-13),
+    "fp16": Codec(6.7e-13, 8.8e-13),
+    "int8": Codec(6.2e-12, 0.0, 1.3e-11),
+}
+_NUMEL = {"cpu": MIB, "cuda": 4 * MIB}
+_NUM_IN_A_ROW, _NUM_MEASURED = 3, 5
+# How many rows are added up makes no difference: together they have as many numbers as a bucket.
+_NUM_RANKS = 2
+
+
+def measure_codecs(device: torch.device) -> Codecs:
+    """Return what each `reduce_dtype` takes to encode and to decode fp32 gradients on this device."""
+    numbers = torch.ones(_NUMEL.get(device.type, MIB), device=device)
+    halves = torch.empty_like(numbers, dtype=torch.bfloat16)
+    numel, row_numel = len(numbers), len(numbers) // _NUM_RANKS
+    sent, received = (Blocks(numel, num_rows=_NUM_RANKS, row_numel=row_numel, device=device) for _ in range(2))
+
+    def s_per_byte(action: Callable[[], object]) -> float:
+        return _seconds(action, device) / numbers.nbytes
+
+    cast = Codec(s_per_byte(lambda: halves.copy_(numbers)), s_per_byte(lambda: numbers.copy_(halves)))
+    encode = s_per_byte(lambda: sent.encode(numbers))
+    mean = s_per_byte(lambda: sent.encode_mean(received, row=0))
+    decode = s_per_byte(lambda: sent.decode(numbers))
+    # On a GPU the rest is in a stream of its own, in which one bucket comes after the other. On a host the mean is
+    # computed by a thread while the next bucket travels.
+    is_gpu = device.type == "cuda"
+    int8 = Codec(encode, 0.0, mean + decode) if is_gpu else Codec(encode, mean + decode)
+    return {"bf16": cast, "fp16": cast, "int8": int8}
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Return the time of one `action`, of several in a row, so that waiting for the device hardly counts."""
+
+    def act() -> None:
+        for _ in range(_NUM_IN_A_ROW):
+            action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return statistics.median(timeit.repeat(act, number=1, repeat=1 + _NUM_MEASURED)[1:]) / _NUM_IN_A_ROW

@@ -28,18 +28,15 @@ from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass
 from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet
-from lightning_bucketddp.reducer.clock import Clock
-from lightning_bucketddp.reducer.comm_hook import CommHookReduction
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, all_of
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, Clock, ReducerStats, all_of
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.quantized_reduction import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import MeanReduction
+from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
+from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction
 from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
 

@@ -25,10 +25,8 @@ import torch
 
 from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.reducer.bucket import PendingReduction
-from lightning_bucketddp.reducer.clock import Axis, Clock, clock_of
 from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.observer import BackwardObserver
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.observer import Axis, BackwardObserver, Clock, ReducerStats, clock_of
 
 _ENDS_WITHIN_S = 1.0
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.observer import ReducerStats
 
 
 class EqualWeights:

@@ -32,7 +32,7 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun
 from lightning_bucketddp.rank_zero import rank_zero_info
-from lightning_bucketddp.reducer import quantized_reduction, reduction, sharded_bucket
+from lightning_bucketddp.reducer import quantization, reduction, sharded_bucket
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.startup.child_processes import ChildProcesses
@@ -54,7 +54,7 @@ _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of them waits for other ranks. None of them calls functions of the user.
 _FILES_OF_WAITS = (
     *files_of_collectives(),
-    *(str(module.__file__) for module in (reduction, quantized_reduction, sharded_bucket, torch.futures)),
+    *(str(module.__file__) for module in (reduction, quantization, sharded_bucket, torch.futures)),
 )
 # At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
 # callbacks save.

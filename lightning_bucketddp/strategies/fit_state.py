@@ -15,9 +15,9 @@ from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle

@@ -39,8 +39,8 @@ from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
 from lightning_bucketddp.reducer.reducer import reduction_of
-from lightning_bucketddp.reducer.stats import OuterStepStats, ReducerStats
 from lightning_bucketddp.replicas.checksums import Checksums
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference

@@ -7,8 +7,8 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.wording import pluralize
 

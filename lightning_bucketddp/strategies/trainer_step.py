@@ -402,7 +402,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
     def describe_run(self) -> Run:
         """Return what stays the same in a fit."""
         from lightning_bucketddp.recording.schema import Run
-        from lightning_bucketddp.reducer.codec_speed import measure_codecs
+        from lightning_bucketddp.reducer.quantization import measure_codecs
 
         assert self.reducer is not None
         trainer, specs = self._trainer, self.reducer.specs

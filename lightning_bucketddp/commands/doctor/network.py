@@ -23,9 +23,9 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
 from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
 from lightning_bucketddp.reducer.bucket import Reduction
-from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.observer import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter
-from lightning_bucketddp.reducer.quantized_reduction import QuantizedMeanReduction
+from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import MeanReduction
 
 _NETWORK = Theme("Network")

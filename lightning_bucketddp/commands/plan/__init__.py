@@ -25,7 +25,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
 from lightning_bucketddp.planning.sharding import STATE_TENSORS, StateByRank, sharded_plan
 from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs
 from lightning_bucketddp.planning.wire_options import WireOptions
-from lightning_bucketddp.reducer.codec_speed import GPU_CODECS, measure_codecs
+from lightning_bucketddp.reducer.quantization import GPU_CODECS, measure_codecs
 from lightning_bucketddp.wording import list_names, pluralize
 
 HELP = """Show the buckets that a module's gradients are reduced in, without training it, and predict steps and scaling.

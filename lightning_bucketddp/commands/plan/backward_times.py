@@ -20,7 +20,7 @@ from lightning_bucketddp.planning.backward_profile import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of
-from lightning_bucketddp.reducer.clock import Clock, clock_of
+from lightning_bucketddp.reducer.observer import Clock, clock_of
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.reducer.stats import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES, Case

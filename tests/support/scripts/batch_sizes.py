@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bucketddp
-from lightning_bucketddp.reducer.stats import ReducerStats
+from lightning_bucketddp.reducer.observer import ReducerStats
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
 WIDTH = 4
