@@ -16,9 +16,7 @@ from benchmarks.ranks import synchronize
 from benchmarks.variants import ALONE
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.commands.doctor.network import measure_all_reduce
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.wire_cost import Codecs
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Network, Profile
 from lightning_bucketddp.reducer.observer import clock_of
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.reducer.quantization import measure_codecs

@@ -34,7 +34,7 @@ from benchmarks.ranks import Bench, Place, Ranks
 from benchmarks.report import SPEED_UP, Table, about, is_ddp, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in, with_hook, with_unused
-from lightning_bucketddp.comm.nccl_sockets import SETTINGS
+from lightning_bucketddp.comm.network import SETTINGS
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
 # Ranks whose process group `bucketddp` makes, with NCCL's sockets as it sets them. The others have torch's defaults.

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import Network
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Network, Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
 from lightning_bucketddp.planning.simulation import Timeline
 

@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_sharding PROFILE.json [...] [--ranks 8 16 64 256 1024] [--json FILE]
 
 The profiles and networks are those of `benchmarks.simulated_networks`, and so is the model, with what sharding adds to
-it (Note: halves, in `planning/all_reduce_cost.py`; Note: weights at the end of a step, in `planning/simulation.py`).
+it (Note: halves, in `planning/cost.py`; Note: weights at the end of a step, in `planning/simulation.py`).
 State is that of AdamW, two tensors like each parameter; of the ranks the one that has most counts. Without sharding the
 plan is the one that `bucket_cap_mb="auto"` computes for the network; with it the first one stays, with buckets of up to
 25 MiB.
@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import Network
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict, predict_sharded
-from lightning_bucketddp.planning.sharding import state_by_rank
+from lightning_bucketddp.planning.cost import Network, Profile
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict, predict_sharded, state_by_rank
 
 RANKS = [8, 16, 64, 256, 1024]
 

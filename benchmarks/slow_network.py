@@ -39,11 +39,9 @@ from benchmarks.variants import (
     settling_in,
 )
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile
 from lightning_bucketddp.planning.optimal_plan import predict
-from lightning_bucketddp.planning.wire_cost import Codecs
-from lightning_bucketddp.planning.wire_options import local_exchange_s
+from lightning_bucketddp.planning.wire import local_exchange_s
 
 _ALL_REDUCE, _PROFILE = "all-reduce alone", "profile"
 _NAN = float("nan")

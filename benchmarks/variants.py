@@ -22,9 +22,9 @@ from lightning_bucketddp.local_steps.islands import make_islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.shards import Shards
 
 Wire = Literal["fp32", "bf16", "int8"]
 WIRES: dict[Wire, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -166,7 +166,7 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     weighting = None
     if world_size > 1:
         weighting = Weighting(StepExchange(collectives), by_weight=False)
-    reducer = Reducer(replicas, ReducerConfig(**options), weighting=weighting, shards=shards)
+    reducer = Reducer(replicas, ReducerConfig(**options), weighting=weighting, maker=shards)
     model.register_forward_pre_hook(lambda *_: reducer.give_back_memory())
     collectives.world_size = world_size
 

@@ -19,15 +19,19 @@ if TYPE_CHECKING:
         ScalingMonitor,
         Tuner,
     )
-    from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError, UnsafeCheckpointError
+    from lightning_bucketddp.checkpoint.checkpoint_io import (
+        CheckpointReadError,
+        CheckpointWriteError,
+        UnsafeCheckpointError,
+    )
     from lightning_bucketddp.comm.step_exchange import OutOfStepError
     from lightning_bucketddp.config import LocalSteps, ReplicaChecks, Timeouts
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
-    from lightning_bucketddp.reducer.sharded_gradient import ShardedGradientError
-    from lightning_bucketddp.replicas.divergence import ReplicaDivergedError
+    from lightning_bucketddp.replicas.checksums import ReplicaDivergedError
     from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
+    from lightning_bucketddp.sharding.gradient import ShardedGradientError
     from lightning_bucketddp.startup.store import StartError
 
 __version__ = "0.2.0"
@@ -60,20 +64,20 @@ _BOUND_TO_ROOT = (
 )
 # Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
 _MODULE_OF = {
-    "CheckpointReadError": "checkpoint.errors",
-    "CheckpointWriteError": "checkpoint.errors",
+    "CheckpointReadError": "checkpoint.checkpoint_io",
+    "CheckpointWriteError": "checkpoint.checkpoint_io",
     "LateGradientError": "reducer.bucket",
     "LocalSteps": "config",
     "NonFiniteError": "reducer.nonfinite",
     "OutOfStepError": "comm.step_exchange",
     "RankFailedError": "faults.failure",
     "ReplicaChecks": "config",
-    "ReplicaDivergedError": "replicas.divergence",
+    "ReplicaDivergedError": "replicas.checksums",
     "ReplicaMismatchError": "replicas.replicas",
-    "ShardedGradientError": "reducer.sharded_gradient",
+    "ShardedGradientError": "sharding.gradient",
     "StartError": "startup.store",
     "Timeouts": "config",
-    "UnsafeCheckpointError": "checkpoint.errors",
+    "UnsafeCheckpointError": "checkpoint.checkpoint_io",
 }
 
 register_when_imported()

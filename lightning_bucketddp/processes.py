@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lightning_utilities.core import rank_zero
 
 _ROOT = Path("/")
 # In a line of /proc/self/maps; and a constant of OpenMP's.
@@ -107,3 +110,12 @@ def end_with_status(status: int) -> None:
     """Have this process end with `status`, when all is done that Python does at its end: Python itself cannot."""
     libc = ctypes.CDLL(None)
     libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
+
+
+_log = logging.getLogger("lightning_bucketddp")
+
+
+def rank_zero_info(text: str) -> None:
+    """Log `text` where Lightning logs, unless the user has set the logger `lightning_bucketddp` to a higher level."""
+    if _log.level <= logging.INFO:
+        rank_zero.rank_zero_info(text)

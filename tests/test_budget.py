@@ -35,9 +35,9 @@ def null_classes() -> list[str]:
 
 # What there is at most, and where it shall end.
 BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: len(FILES), 154, 100),
-    "lines": (lambda: count_lines(with_commands=True), 25_900, 21_000),
-    "lines without commands": (lambda: count_lines(with_commands=False), 23_090, 17_500),
+    "files": (lambda: len(FILES), 129, 100),
+    "lines": (lambda: count_lines(with_commands=True), 25_650, 21_000),
+    "lines without commands": (lambda: count_lines(with_commands=False), 22_840, 17_500),
     "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 30, 30),
     "own classes of the strategy": (lambda: len(own_classes()), 5, 3),
     "files with Trainer internals": (lambda: 1 + len(outside_of_the_place_for_it()), 1, 1),

@@ -27,15 +27,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
-from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
-from lightning_bucketddp.checkpoint.safe_loading import _opened
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, _opened
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.heartbeat import StragglerDetector
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
@@ -353,18 +352,18 @@ def test_every_place_that_unpickles_listens_or_starts_a_program_is_known() -> No
     def places(pattern: str) -> set[str]:
         return {path for path, source in sources.items() if re.search(pattern, source)}
 
-    assert places(r"weights_only=False\)") == {"strategies/launchers.py", "strategies/predictions.py"}
-    assert places(r"pickle\.Unpickler\b|pickle\.loads?\(") == {"checkpoint/snapshot.py"}
+    assert places(r"weights_only=False\)") == {"strategies/launchers.py", "strategies/exact_evaluation.py"}
+    assert places(r"pickle\.Unpickler\b|pickle\.loads?\(") == {"checkpoint/async_writer.py"}
     assert places(r"torch\.load\(") == {
-        *{"checkpoint/rank_state.py", "checkpoint/safe_loading.py"},
-        *{"strategies/launchers.py", "strategies/predictions.py"},
+        *{"checkpoint/rank_state.py", "checkpoint/checkpoint_io.py"},
+        *{"strategies/launchers.py", "strategies/exact_evaluation.py"},
     }
-    listening = {"startup/store.py", "commands/doctor/network.py", "commands/doctor/probe_group.py"}
+    listening = {"startup/store.py", "commands/doctor/network.py", "commands/doctor/finding.py"}
     assert places(r"create_server|\.bind\(\(|\.listen\(|http\.server|socketserver") == listening
     assert places(r"\bTCPStore\(") == {"startup/store.py", "comm/process_group.py"}
     assert places(r"subprocess\.(run|Popen)\(|os\.(system|exec|popen|spawn)") == {
         "commands/doctor/host.py",
-        "commands/doctor/probe_group.py",
+        "commands/doctor/finding.py",
     }
     assert places(r"shell=True|(?<![\w.])(eval|exec)\(") == set()
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_bucketddp.bindings.registration import strategy_class
-from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
 from lightning_bucketddp.strategies.launchers import Launchers, ProcessLauncher, ScriptLauncher
 from lightning_bucketddp.trainer_internals import known
 

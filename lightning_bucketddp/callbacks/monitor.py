@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.planning.cost import Profile
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, OuterStepTimes, RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions

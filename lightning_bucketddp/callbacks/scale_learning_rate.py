@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.callbacks.scaling_monitor import GlobalBatch
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback

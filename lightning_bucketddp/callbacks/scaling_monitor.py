@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.trainer_internals import is_log_step, log_at_once
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from lightning_bucketddp.checkpoint.errors import CheckpointReadError, CheckpointWriteError
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointReadError, CheckpointWriteError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.wording import list_some_ranks
 

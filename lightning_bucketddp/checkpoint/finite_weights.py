@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.wording import list_names
 
 DIRECTORY = "nonfinite"

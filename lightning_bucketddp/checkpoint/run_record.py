@@ -18,8 +18,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
+from lightning_bucketddp.checkpoint.checkpoint_io import damage_in
 from lightning_bucketddp.checkpoint.collective_io import fingerprint
-from lightning_bucketddp.checkpoint.integrity import damage_in
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
-from lightning_bucketddp.comm.gloo_interface import gloo_interface
+from lightning_bucketddp.comm.network import gloo_interface
+from lightning_bucketddp.comm.process_group import ForeignCollectives
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20

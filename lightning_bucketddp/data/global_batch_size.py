@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

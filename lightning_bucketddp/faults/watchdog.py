@@ -18,15 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_bucketddp.comm.connections import Connections
-from lightning_bucketddp.faults.culprits import CulpritFinder
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
-from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
+from lightning_bucketddp.faults.heartbeat import CulpritFinder, StragglerDetector
+from lightning_bucketddp.faults.local_ranks import LocalRanks, StoreAccess, identity, place
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.saver import SaverElection
-from lightning_bucketddp.faults.shutdown import Shutdown
+from lightning_bucketddp.faults.shutdown import SaverElection, Shutdown
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.store_access import StoreAccess
-from lightning_bucketddp.faults.stragglers import StragglerDetector
 
 log = logging.getLogger(__name__)
 

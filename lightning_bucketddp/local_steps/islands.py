@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.config import IslandsOption
+from lightning_bucketddp.config import IslandsOption, LocalSteps
 from lightning_bucketddp.wording import list_ranks, pluralize
 
 
@@ -97,3 +101,49 @@ def _by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 def _list_hosts(members: Sequence[Sequence[int]]) -> str:
     return "; ".join(f"{list_ranks(ranks)} on host {index}" for index, ranks in enumerate(members))
+
+
+def find_islands(
+    world: Collectives, option: LocalSteps, *, known: Islands | None, host: str, syncs_layers: bool
+) -> Islands | None:
+    """Divide the ranks into islands; None: there is one only. All ranks must call this.
+
+    Args:
+        known: those of an earlier fit.
+        host: names the host of this rank.
+        syncs_layers: layers of an island talk to each other.
+    """
+    islands = known
+    if islands is None or islands.world is not world:
+        islands = make_islands(world, option.islands, host=host)
+    if islands is None:
+        rank_zero_warn(
+            f"bucketddp: `local_steps={option.steps}` has no effect, because all ranks are in one island"
+            f" (`islands={option.islands!r}`): gradients are averaged in each step."
+        )
+    elif syncs_layers:
+        _refuse_lone_sync_batchnorm(islands)
+    return islands
+
+
+def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
+    """Raise if a layer of `model` talks to ranks of other islands in each step."""
+    members = set(islands.own.global_ranks)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and getattr(layer, "_sync_original", None) is None:
+            group = layer.process_group or torch.distributed.group.WORLD
+            if not members.issuperset(torch.distributed.get_process_group_ranks(group)):
+                raise ValueError(
+                    f"`{name}` (SyncBatchNorm) talks to ranks of other islands in each step, which `local_steps` is to"
+                    " avoid. Use BatchNorm layers and `Trainer(sync_batchnorm=True)`, which stays inside of an island."
+                )
+
+
+def _refuse_lone_sync_batchnorm(islands: Islands) -> None:
+    """Raise if there is nobody in an island to synchronize BatchNorm layers with."""
+    if islands.own.world_size == 1:
+        raise ValueError(
+            "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
+            " island. Pass `islands='host'` or a smaller number of islands to `LocalSteps`, or leave `sync_batchnorm`"
+            " out."
+        )

@@ -22,10 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import NO_CODEC, AllReduceCost, Codec, Profile
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.planning.wire_cost import NO_CODEC, Codec
 
 _LARGEST_SCALE = 4.0
 

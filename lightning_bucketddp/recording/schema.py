@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_bucketddp.planning.all_reduce_cost import share_of_a_link
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.wire_cost import Codec, Codecs
+from lightning_bucketddp.planning.cost import Codec, Codecs, Profile, share_of_a_link
 from lightning_bucketddp.wording import load_printable_json
 
 FOLDER = "bucketddp"

@@ -24,13 +24,11 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codecs, Profile, Wire
 from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs, Wire
-from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
+from lightning_bucketddp.planning.wire import WORTH_8_BITS
 from lightning_bucketddp.recording.schema import WAITS, OuterStepTimes, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
 from lightning_bucketddp.wording import list_names, pluralize

@@ -26,8 +26,7 @@ from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import cost_until
 from lightning_bucketddp.recording.schema import (

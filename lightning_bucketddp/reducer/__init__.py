@@ -1,1 +1,1 @@
-"""From gradients to their mean over the ranks: hooks, buckets, launch queue, sharded state."""
+"""From gradients to their mean over the ranks: hooks, buckets, launch queue."""

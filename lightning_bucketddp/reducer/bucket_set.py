@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.planning.plan import BucketSpec
+from lightning_bucketddp.config import BucketCaps
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, BufferLayout
 from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket, SparseBucket
-from lightning_bucketddp.reducer.shards import Shards
 
 # Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.
 _GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
@@ -52,6 +53,34 @@ class Flags:
         return cls(elements, used, digests, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])
 
 
+class BucketMaker(Protocol):
+    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide."""
+
+    @property
+    def have_arrived(self) -> bool:
+        """Whether nothing that it exchanges is under way."""
+
+    def begin_backward(self) -> None:
+        """Get ready for gradients."""
+
+    def plan(
+        self,
+        specs: Sequence[ParameterSpec],
+        params: Sequence[Any],
+        *,
+        arrived: Sequence[int],
+        missing: Sequence[int],
+        caps: BucketCaps,
+        alignment: int,
+    ) -> list[BucketSpec]:
+        """Plan as `plan_buckets` does; in a buffer gradients begin at a multiple of `alignment` elements."""
+
+    def make_bucket(
+        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device, gives_back: bool
+    ) -> Bucket:
+        """Make the bucket of these parameters, as it was planned."""
+
+
 class BucketSet:
     """The buckets of a plan.
 
@@ -61,7 +90,7 @@ class BucketSet:
         num_firings: how often the hook of a parameter fired in the backward that was observed.
         num_ranks: how many ranks say something of themselves in the flags.
         trainable: by parameter; buckets of which each rank keeps a share may hold others, too.
-        shards: makes such buckets; None: there are none.
+        maker: makes such buckets; None: there are none.
         may_be_resized: a communication hook may resize the buffers.
         alignment: the multiple, in elements, at which a gradient begins.
     """
@@ -75,7 +104,7 @@ class BucketSet:
         device: torch.device,
         num_ranks: int,
         trainable: Sequence[bool],
-        shards: Shards | None = None,
+        maker: BucketMaker | None = None,
         may_be_resized: bool = False,
         alignment: int = 1,
     ) -> None:
@@ -99,8 +128,8 @@ class BucketSet:
             if spec.sparse:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
             elif spec.sharded is not None:
-                assert shards is not None  # who makes such plans
-                bucket = shards.make_bucket(
+                assert maker is not None  # who makes such plans
+                bucket = maker.make_bucket(
                     members, arrivals=arrivals, num_flags=num_flags, device=device, gives_back=gives_back
                 )
             elif spec.alone:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
+from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.bucket import Bucket, PendingReduction, Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketSet

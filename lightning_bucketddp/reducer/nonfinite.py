@@ -18,6 +18,11 @@ Note: when the host knows
     comes next depends on it. With `warn` nothing does: on a GPU the digests are copied without waiting, and read when
     the next backward begins. By then gradients may have been clipped, but the buckets are not filled again yet. On a
     CPU reading is free, and done at the end of the backward.
+
+Note: where a step is withheld
+    Lightning runs forward and backward in the closure that it gives to the optimizer, so that only the end of the
+    closure tells whether a step may follow. An exception leads from there past optimizer, gradient clipping and
+    `on_before_optimizer_step` back to the strategy: none of them has done anything.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -293,3 +299,28 @@ def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str
         of_names = f" of {list_names(names)}" if names else ""
         parts.append(f"the gradient{'' if len(names) == 1 else 's'}{of_names} on {list_ranks(ranks)}")
     return " and ".join(parts)
+
+
+class StepWithheld(Exception):
+    """Leads out of an optimizer's step (Note: where a step is withheld)."""
+
+
+def withhold_nonfinite(optimizer: Optimizer, checks: Iterable[Finiteness]) -> None:
+    """Raise `StepWithheld` if one of `checks` has seen that a gradient of `optimizer` is not finite on some rank."""
+    # All are asked: each forgets what it is asked for.
+    if any([check.withholds(optimizer) for check in checks]):  # noqa: C419
+        raise StepWithheld
+
+
+def drop_gradients(optimizer: Optimizer, precision: Any) -> None:
+    """Leave nothing of a step that was withheld; `precision` is the plugin, which may have a GradScaler."""
+    optimizer.zero_grad()
+    if (scaler := scaler_of(precision)) is not None:
+        # As it is: it only forgets that these gradients may have been unscaled already, for clipping.
+        scaler.update(scaler.get_scale())
+
+
+def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
+    """Return the GradScaler that is at work, if any: some precision plugins have one."""
+    scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
 from lightning_bucketddp.reducer.bucket import LateGradientError, Reduction
-from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.observer import Clock, ReducerStats, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 
@@ -38,7 +37,7 @@ class PlanCache:
 
     Args:
         clock: what time is measured by; None: that of the parameters' device.
-        shards: what optimizers divide among the ranks; None: nothing.
+        maker: plans and makes buckets in our place; None: there is none.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class PlanCache:
         stats: ReducerStats,
         clock: Clock | None,
         say: Callable[[str], None],
-        shards: Shards | None = None,
+        maker: BucketMaker | None = None,
     ) -> None:
         self.specs = [
             spec_of(
@@ -72,7 +71,7 @@ class PlanCache:
         self._collectives = replicas.collectives
         self._stats = stats
         self._say = say
-        self._shards = shards
+        self._maker = maker
         self._clock = clock or clock_of(self._collectives.device)
         self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
         self._bucket_sets: dict[Trainable, BucketSet] = {}
@@ -83,7 +82,7 @@ class PlanCache:
         """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
         members = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
         gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
-        if self._shards is not None:  # its optimizers, which are not known yet, have a say in it
+        if self._maker is not None:  # its optimizers, which are not known yet, have a say in it
             return gradients
         plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self._config.caps)
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
@@ -141,10 +140,10 @@ class PlanCache:
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
         # What is registered last usually gets its gradient first.
         missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in set(arrived)]
-        if self._shards is None:
+        if self._maker is None:
             plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
         else:
-            plan = self._shards.plan(
+            plan = self._maker.plan(
                 self.specs,
                 self._params,
                 arrived=arrived,
@@ -154,7 +153,7 @@ class PlanCache:
             )
         self._forget()
         # Another plan would move optimizer state between ranks.
-        if self._shards is None and can_tune(self._config, self._collectives, plan):
+        if self._maker is None and can_tune(self._config, self._collectives, plan):
             self._tuners[trainable] = PlanTuner(
                 plan,
                 params=self._params,
@@ -194,7 +193,7 @@ class PlanCache:
             device=self._collectives.device,
             num_ranks=self._collectives.world_size,
             trainable=trainable,
-            shards=self._shards,
+            maker=self._maker,
             may_be_resized=self._config.comm_hook is not None,
             alignment=self._config.alignment,
         )

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice
 from lightning_bucketddp.planning.simulation import cost_until, simulate

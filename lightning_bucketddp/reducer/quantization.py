@@ -1,4 +1,4 @@
-"""Numbers as bytes: blocks of 256 integers of 8 bits, each block with a scale of its own.
+"""The mean of gradients that travel as int8: in blocks of 256, each with a scale of its own.
 
 Note: blocks
     The largest number of a block, without its sign, becomes 127, and all others are rounded to the nearest multiple of
@@ -35,8 +35,8 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.config import BLOCK_NUMEL, MIB
+from lightning_bucketddp.planning.cost import Codec, Codecs
 from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.planning.wire_cost import Codec, Codecs
 from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction
 from lightning_bucketddp.reducer.lone_bucket import SparseBucket
 from lightning_bucketddp.reducer.reduction import PendingSparseMean
@@ -296,7 +296,7 @@ class _ForShares:
 
     @property
     def bytes_sent(self) -> int:
-        return self._sent.bytes.nbytes // 2  # (Note: halves, in `all_reduce_cost`)
+        return self._sent.bytes.nbytes // 2  # (Note: halves, in `cost`)
 
     def start_first(self, numbers: Tensor) -> Pending:
         self._sent.encode(numbers)

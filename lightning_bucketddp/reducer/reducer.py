@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.foreign_collectives import ForeignCollectives
+from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass
 from lightning_bucketddp.reducer.bucket import Reduction
-from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
@@ -36,7 +36,6 @@ from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, 
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
 
@@ -48,7 +47,7 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
-        shards: what optimizers divide among the ranks; None: nothing.
+        maker: plans and makes buckets in our place; None: there is none.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
         say: tells the user on rank 0, in one line, what was decided.
@@ -60,7 +59,7 @@ class Reducer:
         config: ReducerConfig,
         *,
         weighting: EqualWeights | None = None,
-        shards: Shards | None = None,
+        maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
         say: Callable[[str], None] = log.info,
@@ -74,7 +73,7 @@ class Reducer:
         self.replicas = replicas
         self._config = config
         self._weighting = weighting or EqualWeights()
-        self._shards = shards
+        self._maker = maker
         self._say = say
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
@@ -87,7 +86,7 @@ class Reducer:
         self._foreign = self._collectives.foreign if shares_group else ForeignCollectives(None)
         self._num_foreign = 0  # when the backward began
         self._plan_cache = PlanCache(
-            replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, shards=shards
+            replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, maker=maker
         )
         self._new_queue = partial(
             LaunchQueue,
@@ -158,7 +157,7 @@ class Reducer:
     @property
     def has_exchanged(self) -> bool:
         """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
-        return self._end.has_exchanged and (self._shards is None or self._shards.have_arrived)
+        return self._end.has_exchanged and (self._maker is None or self._maker.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -266,8 +265,8 @@ class Reducer:
         with self._foreign.left_out():
             self.finiteness.begin(self.stats)
             self.give_back_memory()
-            if self._shards is not None:
-                self._shards.begin_backward()
+            if self._maker is not None:
+                self._maker.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
         has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)

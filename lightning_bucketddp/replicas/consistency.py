@@ -23,8 +23,14 @@ from torch.optim import Optimizer
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import ReplicaChecks
-from lightning_bucketddp.replicas.checksums import Checksums, PendingChecksums, units_of
-from lightning_bucketddp.replicas.divergence import Divergence, ReplicaDivergedError, find_divergence
+from lightning_bucketddp.replicas.checksums import (
+    Checksums,
+    Divergence,
+    PendingChecksums,
+    ReplicaDivergedError,
+    find_divergence,
+    units_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.trainer_internals import (
     continue_logger,
     ends_by_search,

@@ -23,21 +23,19 @@ from torch.optim import Optimizer
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
 from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
-from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.comm.gloo_interface import gloo_interface
-from lightning_bucketddp.comm.nccl_sockets import SETTINGS, more_sockets
+from lightning_bucketddp.comm.network import SETTINGS, gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.processes import is_launched_by_torchrun
-from lightning_bucketddp.rank_zero import rank_zero_info
-from lightning_bucketddp.reducer import quantization, reduction, sharded_bucket
+from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_info
+from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.startup.child_processes import ChildProcesses
+from lightning_bucketddp.sharding import bucket as sharded_bucket
+from lightning_bucketddp.sharding.shards import Shards
+from lightning_bucketddp.sharding.state import gather_optimizer_state
 from lightning_bucketddp.startup.rendezvous import Rendezvous
-from lightning_bucketddp.startup.store import StoreAddress, is_on_this_host
+from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
 from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import (
@@ -47,7 +45,7 @@ from lightning_bucketddp.strategies.options import (
     refuse_unknown,
     takes_any_option,
 )
-from lightning_bucketddp.strategies.run_lines import describe_start
+from lightning_bucketddp.strategies.recording import describe_start
 from lightning_bucketddp.wording import list_names
 
 _EXCHANGED_WITHIN_S = 0.5

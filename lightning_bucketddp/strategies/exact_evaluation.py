@@ -10,20 +10,24 @@ Note: all samples first
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_bucketddp.checkpoint.checkpoint_io import safe_globals_allowed
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.data.evaluation import Part, divide, share_of
-from lightning_bucketddp.strategies.metric_rollback import rolled_back
 from lightning_bucketddp.trainer_internals import (
     combined_loader,
     logged_results,
@@ -36,6 +40,93 @@ from lightning_bucketddp.trainer_internals import (
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torchmetrics import Metric
+
+
+class _Before:
+    """The states of a metric before the batch; of one that is new, or just being made, its defaults."""
+
+    def __init__(self, metric: Metric, *, is_new: bool = False) -> None:
+        self._metric = metric
+        defaults = {} if is_new else vars(metric).get("_defaults", {})
+        self._states = {name: _copied(getattr(metric, name)) for name in defaults if hasattr(metric, name)}
+        self._num_updates: int = 0 if is_new else vars(metric).get("_update_count", 0)
+
+    @property
+    def is_logged_for_this_rank(self) -> bool:
+        """Whether this is a value that `self.log` keeps without `sync_dist`."""
+        meta = getattr(self._metric, "meta", None)
+        return meta is not None and not meta.sync.should
+
+    def restore(self) -> None:
+        """Have the metric forget the batch."""
+        from torchmetrics.utilities import dim_zero_cat
+
+        metric = self._metric
+        was_reset = metric._update_count < self._num_updates
+        states = metric._defaults if was_reset else {**metric._defaults, **self._states}
+        for name, before in states.items():
+            is_joined = metric._reductions.get(name) is dim_zero_cat
+            setattr(metric, name, _without_batch(getattr(metric, name), before, is_joined=is_joined))
+        metric._computed = None
+
+
+@contextmanager
+def rolled_back(logged: dict[str, Any], *, keeps_own_values: bool) -> Iterator[None]:
+    """Take back what is logged inside, and what any metric of torchmetrics counts there, wherever it is kept.
+
+    Args:
+        logged: Lightning's results of the epoch, which are metrics, too.
+        keeps_own_values: leave what is logged for this rank alone, without `sync_dist`.
+    """
+    from torchmetrics import Metric
+
+    before = {id(result): _Before(result) for result in logged.values()}
+    set_attribute = Metric.__setattr__
+
+    def set_and_note(metric: Metric, name: str, value: Any) -> None:
+        # An update sets its counter before it changes a state.
+        if id(metric) not in before:
+            before[id(metric)] = _Before(metric)
+        set_attribute(metric, name, value)
+
+    Metric.__setattr__ = set_and_note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Metric.__setattr__ = set_attribute  # type: ignore[method-assign]
+    before.update({id(result): _Before(result, is_new=True) for result in logged.values() if id(result) not in before})
+    for states in before.values():
+        if not (keeps_own_values and states.is_logged_for_this_rank):
+            states.restore()
+
+
+def _copied(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)
+
+
+def _without_batch(after: Any, before: Any, *, is_joined: bool) -> Any:
+    """Return the state of a metric that was `before`, in the form that the batch has given it on all ranks.
+
+    Args:
+        is_joined: a list is joined before ranks exchange it, if it has more than one element.
+    """
+    if isinstance(after, list) and isinstance(before, list):
+        is_joined = is_joined and len(after) > 1
+        return [*before, *(_emptied(value, is_joined=is_joined) for value in after[len(before) :])]
+    if isinstance(after, Tensor) and isinstance(before, Tensor):
+        before = before.to(after)
+        return (before.expand_as(after) if before.ndim == 0 else before).clone()
+    return _copied(before)
+
+
+def _emptied(value: Any, *, is_joined: bool) -> Any:
+    """Return what stands in a list for `value` that no longer counts, so that all ranks exchange as many elements."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        # Exchanged by itself it cannot be empty, and counts as it does with `ddp`.
+        return value.reshape(1)[:0] if is_joined else value
+    return value[:0] if isinstance(value, Tensor | list | tuple) else value
+
 
 _TRAINING = "train"
 _PREDICTING = "predict"
@@ -149,3 +240,49 @@ def common_seed(collectives: Collectives) -> int:
     own = zlib.crc32(torch.default_generator.get_state().numpy().tobytes()) if seed is None else int(seed)
     common: int = collectives.broadcast_json(own)
     return common
+
+
+def gather_predictions(predictions: list[list[Any]], collectives: Collectives) -> None:
+    """On rank zero, replace its own `predictions`, by dataloader and batch, by those of all ranks.
+
+    Rank r has made batches r, r + W, ... of each dataloader. They are sent one by one, so that rank zero holds the
+    result and never more than one batch beside it.
+    """
+    hosts = collectives.host_group()
+    nums_by_rank: list[list[int]] = hosts.gather_json([len(batches) for batches in predictions])
+    for loader, own in enumerate(predictions):
+        nums = [nums[loader] for nums in nums_by_rank]
+        gathered = []
+        for at, rank in ((at, rank) for at in range(max(nums)) for rank, num in enumerate(nums) if at < num):
+            if rank == hosts.rank:
+                gathered.append(own[at])
+                if rank != 0:
+                    _send(own[at], hosts)
+            elif hosts.rank == 0:
+                gathered.append(_receive(hosts, source=rank))
+        own[:] = gathered
+    collectives.close_host_groups()
+
+
+def _send(value: Any, hosts: Collectives) -> None:
+    buffer = io.BytesIO()
+    # Of a view, torch would save all that it is a view of.
+    torch.save(apply_to_collection(value, Tensor, torch.clone), buffer)
+    raw = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    hosts.send(torch.tensor([raw.numel()]), destination=0)
+    hosts.send(raw, destination=0)
+
+
+def _receive(hosts: Collectives, *, source: int) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    hosts.receive(size, source=source)
+    raw = torch.empty(int(size), dtype=torch.uint8)
+    hosts.receive(raw, source=source)
+    buffer = io.BytesIO(raw.numpy().tobytes())
+    try:
+        with safe_globals_allowed():
+            return torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError:
+        # An object of the user's. It comes from a process of the same run, which may do here what it likes anyway.
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)

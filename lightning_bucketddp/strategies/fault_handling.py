@@ -31,9 +31,8 @@ from lightning_bucketddp.comm.process_group import (
 from lightning_bucketddp.faults.failure import Kind
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
+from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
-from lightning_bucketddp.strategies.signals import InterruptSignals, StopSignals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

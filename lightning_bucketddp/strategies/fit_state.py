@@ -13,21 +13,26 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
+from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
+from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.local_steps import LocalRounds
-from lightning_bucketddp.strategies.run_lines import FitTally
+from lightning_bucketddp.strategies.options import StrategyOptions
+from lightning_bucketddp.strategies.recording import FitTally
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.layer_sync import LayerSync
 
 
@@ -218,3 +223,53 @@ class FitState:
         self.weighting = None
         are_quiet = [self.local_steps is None or self.local_steps.close(), exchange is None or exchange.close()]
         return (exchange is not None or self.islands is not None) and all(are_quiet)
+
+
+def begin_local_steps(
+    state: FitState,
+    trainer: Trainer,
+    islands: Islands,
+    options: StrategyOptions,
+    *,
+    progress: Progress,
+    signals: StopSignals | None,
+    has_alert: Callable[[], bool],
+    callback: type,
+) -> None:
+    """Have the ranks of an island wait for each other in each step, and all ranks when a round ends.
+
+    Args:
+        has_alert: something has gone wrong that all ranks have to hear of.
+        callback: the Trainer's class of callbacks.
+    """
+    assert options.local_steps is not None
+    state.islands = islands
+    exchange = StepExchange(islands.world, has_alert=has_alert)
+    uneven_data = None
+    if islands.own.world_size > 1 or options.uneven_data:
+        state.exchange = StepExchange(islands.own)
+        asks_every = options.local_steps.steps * trainer.accumulate_grad_batches
+        uneven_data = UnevenData(exchange, extends=True, asks_every=asks_every) if options.uneven_data else None
+    state.weighting = weighting = BatchWeighting(
+        trainer,
+        state.exchange,
+        islands.own,
+        extends_uneven_data=options.uneven_data,
+        uneven_data=uneven_data,
+    )
+    state.local_steps = local_steps = LocalRounds(
+        trainer,
+        islands,
+        options.local_steps,
+        config=options.reducer,
+        replica_checks=options.replica_checks,
+        shares_buffers=options.broadcast_buffers,
+        exchange=exchange,
+        of_island=state.exchange,
+        progress=progress,
+        signals=signals,
+        has_trained=lambda: not weighting.nobody_trained,
+    )
+    local_steps.install(callback)
+    if signals is not None:
+        signals.travel_with(exchange)

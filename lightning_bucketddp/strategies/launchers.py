@@ -21,8 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
 from lightning_bucketddp.processes import end_openmp_threads, end_with_status
-from lightning_bucketddp.startup.child_processes import LAUNCHER_PID, describe_end
-from lightning_bucketddp.startup.store import is_on_this_host, listen
+from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import set_main_port
 
 if TYPE_CHECKING:

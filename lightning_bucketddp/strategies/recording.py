@@ -1,16 +1,19 @@
-"""Steps that are recorded: what the strategy for the Trainer tells a recorder."""
+"""What a run says of itself: lines in the log, and what the strategy for the Trainer tells a recorder of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
-from lightning_bucketddp.reducer.observer import NO_OBSERVER
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.strategies.options import StrategyOptions
+from lightning_bucketddp.wording import pluralize
 
-# Whoever records has imported it; every other start would have to wait for it.
 if TYPE_CHECKING:
     from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
 
@@ -71,3 +74,78 @@ class StepRecording:
         self._on_recorded(self.recorder.complete(reducer.stats, step=step, plan=version, buckets=buckets))
         if phase is not None:  # within a `training_step` that optimizes by itself
             self.recorder.turn_to(phase)
+
+
+_NAME_OF_DTYPE = {dtype: name for name, dtype in REDUCE_DTYPES.items()}
+# Objects of Lightning, and what the line says in words.
+_NOT_LISTED = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
+    *("process_group_backend", "start_method", "overlap", "reduce_dtype", "ddp_comm_hook"),
+}
+
+
+def describe_start(
+    options: StrategyOptions,
+    given: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    num_nodes: int,
+    backend: str,
+    reducer: Reducer | None = None,
+) -> str:
+    """Return what was chosen for a run, in one line; `given` are the options that the user has set.
+
+    Without a `reducer` it is not known yet what will train.
+    """
+    ranks = pluralize(num_ranks, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
+    started = "" if options.start_method == "popen" else f", started by {options.start_method}"
+    parts = [f"{ranks} ({backend}{started})"]
+    if num_ranks == 1:
+        parts.append("no gradients to exchange")
+    else:
+        gradients = "gradients" if reducer is None else reducer.describe_outlook()
+        parts.append(f"{gradients} sent {_describe_wire(options.reducer, reducer)}")
+    listed = [name for name in given if name not in _NOT_LISTED and name not in options.without_effect]
+    parts += [", ".join(f"{name}={_describe_value(given[name])}" for name in listed)] if listed else []
+    parts += [f"no effect: {', '.join(options.without_effect)}"] if options.without_effect else []
+    return f"bucketddp: {'; '.join(parts)}."
+
+
+def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
+    when = "during backward" if config.overlap else "after backward"
+    if config.comm_hook is not None:
+        return f"by `{_describe_value(config.comm_hook)}` {when}"
+    dtypes = (
+        []
+        if reducer is None
+        else [param.dtype for param in reducer.replicas.parameters.values() if param.requires_grad]
+    )
+    own = [_NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
+    named = config.reduce_dtype or " and ".join(own)
+    return f"as {named} {when}" if named else when
+
+
+def _describe_value(value: object) -> str:
+    if value is None or is_dataclass(value) or isinstance(value, bool | int | float | str | list | tuple):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+class FitTally:
+    """What a fit did since it began to train."""
+
+    def __init__(self, global_step: int, reducer: Reducer) -> None:
+        self._global_step = global_step
+        self._reducer = reducer
+        self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
+
+    def describe(self, global_step: int) -> str:
+        """Return the steps and reductions, and what was decided about buckets."""
+        reducer, stats = self._reducer, self._reducer.stats
+        parts = [pluralize(global_step - self._global_step, "optimizer step")]
+        if num_reductions := stats.num_reductions - self._before.num_reductions:
+            mib = (stats.bytes_reduced - self._before.bytes_reduced) / MIB
+            parts.append(f"{mib:.1f} MiB of gradients per rank in {pluralize(num_reductions, 'reduction')}")
+        if reducer.bucket_set is not None:
+            parts.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
+        return "; ".join([*parts, reducer.tuning] if reducer.tuning else parts)

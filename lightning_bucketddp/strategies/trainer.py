@@ -25,13 +25,13 @@ from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
-from lightning_bucketddp.local_steps.islands import Islands
-from lightning_bucketddp.rank_zero import rank_zero_info
-from lightning_bucketddp.reducer.nonfinite import Finiteness
+from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
+from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import ShardOption
 from lightning_bucketddp.replicas.consistency import ReplicaComparison
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.shards import ShardOption
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
@@ -41,20 +41,19 @@ from lightning_bucketddp.strategies.fit_state import (
     FitState,
     LayersOfPlugin,
     ScheduledComparison,
+    begin_local_steps,
 )
-from lightning_bucketddp.strategies.island_setup import begin_local_steps, find_islands, refuse_layers_between_islands
-from lightning_bucketddp.strategies.nonfinite_step import scaler_of
 from lightning_bucketddp.strategies.options import (
     DDPOptions,
     GradientWeightOption,
     StartMethod,
     StrategyOptions,
+    accept_in_every_root,
     check_devices,
+    follow_root,
 )
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
-from lightning_bucketddp.strategies.recording import StepRecording
-from lightning_bucketddp.strategies.roots import accept_in_every_root, follow_root
-from lightning_bucketddp.strategies.run_lines import FitTally
+from lightning_bucketddp.strategies.recording import FitTally, StepRecording
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 from lightning_bucketddp.trainer_internals import layer_sync_of
@@ -349,7 +348,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
                 state.replicas,
                 self.config,
                 weighting=None if state.weighting is None else state.weighting.weighting,
-                shards=state.shards,
+                maker=state.shards,
                 finiteness=self._make_finiteness(state.replicas),
             )
             if state.local_steps is not None:

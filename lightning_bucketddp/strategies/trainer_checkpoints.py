@@ -21,12 +21,11 @@ from lightning_bucketddp.checkpoint.finite_weights import (
     severities_of,
     spoiled_weights,
 )
-from lightning_bucketddp.checkpoint.hook_state import HookState, bucket_layout
-from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
+from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
-from lightning_bucketddp.rank_zero import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds

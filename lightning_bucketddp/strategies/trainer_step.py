@@ -17,19 +17,18 @@ from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
+from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
+from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.consistency import TrainingState, training_state
+from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.strategies.base import StrategyBase
-from lightning_bucketddp.strategies.exact_evaluation import divided_loaders
+from lightning_bucketddp.strategies.exact_evaluation import divided_loaders, gather_predictions
 from lightning_bucketddp.strategies.fit_state import FitState
-from lightning_bucketddp.strategies.nonfinite_step import StepWithheld, drop_gradients, withhold_nonfinite
-from lightning_bucketddp.strategies.predictions import gather_predictions
 from lightning_bucketddp.strategies.recording import StepRecording
-from lightning_bucketddp.strategies.signals import StopSignals
 from lightning_bucketddp.trainer_internals import (
     Undo,
     batch_progress,

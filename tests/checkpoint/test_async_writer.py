@@ -19,8 +19,7 @@ import torch
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
-from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
 from tests.support.jobs import checkpoint as jobs
 from tests.support.programs import REPOSITORY
 
@@ -228,7 +227,7 @@ def test_the_memory_of_the_snapshot_is_given_back(writer: CheckpointWriter, stor
 PROGRAM = """
 import sys, time
 import torch
-from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
 from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
 
 def write(checkpoint):

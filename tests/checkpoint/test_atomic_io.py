@@ -17,8 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_bucketddp.checkpoint.errors import CheckpointWriteError
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
 from tests.support.children import child, report_of
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
 from tests.support.forks import PROCESSES

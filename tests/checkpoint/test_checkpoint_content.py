@@ -34,7 +34,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.checkpoint.errors import UnsafeCheckpointError
+from lightning_bucketddp.checkpoint.checkpoint_io import UnsafeCheckpointError
 from tests.support.cases import for_each
 from tests.support.scripts import models
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from lightning_bucketddp.checkpoint.errors import CheckpointReadError
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointReadError
 from tests.support.cases import for_each
 from tests.support.scripts import models
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bucketddp.checkpoint.snapshot import Snapshots
+from lightning_bucketddp.checkpoint.async_writer import Snapshots
 
 
 def saved(checkpoint: Any) -> tuple[list[bytes], str]:

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_bucketddp.commands.report.page import predict_sizes
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
 

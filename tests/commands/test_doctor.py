@@ -23,15 +23,14 @@ from lightning_bucketddp.cli import main
 from lightning_bucketddp.commands.doctor import (
     Diagnosis,
     checkpoints,
+    finding,
     host,
     network,
     observe,
     print_diagnosis,
-    probe_group,
     stdout_on_stderr,
 )
-from lightning_bucketddp.commands.doctor.finding import Finding, Severity
-from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeGroup, within
+from lightning_bucketddp.commands.doctor.finding import Finding, NeverEnded, ProbeGroup, Severity, within
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.startup.store import StoreAddress
 from tests.support.cases import for_each
@@ -218,7 +217,7 @@ def test_no_process_group_is_left_that_cannot_be_used(alone: ProbeGroup, monkeyp
     def fail(_device: object, **_: object) -> None:
         raise RuntimeError("no average")
 
-    monkeypatch.setattr(probe_group, "Collectives", fail)
+    monkeypatch.setattr(finding, "Collectives", fail)
     with pytest.raises(RuntimeError, match="no average"), alone.join(timeout_s=20):
         pass
     assert is_destroyed()

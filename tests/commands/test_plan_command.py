@@ -15,8 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, predict_sharded
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate

@@ -21,9 +21,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm import connections
 from lightning_bucketddp.config import Timeouts
+from lightning_bucketddp.faults.heartbeat import StragglerDetector
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
-from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.processes import process_state
 from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
 from tests.support.forks import PROCESSES

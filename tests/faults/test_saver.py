@@ -20,12 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
 from lightning_bucketddp.comm.connections import Connections
-from lightning_bucketddp.faults import saver
+from lightning_bucketddp.faults import shutdown
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.local_ranks import LocalRanks
-from lightning_bucketddp.faults.saver import SaverElection
+from lightning_bucketddp.faults.local_ranks import LocalRanks, StoreAccess
+from lightning_bucketddp.faults.shutdown import SaverElection
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.store_access import StoreAccess
 from tests.support.forks import PROCESSES
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.ranks import run_on_ranks
@@ -98,7 +97,7 @@ def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(mak
 
 
 def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, make_ranks: MakeRanks) -> None:
-    monkeypatch.setattr(saver, "_COMES_WITHIN_S", 0.3)
+    monkeypatch.setattr(shutdown, "_COMES_WITHIN_S", 0.3)
     ranks = make_ranks()
     # Rank 1 may be on the host of rank 0. All others believe that it is their turn.
     assert len(ranks.savers(come=[2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1

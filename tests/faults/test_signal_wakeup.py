@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_bucketddp.faults.signal_wakeup import SignalWakeup
+from lightning_bucketddp.faults.signals import SignalWakeup
 
 
 @pytest.fixture(autouse=True)

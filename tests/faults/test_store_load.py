@@ -10,10 +10,10 @@ from typing import Any
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.heartbeat import StragglerDetector
 from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.stragglers import StragglerDetector
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 from tests.support.cases import for_each
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
 from lightning_bucketddp.planning.optimal_plan import CEILING_BYTES, optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate

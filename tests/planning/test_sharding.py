@@ -7,11 +7,9 @@ import random
 import pytest
 
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import predict_sharded
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
+from lightning_bucketddp.planning.optimal_plan import predict_sharded, sharded_plan, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.planning.sharding import sharded_plan, state_by_rank
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
 from tests.planning.test_simulation import profile_of_three

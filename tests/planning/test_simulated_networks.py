@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulated_networks, simulated_sharding
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.optimal_plan import NETWORKS
 from lightning_bucketddp.planning.plan import ParameterSpec
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
 from tests.support.cases import for_each

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Codec, Profile, Wire
 from lightning_bucketddp.planning.optimal_plan import predict, predict_sharded
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.planning.wire_cost import Codec, Wire
-from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.reducer.quantization import Blocks
 from tests.support.cases import for_each
 

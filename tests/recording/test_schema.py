@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import (
     BucketTimes,

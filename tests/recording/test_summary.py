@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codec, Codecs, Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codec, Codecs
 from lightning_bucketddp.recording.schema import (
     BucketTimes,
     OuterStepTimes,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, RecordedPlan, Span, Step

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.sharded_gradient import ShardedGradientError
-from lightning_bucketddp.reducer.shards import Shards
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.gradient import ShardedGradientError
+from lightning_bucketddp.sharding.shards import Shards
 from tests.support.ranks import device, run_on_ranks
 
 
@@ -63,7 +63,7 @@ def change() -> dict[str, str]:
     torch.manual_seed(0)
     model = nn.Linear(6, 6)
     shards = Shards(collectives, whole_parameters=False)
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1), shards=shards)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1), maker=shards)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shards.add(optimizer)
     outcomes = {}

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.reducer.plan_tuner import NUM_OBSERVED, NUM_WARM_UP

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_bucketddp.checkpoint.integrity import damage_in
+from lightning_bucketddp.checkpoint.checkpoint_io import damage_in
 from tests.soak.running import BEGINS_WITHIN_S, Program, Running, running
 from tests.soak.trial import INSIDE, TIMEOUT_S, Fault, Trial
 from tests.support import warm

@@ -26,9 +26,8 @@ from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.startup import store
-from lightning_bucketddp.startup.child_processes import ChildProcesses
 from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
-from lightning_bucketddp.startup.store import Deadline, StartError, part_of
+from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, part_of
 from tests.support import warm
 from tests.support.cases import for_each
 from tests.support.hosts import two_hosts

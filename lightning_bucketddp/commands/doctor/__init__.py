@@ -26,11 +26,20 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.nccl_sockets import host_of, nccl_settings
+from lightning_bucketddp.comm.network import host_of, nccl_settings
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.doctor import checkpoints, host, network
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Severity, Theme, counted, one_per_host
-from lightning_bucketddp.commands.doctor.probe_group import NeverEnded, ProbeGroup, within
+from lightning_bucketddp.commands.doctor.finding import (
+    Finding,
+    NeverEnded,
+    Observation,
+    ProbeGroup,
+    Severity,
+    Theme,
+    counted,
+    one_per_host,
+    within,
+)
 from lightning_bucketddp.startup.store import StartError
 
 HELP = """Check this machine, or this cluster, before a long run.

@@ -1,12 +1,31 @@
-"""Findings: what the doctor says about one observation."""
+"""Findings, what the doctor says about one observation, and the process group that it probes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.network import gloo_interface, more_sockets
+from lightning_bucketddp.comm.process_group import tried_nccl
+from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.startup.rendezvous import Rendezvous
+from lightning_bucketddp.startup.store import LAUNCHER_PID, ChildProcesses, StoreAddress
 from lightning_bucketddp.wording import list_some_ranks
 
 
@@ -83,3 +102,138 @@ def one_per_host(ranks: Sequence[Observation]) -> list[Observation]:
 def on(observed: Observation, ranks: Sequence[Observation]) -> str:
     """Return ` on HOSTNAME` if there are several hosts, else nothing."""
     return f" on {observed['hostname']}" if len(one_per_host(ranks)) > 1 else ""
+
+
+T = TypeVar("T")
+
+_LOCAL = "127.0.0.1"
+_HAS_GPU = "bucketddp/doctor/has_gpu"
+
+
+class NeverEnded(Exception):
+    """A call did not end in time. Its thread may hang for ever: the process must not wait for it."""
+
+
+def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
+    """Run `do` in a thread, and return or raise what it does; `NeverEnded` if it takes longer than `seconds`."""
+    outcome: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(do())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="bucketddp-doctor").start()
+    if not futures.wait([outcome], timeout=seconds).done:
+        raise NeverEnded(f"{what} did not end within {seconds:g} s")
+    return outcome.result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeGroup:
+    """The ranks that probe together, as one of them sees them."""
+
+    store: StoreAddress
+    is_spawned: bool  # rank 0 starts the others, on this host
+    children: Sequence[subprocess.Popen[bytes]] = ()  # that this process has started
+    listener: socket.socket | None = None  # of the store, if this process listens already
+
+    @classmethod
+    def from_environment(cls) -> ProbeGroup | None:
+        """Return the group of the launcher that started this process, or None without one."""
+        given = os.environ
+        if "RANK" not in given or "WORLD_SIZE" not in given:
+            return None
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
+            raise UsageError(
+                f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: set them, or none of them."
+            )
+        try:
+            rank, world_size, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+            local_rank = int(given.get("LOCAL_RANK", rank))
+        except ValueError as error:
+            raise UsageError(f"RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: {error}.") from None
+        address = StoreAddress(
+            address=given["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, local_rank=local_rank
+        )
+        return cls(store=address, is_spawned=LAUNCHER_PID in given)
+
+    @classmethod
+    @contextmanager
+    def spawn(cls, world_size: int, *, arguments: Sequence[str]) -> Iterator[ProbeGroup]:
+        """Start ranks on this host that run the same command, and kill them at the end."""
+        listener = socket.create_server((_LOCAL, 0), backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": port, LAUNCHER_PID: os.getpid()}
+        command = [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", *arguments]
+        children: list[subprocess.Popen[bytes]] = []
+        address = StoreAddress(address=_LOCAL, port=port, rank=0, world_size=world_size, local_rank=0)
+        try:
+            for rank in range(1, world_size):
+                own = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                nowhere = subprocess.DEVNULL
+                children.append(subprocess.Popen(command, env={**os.environ, **own}, stdin=nowhere, stdout=nowhere))
+            yield cls(store=address, is_spawned=True, listener=listener, children=children)
+        finally:
+            listener.close()
+            for child in children:
+                child.kill()  # does nothing if it has ended
+                child.wait()
+
+    @contextmanager
+    def join(self, *, timeout_s: float) -> Iterator[tuple[Collectives, Collectives]]:
+        """Form a process group of all ranks, and destroy it at the end; `StartError` if some do not come.
+
+        Yield the collectives between the hosts' CPUs, and those between the devices that gradients are on.
+        """
+        rendezvous = Rendezvous(self.store, timeout_s=timeout_s, option="--timeout")
+        launched = ChildProcesses(self, rank=self.store.rank, local_rank=self.store.local_rank)
+        store = rendezvous.meet(listener=self.listener, find_failure=launched.find_failure)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        try:
+            yield self._init_group(store, timeout_s=timeout_s)
+        except NeverEnded:
+            raise  # a thread still uses the group, and destroying it would wait for that thread
+        except BaseException as error:
+            try:
+                _destroy_group(timeout_s=timeout_s, is_broken=True)
+            except NeverEnded:
+                raise NeverEnded(str(error)) from error
+            raise
+        _destroy_group(timeout_s=timeout_s, is_broken=False)
+
+    def _init_group(self, store: Store, *, timeout_s: float) -> tuple[Collectives, Collectives]:
+        rank, world_size = self.store.rank, self.store.world_size
+        has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > self.store.local_rank
+        store.set(f"{_HAS_GPU}/{rank}", json.dumps(has_gpu))
+        on_gpus = all(json.loads(has) for has in store.multi_get([f"{_HAS_GPU}/{r}" for r in range(world_size)]))
+        device = torch.device("cuda", self.store.local_rank) if on_gpus else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        settings = more_sockets(store, rank=rank, world_size=world_size) if on_gpus else nullcontext()
+        with settings, tried_nccl(), gloo_interface(on_one_host=self.is_spawned):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device,
+            )
+            hosts = Collectives(torch.device("cpu"), on_one_host=self.is_spawned)
+            return hosts, hosts if device is None else Collectives(device)  # which connects it
+
+
+def _destroy_group(*, timeout_s: float, is_broken: bool) -> None:
+    """Destroy the process group, if there is one; NCCL warns at exit if it was not destroyed."""
+    group = dist.group.WORLD
+    if group is None:
+        return
+
+    def leave() -> None:
+        if is_broken and "nccl" in dist.get_backend(group):
+            group.abort()  # destroying it would wait for ranks that may be gone
+        dist.destroy_process_group()
+
+    within(timeout_s, leave, what="leaving the process group")

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.gloo_interface import interface_towards
-from lightning_bucketddp.comm.nccl_sockets import SETTINGS, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.network import SETTINGS, interface_towards, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, differences, on, one_per_host
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, Network, share_of_a_link
-from lightning_bucketddp.planning.wire_options import WORTH_8_BITS
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
+from lightning_bucketddp.planning.wire import WORTH_8_BITS
 from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.observer import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter

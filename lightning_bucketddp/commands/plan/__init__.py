@@ -18,13 +18,18 @@ from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, esti
 from lightning_bucketddp.commands.plan.named_module import NamedModule
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import Network
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, predict, predict_sharded
+from lightning_bucketddp.planning.cost import NO_CODECS, Codecs, Network, Profile
+from lightning_bucketddp.planning.optimal_plan import (
+    NETWORKS,
+    STATE_TENSORS,
+    Prediction,
+    StateByRank,
+    predict,
+    predict_sharded,
+    sharded_plan,
+)
 from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
-from lightning_bucketddp.planning.sharding import STATE_TENSORS, StateByRank, sharded_plan
-from lightning_bucketddp.planning.wire_cost import NO_CODECS, Codecs
-from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.reducer.quantization import GPU_CODECS, measure_codecs
 from lightning_bucketddp.wording import list_names, pluralize
 

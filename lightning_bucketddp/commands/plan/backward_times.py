@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_bucketddp.commands import UsageError, first_line
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of

@@ -11,13 +11,10 @@ from xml.sax.saxutils import escape
 
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.backward_times import BackwardTimes
-from lightning_bucketddp.planning.all_reduce_cost import Network
-from lightning_bucketddp.planning.backward_profile import Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction
+from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Wire
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, StateByRank, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.planning.sharding import StateByRank, state_by_rank
-from lightning_bucketddp.planning.wire_cost import Codecs, Wire
-from lightning_bucketddp.planning.wire_options import WireOptions
+from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.recording.typical_step import NO_COST
 from lightning_bucketddp.wording import load_printable_json
 

@@ -7,8 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from lightning_bucketddp.commands.report.page import make_page
-from lightning_bucketddp.commands.report.trace import make_trace
+from lightning_bucketddp.commands.report.page import make_page, make_trace
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.reader import find_folder, read_run
 from lightning_bucketddp.wording import printable

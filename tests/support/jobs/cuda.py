@@ -18,10 +18,10 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig, ReplicaChecks
 from lightning_bucketddp.recording.writer import step_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.reducer.test_user_collectives import SumOverRanks
 from tests.support.jobs.models import batch
 from tests.support.jobs.parity import (
@@ -112,7 +112,7 @@ def a_step_never_makes_the_host_wait(shard: ShardOption = False, reduce_dtype: s
         Replicas(model, collectives),
         ReducerConfig(bucket_cap_mb=4.5, reduce_dtype=reduce_dtype),
         weighting=weighting,
-        shards=_sharded(model, optimizer, collectives, shard) if shard else None,
+        maker=_sharded(model, optimizer, collectives, shard) if shard else None,
     )
     x = batch(dist.get_rank(), 0, 64, WIDE)
     for step in range(4):
@@ -144,7 +144,7 @@ def sharded_weights_reach_several_streams() -> None:
     collectives = Collectives(device())
     optimizer, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference))
     shards = _sharded(model, optimizer, collectives, True)
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), shards=shards)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=4.5), maker=shards)
     for step in range(10):
         x = batch(dist.get_rank(), step, 512, WIDE)
         for module in (model, reference):
@@ -268,7 +268,7 @@ def divided_buckets_hold_no_memory_between_steps(shard: ShardOption) -> None:
     collectives = Collectives(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     shards = _sharded(model, optimizer, collectives, shard)
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=9), shards=shards)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=9), maker=shards)
     for step in range(4):
         optimizer.zero_grad()
         reducer.give_back_memory()
@@ -293,7 +293,7 @@ def a_captured_step_trains_like_others(
     reducer = Reducer(
         Replicas(model, collectives),
         ReducerConfig(bucket_cap_mb=4.5, reduce_dtype=reduce_dtype),
-        shards=_sharded(model, optimizer, collectives, shard) if shard else None,
+        maker=_sharded(model, optimizer, collectives, shard) if shard else None,
     )
     average = average_by_hand
     if reduce_dtype == "int8":

@@ -19,8 +19,8 @@ from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import Shards
-from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers
+from lightning_bucketddp.sharding.shards import Shards
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES, Case
 from tests.support.ranks import device
@@ -64,7 +64,7 @@ def build_reducer(
     replicas.broadcast()
     alone_from = dict.fromkeys(_ALONE_FROM_BYTES, 0) if all_alone else {}
     with patch.dict(_ALONE_FROM_BYTES, alone_from):
-        return Reducer(replicas, ReducerConfig(**options), shards=shards)
+        return Reducer(replicas, ReducerConfig(**options), maker=shards)
 
 
 def torch_ddp_can(case: str) -> bool:
@@ -172,6 +172,7 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
         all_alone=training.all_alone,
         reduce_dtype=training.reduce_dtype,
     )
+    with_buffers = SharedBuffers(ours, reducer.replicas, lambda: reducer.is_synchronised)
     our_optimizer = _optimizer(training.optimizer, ours)
     their_optimizer = _optimizer(training.optimizer, theirs_bare)
     num_all_reduces = 0
@@ -179,7 +180,7 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
         case.on_step(ours, step)
         case.on_step(theirs_bare, step)
         with all_reduced() as reduced:
-            _step(_OurSide(ours, reducer), our_optimizer, case, training, step)
+            _step(_OurSide(with_buffers, reducer), our_optimizer, case, training, step)
         num_all_reduces += len(reduced)
         _step(_TheirSide(theirs, reference.synchronise), their_optimizer, case, training, step)
         _assert_equal(ours, theirs_bare, training.tolerance, step)

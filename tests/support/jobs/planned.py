@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import Shards
+from lightning_bucketddp.sharding.shards import Shards
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device
 

@@ -15,8 +15,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.jobs.models import CASES, WIDTH, batch
 from tests.support.jobs.parity import (
     assert_equal_on_all_ranks,
@@ -35,7 +35,7 @@ def train_sharded(case: str, shard: ShardOption) -> int:
     reference = copy.deepcopy(model)
     shards = Shards(collectives, whole_parameters=shard == "parameters")
     config = ReducerConfig(bucket_cap_mb=0.0005, reduce_dtype="int8")
-    reducer = Reducer(Replicas(model, collectives), config, shards=shards)
+    reducer = Reducer(Replicas(model, collectives), config, maker=shards)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shards.add(optimizer)
     for step in range(3):
@@ -68,7 +68,7 @@ def bytes_written(reduce_dtype: str | None, shard: ShardOption) -> int:
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device())
     shards = Shards(collectives, whole_parameters=False) if shard else None
     reducer = Reducer(
-        Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1.0, reduce_dtype=reduce_dtype), shards=shards
+        Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1.0, reduce_dtype=reduce_dtype), maker=shards
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if shards is not None:

@@ -17,8 +17,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.recording.schema import RecordedPlan, Step
 from lightning_bucketddp.recording.writer import plan_of, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.reducer.step_recorder import StepRecorder
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.jobs.models import CASES, WIDTH, batch
 from tests.support.jobs.parity import build_reducer
 from tests.support.ranks import device

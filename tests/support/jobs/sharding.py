@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.dlpack import from_dlpack
 
-from lightning_bucketddp.checkpoint.sharded_state import gather_optimizer_state
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.sharded_bucket import ShardedBucket, flat
-from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
-from lightning_bucketddp.reducer.shards import ShardOption, Shards
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.bucket import ShardedBucket, flat
+from lightning_bucketddp.sharding.gradient import ShardedGradient
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
+from lightning_bucketddp.sharding.state import gather_optimizer_state
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES
 from tests.support.ranks import device
@@ -157,7 +157,7 @@ def train(
     torch.manual_seed(0)
     model = CASES[case].build().to(device())
     shards = Shards(collectives, whole_parameters=shard == "parameters") if shard else None
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=bucket_cap_mb), shards=shards)
+    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=bucket_cap_mb), maker=shards)
     inner = {**OPTIMIZERS, **WHOLE_TENSOR_OPTIMIZERS}[optimizer](model.parameters())
     if shards is not None:
         shards.add(inner)
@@ -252,7 +252,7 @@ class Run:
         self.model = CASES[self.case].build().to(device())
         self.shards = Shards(self.collectives, whole_parameters=self.shard == "parameters") if self.shard else None
         config = ReducerConfig(bucket_cap_mb=self.bucket_cap_mb)
-        self.reducer = Reducer(Replicas(self.model, self.collectives), config, shards=self.shards)
+        self.reducer = Reducer(Replicas(self.model, self.collectives), config, maker=self.shards)
         self.inner = {**OPTIMIZERS, **WHOLE_TENSOR_OPTIMIZERS}[self.optimizer](self.model.parameters())
         if self.shards is not None:
             self.shards.add(self.inner)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.reducer import plan_cache
 from lightning_bucketddp.reducer.bucket import BufferedBucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet

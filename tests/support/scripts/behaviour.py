@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -195,12 +196,18 @@ def refusal(*, of: str) -> tuple[str, str]:
 
 @like_torchrun()
 def count_threads_after_fits(*, num_fits: int) -> list[int]:
-    """How many threads this process has after each of some fits of new Trainers, all with synchronised layers."""
-    counts = []
+    """How many threads this process has after each of some fits of new Trainers, all with synchronised layers.
+
+    Those that are about to end are waited for: as many as the second fit has left.
+    """
+    counts: list[int] = []
     for _ in range(num_fits):
         trainer = make_trainer("bucketddp", max_steps=2, sync_batchnorm=True)
         trainer.fit(models.ConvBatchNorm(), models.loader())
         del trainer
         gc.collect()
+        deadline = time.monotonic() + 30
+        while len(counts) > 1 and len(os.listdir("/proc/self/task")) > counts[1] and time.monotonic() < deadline:
+            time.sleep(0.05)
         counts.append(len(os.listdir("/proc/self/task")))
     return counts

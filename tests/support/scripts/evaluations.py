@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.strategies.predictions import gather_predictions
+from lightning_bucketddp.strategies.exact_evaluation import gather_predictions
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.reducer.shards import ShardOption, Shards
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.jobs.nonfinite import collected_warnings
 from tests.support.jobs.sharding import (
     assert_equal_on_ranks,

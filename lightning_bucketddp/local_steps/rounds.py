@@ -33,20 +33,18 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.config import MIB
+from lightning_bucketddp.config import MIB, LocalSteps, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
 from lightning_bucketddp.reducer.reducer import reduction_of
 from lightning_bucketddp.replicas.checksums import Checksums
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
-from lightning_bucketddp.strategies.nonfinite_step import scaler_of
-from lightning_bucketddp.strategies.options import StrategyOptions
-from lightning_bucketddp.strategies.signals import StopSignals
 from lightning_bucketddp.trainer_internals import averaged_models
 from lightning_bucketddp.wording import list_names, list_ranks, pluralize
 
@@ -62,6 +60,7 @@ class LocalRounds(RunPart):
     """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
 
     Args:
+        shares_buffers: all ranks have the same buffers (`broadcast_buffers`).
         exchange: between all ranks; used when a round ends, and by nobody in a step.
         of_island: between the ranks of this island; None: there is one only.
         signals: those that stop the run, and travel with `exchange`; None: nobody handles them.
@@ -72,27 +71,31 @@ class LocalRounds(RunPart):
         self,
         trainer: Trainer,
         islands: Islands,
-        options: StrategyOptions,
+        option: LocalSteps,
         *,
+        config: ReducerConfig,
+        replica_checks: ReplicaChecks,
+        shares_buffers: bool,
         exchange: StepExchange,
         of_island: StepExchange | None,
         progress: Progress,
         signals: StopSignals | None,
         has_trained: Callable[[], bool],
     ) -> None:
-        assert options.local_steps is not None
         self._trainer = trainer
         self._islands = islands
-        self._options = options
-        self._length = options.local_steps.steps
-        self._outer_config = OuterConfig(lr=options.local_steps.outer_lr, momentum=options.local_steps.outer_momentum)
+        self._config = config
+        self._replica_checks = replica_checks
+        self._shares_buffers = shares_buffers
+        self._length = option.steps
+        self._outer_config = OuterConfig(lr=option.outer_lr, momentum=option.outer_momentum)
         self._exchange = exchange
         self._of_island = of_island
         self._progress = progress
         self._signals = signals
         self._has_trained = has_trained
-        self._reduction = reduction_of(options.reducer, islands.peers)
-        self._checks = ReplicaComparison(islands.world, options.replica_checks, exchange=exchange, has_messages=True)
+        self._reduction = reduction_of(config, islands.peers)
+        self._checks = ReplicaComparison(islands.world, replica_checks, exchange=exchange, has_messages=True)
         self._replicas: Replicas | None = None
         self._stats = ReducerStats()
         self._outer: OuterStep | None = None
@@ -240,7 +243,7 @@ class LocalRounds(RunPart):
             self._are_equal = True
             seconds = time.monotonic() - began_at
             self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
-        every = self._options.replica_checks.every_n_steps
+        every = self._replica_checks.every_n_steps
         # By outer steps, of which all ranks have seen as many.
         if every and self._stats.num_outer_steps % -(-every // self._length) == 0:
             self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
@@ -268,7 +271,7 @@ class LocalRounds(RunPart):
         raise ReplicaMismatchError(explain_difference(dict(enumerate(by_rank))))
 
     def _average_buffers(self, share: float) -> None:
-        if self._options.broadcast_buffers:
+        if self._shares_buffers:
             assert self._replicas is not None
             average(list(self._replicas.buffers().values()), self._islands, share=share)
 
@@ -281,7 +284,7 @@ class LocalRounds(RunPart):
         all_names = list(dict.fromkeys(name for found in by_rank for name in found))
         found = f"not finite after the local steps before step {self._trainer.global_step}: the weights"
         found = f"{found} {list_names(all_names)} on {list_ranks(of_islands)}"
-        response = self._options.reducer.on_nonfinite
+        response = self._config.on_nonfinite
         if response == "raise":
             assert self._outer is not None
             self._outer.go_back()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
-from lightning_bucketddp.reducer.sharded_bucket import ShardedInPlaceBucket
-from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+from lightning_bucketddp.sharding.bucket import ShardedInPlaceBucket
+from lightning_bucketddp.sharding.gradient import ShardedGradient
 from tests.support.cases import for_each
 from tests.support.jobs.models import CASES
 from tests.support.jobs.sharding import (

@@ -2,7 +2,7 @@
 
 Note: sharded steps
     An optimizer has its parameters, as ever, but while it steps: then it has this rank's pieces of them (Note: pieces,
-    in `sharded_bucket`), and so the state of those. Whatever else looks at its parameter groups sees parameters:
+    in `bucket`), and so the state of those. Whatever else looks at its parameter groups sees parameters:
     schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, hooks around the step. The step
     ends with an exchange of weights: when it returns, and for all hooks after it, each rank has all of them, in the
     memory where they have always been.
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.reducer.graphs import outside_of_graphs
-from lightning_bucketddp.reducer.sharded_bucket import Gathering, Shard
-from lightning_bucketddp.reducer.sharded_gradient import ShardedGradient
+from lightning_bucketddp.sharding.bucket import Gathering, Shard
+from lightning_bucketddp.sharding.gradient import ShardedGradient
 
 
 class ShardedOptimizer:

@@ -22,7 +22,7 @@ from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferL
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
-from lightning_bucketddp.reducer.sharded_gradient import Division, NormsOfAll, ShardedGradient, refuse
+from lightning_bucketddp.sharding.gradient import Division, NormsOfAll, ShardedGradient, refuse
 
 
 class Shard:

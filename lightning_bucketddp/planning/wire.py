@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.all_reduce_cost import AllReduceCost, share_of_a_link
-from lightning_bucketddp.planning.backward_profile import Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire, share_of_a_link
 from lightning_bucketddp.planning.optimal_plan import predict, predict_sharded
-from lightning_bucketddp.planning.wire_cost import Codecs, Wire
 
 LOCAL_STEPS = (10, 30, 100)
 WORTH_16_BITS = 0.02

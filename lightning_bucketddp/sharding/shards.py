@@ -21,17 +21,17 @@ from lightning_bucketddp.config import MIB, BucketCaps
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans, plan_buckets
 from lightning_bucketddp.planning.shares import Shares, balance
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
-from lightning_bucketddp.reducer.elementwise import divides_by_elements
 from lightning_bucketddp.reducer.observer import BackwardObserver
-from lightning_bucketddp.reducer.sharded_bucket import (
+from lightning_bucketddp.sharding.bucket import (
     Gathering,
     Shard,
     ShardedBufferedBucket,
     ShardedInPlaceBucket,
     ShardedLayout,
 )
-from lightning_bucketddp.reducer.sharded_gradient import NormsOfAll, ShardedGradient
-from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
+from lightning_bucketddp.sharding.elementwise import divides_by_elements
+from lightning_bucketddp.sharding.gradient import NormsOfAll, ShardedGradient
+from lightning_bucketddp.sharding.optimizer import ShardedOptimizer
 
 ShardOption = bool | Literal["parameters"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.reducer.elementwise import divides_by_elements
+from lightning_bucketddp.sharding.elementwise import divides_by_elements
 from tests.support.cases import for_each
 from tests.support.jobs.sharding import OPTIMIZERS, Muonlike, Signs, _lamb, raised_by
 from tests.support.ranks import run_on_ranks

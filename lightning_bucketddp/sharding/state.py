@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
-from lightning_bucketddp.reducer.sharded_bucket import Shard
-from lightning_bucketddp.reducer.sharded_optimizer import ShardedOptimizer
+from lightning_bucketddp.sharding.bucket import Shard
+from lightning_bucketddp.sharding.optimizer import ShardedOptimizer
 
 
 def gather_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:

@@ -1,0 +1,346 @@
+"""Checkpoint files: written whole or not at all, read only if they are whole, without running what is in them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import errno
+import fractions
+import io
+import os
+import pathlib
+import pickle
+import sys
+import tempfile
+import types
+import typing
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_bucketddp.checkpoint.atomic_file import atomic_file
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _TorchCheckpointIO
+else:
+    # Each of Lightning's two import roots has a `TorchCheckpointIO` of its own: it comes after this class in the bases.
+    _TorchCheckpointIO = object
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint was not written; `errno` is the cause's, where it has one."""
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    @classmethod
+    def because(cls, cause: Exception, *, path: str | os.PathLike[str] | None) -> CheckpointWriteError:
+        """Return the error for `path` (None: not known); a `cause` that is one already is returned as it is."""
+        if isinstance(cause, cls):
+            return cause
+        checkpoint = "a checkpoint" if path is None else f"checkpoint `{path}`"
+        if not isinstance(cause, OSError):
+            return cls(f"Could not write {checkpoint}: {type(cause).__name__}: {cause}")
+        return cls(
+            f"Could not write {checkpoint}: {cause.strerror or cause}. Check the free space, the quota and the"
+            " permissions of its directory, or save to another one.",
+            errno=cause.errno,
+        )
+
+    @classmethod
+    @contextmanager
+    def raised_for(cls, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Raise exceptions in the block as errors about writing `path`."""
+        try:
+            yield
+        except cls:
+            raise
+        except Exception as error:
+            raise cls.because(error, path=path) from error
+
+
+class CheckpointReadError(RuntimeError):
+    """A checkpoint is there but cannot be used: it is damaged, unsafe, or not the same on all ranks."""
+
+
+class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
+    """A checkpoint holds more than data; it is an `UnpicklingError` because that is what torch raises."""
+
+    @classmethod
+    def holding(cls, refused: str, *, path: str | os.PathLike[str]) -> UnsafeCheckpointError:
+        """Return the error for a file at `path` with something in it that is not data."""
+        return cls(
+            f"Checkpoint `{path}` is not loaded, because it holds more than `weights_only=True` accepts: {refused}."
+            " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
+            " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
+        )
+
+
+_ARCHIVE_START = b"PK\x03\x04"
+_PICKLE_START = b"\x80"  # what `torch.save` wrote before its archives; nothing in it tells that it is complete
+_CHUNK_BYTES = 2**20
+_DIRECTORY_ATTRIBUTE = 0x10
+# Of the files beside a damaged one. Each may be gigabytes to read.
+_MAX_TRIED = 10
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Return whether `file` begins as what `torch.save` writes since torch 1.6."""
+    return _start(file, len(_ARCHIVE_START)) == _ARCHIVE_START
+
+
+def damage_in(file: BinaryIO) -> str | None:
+    """Return what is wrong with `file`, in plain words; None if it looks complete and its checksums are right."""
+    size = file.seek(0, os.SEEK_END)
+    start = _start(file, 24)
+    if size == 0:
+        return "it is empty (0 bytes)"
+    if start.startswith(_PICKLE_START):
+        return None
+    if not start.startswith(_ARCHIVE_START[:size]):
+        return f"it is not a checkpoint ({size:,} bytes that start with {start!r})"
+    incomplete = f"it is cut short or damaged ({size:,} bytes that are not a complete archive)"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = next(_damaged_records(archive), None)
+            return None if damaged is None else f"its record `{damaged}` is damaged (the checksum is wrong)"
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a damaged index leads to places that no file has
+            raise
+        return incomplete
+    except Exception:
+        # What a damaged index looks like is not only a `BadZipFile`: it may ask for a password.
+        return incomplete
+
+
+def _start(file: BinaryIO, num_bytes: int) -> bytes:
+    file.seek(0)
+    return file.read(num_bytes)
+
+
+def _damaged_records(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Yield the records whose content does not have the checksum that is stored for it. Torch itself does not look."""
+    for entry in archive.infolist():
+        if entry.CRC == 0:
+            entry.CRC = None  # type: ignore[assignment]  # `torch.serialization.set_crc32_options(False)`
+        if entry.external_attr & _DIRECTORY_ATTRIBUTE:
+            # Torch would read nothing then, say nothing, and leave in the tensor what was in memory.
+            raise zipfile.BadZipFile
+        with archive.open(entry) as record:
+            try:
+                while record.read(_CHUNK_BYTES):
+                    pass
+            except zipfile.BadZipFile:
+                yield entry.filename
+
+
+def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
+    """Return the name of the newest file without damage, among those beside `path` with its suffix; None: none is."""
+    try:
+        names = filesystem.ls(os.path.dirname(path), detail=False)
+        others = [name for name in names if _is_candidate(name, path) and filesystem.isfile(name)]
+        for name in sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]:
+            with filesystem.open(name) as file:
+                if damage_in(file) is None:
+                    return os.path.basename(str(name))
+    except (OSError, NotImplementedError):
+        pass  # a server that lists nothing, or does not know when: all that is missing then is advice
+    return None
+
+
+def _is_candidate(name: str, path: str) -> bool:
+    base = os.path.basename(name)
+    is_same = os.path.basename(path) == base
+    return not is_same and not base.startswith(".") and os.path.splitext(base)[1] == os.path.splitext(path)[1]
+
+
+_PATHS = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
+_TYPES = [
+    *[argparse.Namespace, types.SimpleNamespace, collections.defaultdict],
+    *[datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone],
+    *[decimal.Decimal, fractions.Fraction, uuid.UUID],
+    *[bool, int, float, complex, str, list, tuple, dict, set, frozenset, range, slice],
+    *[np.dtype, np.ndarray, *{type(np.dtype(code)) for code in np.typecodes["All"]}],
+]
+# By which numpy pickles scalars and arrays. They are private, so they are asked for and not imported.
+_NUMPY_FUNCTIONS: list[Any] = [np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
+# Packages whose enumerations are as safe as those of the standard library.
+_TRUSTED_ROOTS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch"}
+
+
+def safe_globals_allowed() -> AbstractContextManager[None]:
+    """Have `torch.load(weights_only=True)` take plain data types of Python, numpy and others in the block."""
+    allowed = [*_TYPES, *_PATHS, *_under_other_names(), *_enumerations(), *_configurations()]
+    # Torch removes at the end what it is given, and the user may have allowed some for good.
+    by_user = torch.serialization.get_safe_globals()
+    context: AbstractContextManager[None]
+    context = torch.serialization.safe_globals([item for item in allowed if item not in by_user])
+    return context
+
+
+def _enumerations() -> Iterator[type[enum.Enum]]:
+    """Yield the enumerations that are imported: importing a module because a file names it could run anything."""
+    found = [enum.Enum]
+    while found:
+        found += (kind := found.pop()).__subclasses__()
+        root = kind.__module__.partition(".")[0]
+        if len(kind) > 0 and (root in sys.stdlib_module_names or root in _TRUSTED_ROOTS):
+            yield kind
+
+
+def _configurations() -> list[Any]:
+    """Return the types of an OmegaConf (and Hydra) configuration; Lightning saves those used as hyperparameters."""
+    if (omegaconf := sys.modules.get("omegaconf")) is None:
+        return []
+    nodes = ["AnyNode", "BooleanNode", "BytesNode", "EnumNode", "FloatNode", "IntegerNode", "PathNode", "StringNode"]
+    base = sys.modules["omegaconf.base"]
+    return [
+        *[omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata, typing.Any],
+        *[getattr(omegaconf, node) for node in nodes],
+    ]
+
+
+def _under_other_names() -> Iterator[Callable[..., Any]]:
+    """Yield safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
+    for function in _NUMPY_FUNCTIONS:
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            yield _renamed(function, module, function.__name__)
+    for path in _PATHS:
+        for module in {"pathlib", "pathlib._local"} - {path.__module__}:
+            yield _renamed(path, module, path.__name__)
+
+
+def _renamed(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    def renamed(*args: Any) -> Any:
+        return function(*args)
+
+    # These are the names that torch looks up.
+    renamed.__module__, renamed.__name__, renamed.__qualname__ = module, name, name
+    return renamed
+
+
+def read_checkpoint(path: str, *, map_location: Any, weights_only: bool | None) -> Any:
+    """Return what the file at `path` holds. One that is damaged is refused before anything of it is loaded.
+
+    Args:
+        path: a local path or what fsspec takes.
+        map_location: as `torch.load` takes it.
+        weights_only: False runs whatever the file says. None means True, unless torch's own variable says otherwise.
+    """
+    filesystem, target = url_to_fs(path)
+    if not filesystem.exists(target):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if weights_only is None:
+        weights_only = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() not in ("1", "y", "yes", "true")
+    with _opened(target, filesystem) as file:
+        if (damage := damage_in(file)) is None:
+            try:
+                return _load(file, path, map_location=map_location, weights_only=weights_only)
+            except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+                if isinstance(error, UnsafeCheckpointError) or not _is_about_the_file(error, file):
+                    raise
+                damage = f"it is cut short or damaged ({_first_line(error)})"
+    raise CheckpointReadError(f"Cannot read checkpoint `{path}`: {damage}. {_advice(path, target, filesystem)}")
+
+
+@contextmanager
+def _opened(target: str, filesystem: AbstractFileSystem) -> Iterator[BinaryIO]:
+    """Open the file, or a copy of a remote one: it is read twice, and must not change in between."""
+    if isinstance(filesystem, LocalFileSystem):
+        with open(target, "rb") as file:
+            yield file
+        return
+    with tempfile.NamedTemporaryFile() as copy:
+        filesystem.get_file(target, copy.name)
+        with open(copy.name, "rb") as file:
+            yield file
+
+
+def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -> Any:
+    with safe_globals_allowed() if weights_only else nullcontext():
+        try:
+            file.seek(0)
+            return torch.load(file, map_location=map_location, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            if not weights_only or (refused := _refused(error, file)) is None:
+                raise
+            raise UnsafeCheckpointError.holding(refused, path=path) from error
+
+
+def _refused(error: Exception, file: BinaryIO) -> str | None:
+    """Return what torch does not take, with all names if it can list them; None if the file is not even a pickle."""
+    # Torch raises a page of advice in the place of the error that says it.
+    reason = str(error.__context__ or error).partition(". Please")[0]
+    if not is_archive(file):
+        return reason if "GLOBAL" in reason else None
+    with suppress(AttributeError, ValueError, pickle.UnpicklingError):  # not in torch 2.5, and not for every pickle
+        file.seek(0)
+        if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            return ", ".join(sorted(names))
+    return reason
+
+
+def _is_about_the_file(error: Exception, file: BinaryIO) -> bool:
+    """Return whether an error of torch's shows damage that `damage_in` cannot see, as in files without checksums."""
+    if is_archive(file):
+        return "PytorchStreamReader" in str(error)
+    return not isinstance(error, RuntimeError) or "corrupt" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+
+
+def _advice(path: str, target: str, filesystem: AbstractFileSystem) -> str:
+    if (intact := newest_intact_beside(target, filesystem)) is None:
+        return "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
+    intact = os.path.join(os.path.dirname(path), intact)
+    return f"The newest intact checkpoint beside it is `{intact}`: resume from that one."
+
+
+class AtomicCheckpointIO(_TorchCheckpointIO):
+    """A reader sees the old checkpoint or the new one; a failed write keeps the old one and names path and cause."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, str(path), storage_options)  # which refuses them
+            return
+        with CheckpointWriteError.raised_for(path):
+            filesystem, target = url_to_fs(str(path))
+            if isinstance(filesystem, LocalFileSystem):
+                with atomic_file(target) as file:
+                    torch.save(checkpoint, file)
+            else:
+                _upload(checkpoint, filesystem, target)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, _: storage,  # Lightning's default: as torch reads it, in host memory
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = read_checkpoint(str(path), map_location=map_location, weights_only=weights_only)
+        return checkpoint
+
+
+def _upload(checkpoint: dict[str, Any], filesystem: AbstractFileSystem, target: str) -> None:
+    # Not by Lightning, which drops a PermissionError here (2.6) and reports success.
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    filesystem.makedirs(os.path.dirname(target), exist_ok=True)
+    with filesystem.transaction:
+        filesystem.pipe_file(target, content.getvalue())

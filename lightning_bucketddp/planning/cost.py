@@ -1,0 +1,203 @@
+"""What a reduction costs, measured or computed for other networks and dtypes, and the profile of a backward. Pure.
+
+Note: cost of an all-reduce
+    Latency + bytes x time per byte, the usual alpha-beta model (Thakur, Rabenseifner, Gropp 2005). On n ranks each link
+    carries 2(n-1)/n of the bytes, which no algorithm can beat and rings and double binary trees reach. A ring takes
+    2(n-1) hops one after the other, a tree 2 log2 n; NCCL has had double binary trees since 2.4 (Sanders, Speck, Träff
+    2009: full bandwidth, logarithmic latency) and takes what is faster. So does `Network`: the fewer hops, at full
+    bandwidth. It knows no hierarchy: every rank has a link of its own, and all links are alike.
+
+Note: halves
+    An all-reduce is a reduce-scatter and then an all-gather, and each takes half of the hops and half of the bytes. So
+    where gradients are reduce-scattered and weights are all-gathered, each bucket counts half of its bytes twice. To
+    reduce a bucket to its owner, or to broadcast it from there, is counted in the same way: each link carries it once.
+
+Note: cost of a wire format
+    bf16 and fp16 travel in an all-reduce, and the bytes are fewer in proportion. int8 travels in blocks of 256 values
+    with a scale in fp32: first by an all-to-all, so that each rank can add up its share, then by an all-gather. These
+    carry what the halves of an all-reduce do (Note: halves), but each is launched and waited for by itself: the latency
+    counts twice. Two ranks make one exchange of all of it, which is taken to cost as much. To encode and to decode
+    takes passes over memory, at a speed that has to be measured on the device (`reducer/quantization`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lightning_bucketddp.config import BLOCK_NUMEL, REDUCE_DTYPES
+from lightning_bucketddp.planning.plan import ParameterSpec
+from lightning_bucketddp.wording import load_printable_json
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """Seconds that an all-reduce takes (Note: cost of an all-reduce)."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    def slower(self, factor: float) -> AllReduceCost:
+        """Return the cost on a network that takes `factor` times as long."""
+        return AllReduceCost(self.latency_s * factor, self.s_per_byte * factor)
+
+    def halved(self) -> AllReduceCost:
+        """Return the cost of a reduce-scatter, or of an all-gather (Note: halves)."""
+        return self.slower(0.5)
+
+    @classmethod
+    def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:
+        """Fit a line to the medians of the repetitions at each size, by relative errors.
+
+        By absolute errors the largest size alone would decide, and the latency be what remains.
+        """
+        medians = {num_bytes: statistics.median(seconds) for num_bytes, seconds in seconds_by_bytes.items()}
+        weights = {num_bytes: 1 / max(seconds, 1e-9) ** 2 for num_bytes, seconds in medians.items()}
+        total = sum(weights.values())
+        mean_bytes = sum(w * b for b, w in weights.items()) / total
+        mean_s = sum(w * medians[b] for b, w in weights.items()) / total
+        spread = sum(w * (b - mean_bytes) ** 2 for b, w in weights.items())
+        slope = sum(w * (b - mean_bytes) * (medians[b] - mean_s) for b, w in weights.items()) / spread if spread else 0
+        # Noise can tilt the line so far that a cost would be negative.
+        slope = min(max(slope, 0.0), mean_s / mean_bytes) if mean_bytes else 0.0
+        return cls(latency_s=mean_s - slope * mean_bytes, s_per_byte=slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links between ranks."""
+
+    name: str  # for people
+    bytes_per_s: float  # that one rank's link carries in each direction
+    hop_s: float  # that the shortest message takes to the next rank
+
+    def all_reduce(self, num_ranks: int) -> AllReduceCost:
+        """Return what an all-reduce between `num_ranks` costs."""
+        if num_ranks == 1:
+            return AllReduceCost(0.0, 0.0)
+        return AllReduceCost(_num_hops(num_ranks) * self.hop_s, share_of_a_link(num_ranks) / self.bytes_per_s)
+
+    @classmethod
+    def measured(cls, cost: AllReduceCost, *, num_ranks: int) -> Network:
+        """Return the network on which `num_ranks` ranks have measured `cost`."""
+        per_byte = max(cost.s_per_byte, 1e-18)
+        return cls("measured", share_of_a_link(num_ranks) / per_byte, cost.latency_s / _num_hops(num_ranks))
+
+
+def _num_hops(num_ranks: int) -> int:
+    return 2 * min(num_ranks - 1, math.ceil(math.log2(num_ranks)))
+
+
+def share_of_a_link(num_ranks: int) -> float:
+    """Return how often each link carries the bytes that are reduced (Note: cost of an all-reduce)."""
+    return 2 * (num_ranks - 1) / num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A backward on one rank. Times are seconds since it began."""
+
+    specs: Sequence[ParameterSpec]  # in order of arrival, and after them those whose gradients never came
+    ready_s: Sequence[float]  # when the gradient of each that arrived was there
+    backward_s: float  # when backward had ended, without reductions
+    cost: AllReduceCost | None  # beside such a backward; None: it was not measured, or not well enough
+    num_ranks: int
+    forward_s: float = 0.0  # how long the forward before it took; 0: not known
+    optimizer_s: float = 0.0  # how long the optimizer's step after it took; 0: not known
+    reduce_dtype: str | None = None  # what gradients travelled as when `cost` was measured; None: as what they are
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES):
+            raise ValueError(f"gradients cannot travel as {self.reduce_dtype!r}")
+
+    @property
+    def arrived(self) -> range:
+        return range(len(self.ready_s))
+
+    @property
+    def missing(self) -> range:
+        return range(len(self.ready_s), len(self.specs))
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs if not spec.sparse)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        content: dict[str, Any] = load_printable_json(text)
+        specs = [ParameterSpec(**spec) for spec in content.pop("specs")]
+        cost = content.pop("cost")
+        return cls(specs=specs, cost=None if cost is None else AllReduceCost(**cost), **content)
+
+
+BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / BLOCK_NUMEL}
+_NUM_COLLECTIVES = {"int8": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Seconds for a byte of gradients, in which something else than the network is busy."""
+
+    encode_s_per_byte: float = 0.0  # where backward runs, when a bucket leaves
+    decode_s_per_byte: float = 0.0  # the same after backward, when it has come back
+    inline_s_per_byte: float = 0.0  # between the exchanges of a bucket, while all others wait
+
+    @property
+    def s_per_byte(self) -> float:
+        return self.encode_s_per_byte + self.decode_s_per_byte + self.inline_s_per_byte
+
+
+NO_CODEC = Codec()
+# By `reduce_dtype`, for fp32 gradients. What is not in it counts as nothing.
+Codecs = Mapping[str, Codec]
+NO_CODECS: Codecs = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What gradients travel as (Note: cost of a wire format); by default as what they are."""
+
+    share: float = 1.0  # bytes that travel for each byte of gradients
+    num_collectives: int = 1
+    codec: Codec = NO_CODEC
+
+    @classmethod
+    def of(cls, reduce_dtype: str | None, specs: Sequence[ParameterSpec], codecs: Codecs = NO_CODECS) -> Wire:
+        """Return what `reduce_dtype` makes of the gradients in `specs`."""
+        own_bytes = sum(spec.num_bytes for spec in specs)
+        if reduce_dtype is None or not own_bytes:
+            return cls()
+        num_values = sum(spec.num_bytes / _itemsize(spec) for spec in specs)
+        share = num_values * BYTES_PER_VALUE[reduce_dtype] / own_bytes
+        if share == 1:
+            return cls()
+        return cls(share, _NUM_COLLECTIVES.get(reduce_dtype, 1), codecs.get(reduce_dtype, NO_CODEC))
+
+    def cost(self, own: AllReduceCost) -> AllReduceCost:
+        """Return the cost per byte of gradients, if in their own dtype it is `own`."""
+        s_per_byte = own.s_per_byte * self.share + self.codec.inline_s_per_byte
+        return AllReduceCost(own.latency_s * self.num_collectives, s_per_byte)
+
+    def own_cost(self, measured: AllReduceCost) -> AllReduceCost:
+        """Return the cost in their own dtype, if on this wire, with all of the codec, it has been `measured`."""
+        s_per_byte = max(measured.s_per_byte - self.codec.s_per_byte, 0.0) / self.share
+        return AllReduceCost(measured.latency_s / self.num_collectives, s_per_byte)
+
+
+def _itemsize(spec: ParameterSpec) -> int:
+    dtype = getattr(torch, spec.kind.partition(" ")[0].removeprefix("torch."), None)
+    # What was made of recorded buckets does not know kinds.
+    return (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize

@@ -1,0 +1,1 @@
+"""Optimizer state divided among the ranks: a wing above the reducer."""
