@@ -178,5 +178,6 @@ def test_a_rank_that_fails_when_rank_zero_is_through(fault: str, expected: str, 
     program = programs.Program([SCRIPTS / "late_faults.py", *fault.split()], python=python)
     finished = run_together(program, root="lightning.pytorch", directory=tmp_path)
     assert finished.returncode == 1, finished.output
-    last = [line for line in finished.output.splitlines() if line][-1]
+    output = finished.output.partition("nanobind:")[0]  # a library of torch 2.15 tells at the end what it has leaked
+    last = [line for line in output.splitlines() if line][-1]
     assert re.search(expected, last), finished.output
