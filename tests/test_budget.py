@@ -35,7 +35,7 @@ def null_classes() -> list[str]:
 
 # What there is at most, and where it shall end.
 BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: len(FILES), 129, 100),
+    "files": (lambda: len(FILES), 128, 100),
     "lines": (lambda: count_lines(with_commands=True), 25_650, 21_000),
     "lines without commands": (lambda: count_lines(with_commands=False), 22_840, 17_500),
     "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 30, 30),

@@ -15,10 +15,10 @@ from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, OuterStepTimes, RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
-from lightning_bucketddp.recording.writer import RecordFile, Thinning, metrics_of, plan_of, step_of
-from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
+from lightning_bucketddp.recording.writer import RecordFile, Sampling, metrics_of, plan_of, step_of
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
@@ -53,7 +53,7 @@ class RecordedFit:
         self._not_taken: list[Step] = []
         self._num_rounds = 0
         self._num_batches = 0
-        self._thinning = Thinning()
+        self._sampling = Sampling()
         self._is_written = False
         self._plans: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
@@ -85,7 +85,7 @@ class RecordedFit:
     def _begin_if_due(self) -> None:
         """Start recording, before a batch, if the next round is due."""
         if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
-            self._is_written = self._has_file and self._thinning.takes_next()
+            self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
             self._strategy.begin_recording(self._recorder, self._keep)
 
@@ -112,7 +112,7 @@ class RecordedFit:
         if self.is_recording:
             self._strategy.end_recording()
             if self._is_written:
-                self._thinning.add(self._num_batches)
+                self._sampling.add(self._num_batches)
             self.read()
 
     def read_outer_steps(self) -> None:

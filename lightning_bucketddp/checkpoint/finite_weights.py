@@ -45,7 +45,7 @@ def severities_of(module: nn.Module) -> Severities:
     return _severities(_weights_of(module))
 
 
-def spoiled_weights(state_dict: Mapping[str, Any], module: nn.Module, *, at_start: Severities) -> list[str]:
+def nonfinite_weights(state_dict: Mapping[str, Any], module: nn.Module, *, at_start: Severities) -> list[str]:
     """Return the names of weights of `module` that are worse in `state_dict` than they were `at_start`."""
     weights = _weights_of(module).keys()
     now = _severities({name: value for name, value in state_dict.items() if name in weights})
@@ -61,7 +61,7 @@ class FiniteCheckpoints:
         # By the path that was asked for: where it was written instead.
         self._beside: dict[str, str] = {}
         self._links: set[str] = set()
-        self._is_spoiled = False
+        self._is_nonfinite = False
         self._has_warned = False
 
     def add(self, path: Path, *, can_resume: bool) -> None:
@@ -69,27 +69,27 @@ class FiniteCheckpoints:
         self._finite.pop(str(path), None)
         self._beside.pop(str(path), None)
         self._finite[str(path)] = can_resume
-        self._is_spoiled = self._has_warned = False
+        self._is_nonfinite = self._has_warned = False
 
     def place(
-        self, path: Path, spoiled: list[str], *, refuses: bool, can_resume: bool = True, step: int | None = None
+        self, path: Path, nonfinite: list[str], *, refuses: bool, can_resume: bool = True, step: int | None = None
     ) -> Path:
-        """Return where to write a checkpoint that was meant for `path`, and has these `spoiled` weights.
+        """Return where to write a checkpoint that was meant for `path`, and has these `nonfinite` weights.
 
         Args:
-            spoiled: names of weights that have become infinite or nan.
+            nonfinite: names of weights that have become infinite or nan.
             refuses: raise instead of choosing another place.
             can_resume: there is all in it that training needs to go on.
             step: of the training, if it is known.
         """
-        if not spoiled:
+        if not nonfinite:
             self.add(path, can_resume=can_resume)
             return path
-        self._is_spoiled = True
+        self._is_nonfinite = True
         newest = self._newest()
         if refuses:
             raise CheckpointWriteError(
-                f"Checkpoint `{path}` is not written, because weights are not finite: {list_names(spoiled)}. Earlier"
+                f"Checkpoint `{path}` is not written, because weights are not finite: {list_names(nonfinite)}. Earlier"
                 f" ones are untouched: resume from {'one of them' if newest is None else f'`{newest}`'}."
             )
         directory, name = os.path.split(str(path))
@@ -99,7 +99,7 @@ class FiniteCheckpoints:
             by_step = "" if step is None else f" by step {step}"
             advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
             warnings.warn(
-                f"bucketddp: weights have become infinite or nan{by_step}: {list_names(spoiled)}. Checkpoint `{path}`"
+                f"bucketddp: weights have become infinite or nan{by_step}: {list_names(nonfinite)}. Checkpoint `{path}`"
                 f" is written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
                 f" {advice}",
                 stacklevel=2,
@@ -134,7 +134,7 @@ class FiniteCheckpoints:
                 self._links.remove(str(path))
                 os.unlink(path)
             return beside
-        if self._is_spoiled:
+        if self._is_nonfinite:
             return None
         self._finite.pop(str(path), None)
         return str(path)

@@ -1,6 +1,6 @@
 """Talking to the other ranks in a process group; backend differences live here.
 
-Note: lent tensors
+Note: tensors in flight
     A thread of gloo's lets go of an operation a moment after it has ended. Should it be the last that holds a tensor of
     Python's, it needs the interpreter's lock to free it; but destroying a group waits for the group's threads, and
     keeps that lock: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
@@ -83,8 +83,10 @@ class Collectives:
         parts: list[list[int]] | None = None,
         on_one_host: bool = False,
     ) -> None:
-        # In a further group between hosts: tensors that its operations may still hold (Note: lent tensors).
-        self._lent: deque[Tensor] | None = deque() if group is not None and dist.get_backend(group) == "gloo" else None
+        # In a further group between hosts: tensors that its operations may still hold (Note: tensors in flight).
+        self._in_flight: deque[Tensor] | None = (
+            deque() if group is not None and dist.get_backend(group) == "gloo" else None
+        )
         self.device = device
         self._timeout = timeout
         self._on_one_host = on_one_host
@@ -131,24 +133,24 @@ class Collectives:
                 del further.group  # whose connections last as long as it is held
 
     def has_all_tensors_back(self) -> bool:
-        """Wait a little until no tensor is lent; return whether that is so. False in groups that are never closed."""
-        if self._lent is None:
+        """Wait a little until no tensor is in flight; return whether that is so. False in groups that never close."""
+        if self._in_flight is None:
             return False
         deadline = time.monotonic() + _LETS_GO_WITHIN_S
-        while not (is_back := all(map(_is_only_ours, self._lent))) and time.monotonic() < deadline:
+        while not (is_back := all(map(_is_only_ours, self._in_flight))) and time.monotonic() < deadline:
             time.sleep(0.001)
         return is_back
 
-    def _lend(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return `tensors`, all those of one operation of this group (Note: lent tensors)."""
-        if self._lent is None:
+    def _hold(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return `tensors`, all those of one operation of this group (Note: tensors in flight)."""
+        if self._in_flight is None:
             return tensors
-        while self._lent and _is_only_ours(self._lent[0]):
-            self._lent.popleft()
+        while self._in_flight and _is_only_ours(self._in_flight[0]):
+            self._in_flight.popleft()
         # Not one by one: what the operation has not been given yet looks like what it has given back.
-        lent = [tensor.detach() for tensor in tensors]
-        self._lent += lent
-        return lent
+        held = [tensor.detach() for tensor in tensors]
+        self._in_flight += held
+        return held
 
     def side_group(self) -> Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
@@ -237,10 +239,10 @@ class Collectives:
         """Start giving all ranks the shares of `tensor` that the others have; see `start_mean_of_share`."""
         work: dist.Work
         if owner is not None:
-            [lent] = self._lend(tensor)
-            work = dist.broadcast(lent, src=self.global_ranks[owner], group=self.group, async_op=True)
+            [held] = self._hold(tensor)
+            work = dist.broadcast(held, src=self.global_ranks[owner], group=self.group, async_op=True)
         else:
-            all_of_it, own = self._lend(tensor, tensor.view(self.world_size, -1)[self.rank])
+            all_of_it, own = self._hold(tensor, tensor.view(self.world_size, -1)[self.rank])
             work = _all_gather_single(all_of_it, own, group=self.group, async_op=True)
         return work
 
@@ -251,7 +253,7 @@ class Collectives:
             owner: the rank that gets all that is sent; None: each rank gets one of equal parts.
         """
         work: dist.Work
-        received, sent = self._lend(received, sent)
+        received, sent = self._hold(received, sent)
         if owner is None:
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         else:
@@ -261,27 +263,27 @@ class Collectives:
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
-        [lent] = self._lend(tensor)
-        dist.all_reduce(lent, op=dist.ReduceOp.SUM, group=self.group)
+        [held] = self._hold(tensor)
+        dist.all_reduce(held, op=dist.ReduceOp.SUM, group=self.group)
 
     def maximum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks, element by element."""
-        [lent] = self._lend(tensor)
-        dist.all_reduce(lent, op=dist.ReduceOp.MAX, group=self.group)
+        [held] = self._hold(tensor)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return this tensor of every rank, by rank; shape and dtype must be equal everywhere."""
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        *lent, own = self._lend(*gathered, tensor)
-        dist.all_gather(lent, own, group=self.group)
+        *held, own = self._hold(*gathered, tensor)
+        dist.all_gather(held, own, group=self.group)
         return gathered
 
     def start_gather(self, tensor: Tensor) -> PendingGather:
         """Start gathering this tensor of every rank; shape and dtype must be equal everywhere."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        *lent, own = self._lend(*gathered, tensor)
-        return PendingGather(dist.all_gather(lent, own, group=self.group, async_op=True), gathered)
+        *held, own = self._hold(*gathered, tensor)
+        return PendingGather(dist.all_gather(held, own, group=self.group, async_op=True), gathered)
 
     def gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """Return this tensor of every rank, by rank; the number of rows may differ between ranks."""
@@ -338,21 +340,21 @@ class Collectives:
                             tensor.copy_(piece.view_as(tensor))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        [lent] = self._lend(tensor)
-        dist.broadcast(lent, src=self.global_ranks[source], group=self.group)
+        [held] = self._hold(tensor)
+        dist.broadcast(held, src=self.global_ranks[source], group=self.group)
 
     def _exchange(self, operation: Callable[..., Any], tensor: Tensor, *, other: int) -> None:
         if tensor.numel() == 0:
             return
         # As bytes: backends do not know all dtypes. As a batch of one: NCCL then takes the communicator that the group
         # has and does not make another one for each pair of ranks.
-        [raw] = self._lend(tensor.view(-1).view(torch.uint8))
+        [raw] = self._hold(tensor.view(-1).view(torch.uint8))
         operations = [dist.P2POp(operation, raw, self.global_ranks[other], self.group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     def _start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        work: dist.Work = self.group.allreduce(list(self._lend(tensor)), self._asynchronously[op])
+        work: dist.Work = self.group.allreduce(list(self._hold(tensor)), self._asynchronously[op])
         return work
 
     def _probe_average(self) -> bool:

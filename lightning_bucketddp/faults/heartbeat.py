@@ -236,7 +236,7 @@ class StragglerDetector:
 
 
 def _is_heartbeat(beat: dict[str, Any]) -> bool:
-    """Return whether a rank has written `beat` (Note: strangers, in `side_channel`)."""
+    """Return whether a rank has written `beat` (Note: untrusted input, in `side_channel`)."""
     texts = (beat.get(name) for name in ("where", "process", "stack"))
     are_numbers = isinstance(beat.get("seconds"), int | float) and type(beat.get("count")) is int
     return are_numbers and "waits" in beat and all(isinstance(text, str) for text in texts)

@@ -1,6 +1,6 @@
 """What the ranks tell each other outside of collectives, through the store of their process group. JSON only.
 
-Note: strangers
+Note: untrusted input
     The store has no password. What is there and was not written by a rank, because it is no JSON or of another shape,
     counts as not there, so that no thread of ours fails by it.
 """
@@ -85,7 +85,7 @@ class SideChannel:
     def report(self, failure: Failure) -> Failure:
         """Tell the others of `failure`; return the first one that any rank has reported: that one counts."""
         first = Failure.from_dict(self._set_first("failure", asdict(failure)))
-        if first is None:  # (Note: strangers)
+        if first is None:  # (Note: untrusted input)
             self._set("failure", asdict(failure))
         return first or failure
 
@@ -204,7 +204,7 @@ class SideChannel:
 
 
 def _parse(raw: bytes) -> Any:
-    """Return what the JSON `raw` says; None if it is none (Note: strangers)."""
+    """Return what the JSON `raw` says; None if it is none (Note: untrusted input)."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

@@ -135,7 +135,7 @@ class OuterStep:
             by_dtype.setdefault(param.dtype.to_real(), {})[name] = param
         self._chunks = [chunk for tensors in by_dtype.values() for chunk in self._divide(_Row(tensors))]
         # An exception has left some weights as the island's own, and some as those of all.
-        self.is_torn = False
+        self.is_partial = False
 
     def _divide(self, row: _Row) -> Iterator[_Chunk]:
         num_chunks = -(-row.numel // _CHUNK_NUMBERS)
@@ -190,7 +190,7 @@ class OuterStep:
         Args:
             share: how much this island counts, in units of a plain mean over all islands; 0: not at all.
         """
-        self.is_torn = True
+        self.is_partial = True
         bytes_sent = 0
         before: tuple[_Chunk, _Wire, PendingReduction] | None = None
         for index, chunk in enumerate(self._chunks):
@@ -202,7 +202,7 @@ class OuterStep:
         if before is not None:
             bytes_sent += self._finish(*before)
         self._wait_for_device()
-        self.is_torn = False
+        self.is_partial = False
         return bytes_sent
 
     @torch.no_grad()

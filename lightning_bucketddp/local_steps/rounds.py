@@ -115,9 +115,9 @@ class LocalRounds(RunPart):
         self._untrained: dict[str, int] = {}
 
     @property
-    def is_torn(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether an outer step has begun and not ended."""
-        return self._outer is not None and self._outer.is_torn
+        return self._outer is not None and self._outer.is_partial
 
     def take_alert(self) -> bool:
         is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False

@@ -25,8 +25,8 @@ from lightning_bucketddp.recording.schema import (
     path_of,
     write,
 )
+from lightning_bucketddp.recording.step_recorder import MarkedStep
 from lightning_bucketddp.reducer.observer import Axis
-from lightning_bucketddp.reducer.step_recorder import MarkedStep
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
     }
 
 
-class Thinning:
+class Sampling:
     """Decides which recorded rounds are written; a round is the batches up to a step of one or several optimizers."""
 
     def __init__(self, batches_per_portion: int = BATCHES_PER_PORTION) -> None:

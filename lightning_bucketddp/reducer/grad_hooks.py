@@ -87,7 +87,7 @@ class GradientHooks:
         for arrivals in self._all_arrivals():
             arrivals.pending = 0
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Have no gradient acted on: no backward runs that the reducer was told of."""
         for arrivals in self._all_arrivals():
             arrivals.pending = UNKNOWN

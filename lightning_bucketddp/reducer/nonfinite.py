@@ -111,7 +111,7 @@ class Finiteness:
         self._unread: _Unread | None = None
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
-        self._spoiled: dict[int, Tensor] = {}
+        self._nonfinite: dict[int, Tensor] = {}
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at the loss of the backward that comes next, as the user computed it."""
@@ -124,9 +124,9 @@ class Finiteness:
         """Forget what an unfinished backward has left, and read what is still unread."""
         self._largest.clear()  # of one that has not ended
         self.catch_up(stats)
-        if self._spoiled:
+        if self._nonfinite:
             # A gradient that is gone spoils nothing any more.
-            self._spoiled = {key: param for key, param in self._spoiled.items() if param.grad is not None}
+            self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
 
     def see_bucket(self, bucket: Bucket) -> None:
         """Look at what this rank contributes, bucket by bucket."""
@@ -187,12 +187,12 @@ class Finiteness:
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""
-        if not self._spoiled:
+        if not self._nonfinite:
             return False
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        withheld = not self._spoiled.keys().isdisjoint(params)
+        withheld = not self._nonfinite.keys().isdisjoint(params)
         for param in params:
-            self._spoiled.pop(param, None)
+            self._nonfinite.pop(param, None)
         return withheld
 
     def _here(self, stats: ReducerStats) -> str:
@@ -217,7 +217,7 @@ class Finiteness:
         # A loss that is not finite has made all gradients so: their names would say nothing.
         names = self._named(bucket_set, of_buckets) if bucket_set and has_to_tell and not losses else []
         if bucket_set is not None and self._response == "skip":
-            self._spoil(bucket_set)
+            self._mark_nonfinite(bucket_set)
         if has_to_tell:
             self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
@@ -227,20 +227,20 @@ class Finiteness:
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
                 # Gradients that are gone by now have gone into the weights.
-                spoiled = [not tensor.isfinite().all() for tensor in bucket.gradients or bucket.params]
-                if plan.sharded is not None and spoiled:
-                    of_all_ranks = torch.tensor(spoiled, dtype=torch.float32, device=self._device)
+                nonfinite = [not tensor.isfinite().all() for tensor in bucket.gradients or bucket.params]
+                if plan.sharded is not None and nonfinite:
+                    of_all_ranks = torch.tensor(nonfinite, dtype=torch.float32, device=self._device)
                     self._collectives.maximum(of_all_ranks)
-                    spoiled = of_all_ranks.tolist()
-                found = [i for i, is_spoiled in zip(plan.members, spoiled, strict=True) if is_spoiled]
+                    nonfinite = of_all_ranks.tolist()
+                found = [i for i, is_nonfinite in zip(plan.members, nonfinite, strict=True) if is_nonfinite]
                 named += [self._names[i] for i in found or plan.members]
         return named
 
-    def _spoil(self, bucket_set: BucketSet) -> None:
+    def _mark_nonfinite(self, bucket_set: BucketSet) -> None:
         """See to it that no optimizer uses these gradients."""
         bucket_set.clear()
         params = [param for bucket in bucket_set.buckets for param in bucket.params]
-        self._spoiled.update({id(param): param for param in params if param.grad is not None})
+        self._nonfinite.update({id(param): param for param in params if param.grad is not None})
 
     def _tell(self, where: str, what: str, count: int) -> None:
         if self._response == "raise":

@@ -327,13 +327,13 @@ class Reducer:
             with self._foreign.left_out():
                 self._end.finish(backward)
         finally:
-            self._hooks.rest()
+            self._hooks.reset()
             if backward is not None:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
     def _fail(self, error: BaseException) -> None:
         self._backward = None
-        self._hooks.rest()
+        self._hooks.reset()
         # Also if no gradient has come here yet: on other ranks some may have.
         if self._no_sync_depth == 0:
             self._failure = f"{type(error).__name__}: {error}"

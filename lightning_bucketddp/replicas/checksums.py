@@ -150,13 +150,13 @@ class Difference:
 
     Attributes:
         name: of the tensor or number.
-        camps: ranks with equal values, the largest camp first; of equally large ones the one with the lowest rank.
-        values: the value of each camp; None where it does not exist.
+        groups: ranks with equal values, the largest group first; of equally large ones the one with the lowest rank.
+        values: the value of each group; None where it does not exist.
         is_number: the values are numbers, not checksums.
     """
 
     name: str
-    camps: list[list[int]]
+    groups: list[list[int]]
     values: list[Any]
     is_number: bool
 
@@ -166,20 +166,20 @@ class Difference:
 
     @property
     def outvoted(self) -> list[int]:
-        """Return the ranks that are not in the first camp."""
-        return sorted(rank for camp in self.camps[1:] for rank in camp)
+        """Return the ranks that are not in the first group."""
+        return sorted(rank for group in self.groups[1:] for rank in group)
 
     def __str__(self) -> str:
         if not self.exists_everywhere:
-            missing = self.camps[self.values.index(None)]
-            having = sorted(rank for camp in self.camps if camp is not missing for rank in camp)
+            missing = self.groups[self.values.index(None)]
+            having = sorted(rank for group in self.groups if group is not missing for rank in group)
             return f"`{self.name}` exists on {list_ranks(having)} but not on {list_ranks(missing)}"
         if self.is_number:
-            shown = [f"{value} on {list_ranks(camp)}" for value, camp in zip(self.values, self.camps, strict=True)]
+            shown = [f"{value} on {list_ranks(group)}" for value, group in zip(self.values, self.groups, strict=True)]
             return f"`{self.name}` is {' but '.join(shown)}"
-        if len(self.camps[0]) > len(self.outvoted):
+        if len(self.groups[0]) > len(self.outvoted):
             return f"`{self.name}` on {list_ranks(self.outvoted)} differs from that on the other ranks"
-        return f"`{self.name}` differs between {' and '.join(list_ranks(camp) for camp in self.camps)}"
+        return f"`{self.name}` differs between {' and '.join(list_ranks(group) for group in self.groups)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +198,17 @@ class Divergence:
 def find_divergence(by_rank: Mapping[int, Mapping[str, Any]], *, numbers: set[str]) -> Divergence | None:
     """Return what differs between the ranks' values; None if nothing does.
 
-    Most ranks are right; where no camp is larger than another, the one with the lowest rank is.
+    Most ranks are right; where no group is larger than another, the one with the lowest rank is.
     """
     differences = []
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):
-        camps: dict[str, list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for rank, values in by_rank.items():
-            camps.setdefault(json.dumps(values.get(name)), []).append(rank)
-        if len(camps) > 1:
-            largest_first = sorted(camps.items(), key=lambda camp: (-len(camp[1]), camp[1]))
+            groups.setdefault(json.dumps(values.get(name)), []).append(rank)
+        if len(groups) > 1:
+            largest_first = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
             values_of_camps = [json.loads(value) for value, _ in largest_first]
-            ranks = [camp for _, camp in largest_first]
+            ranks = [group for _, group in largest_first]
             differences.append(Difference(name, ranks, values_of_camps, name in numbers))
     if not differences:
         return None

@@ -98,21 +98,21 @@ class Gathering:
     Attributes:
         norms: of all gradients that are divided.
         buckets: in which the gradients of each layout are now.
-        is_torn: a step has begun and not ended, or failed: the weights are not those of one step.
+        is_partial: a step has begun and not ended, or failed: the weights are not those of one step.
         observer: is told of exchanges of weights; another one than this is set while steps are recorded.
     """
 
     collectives: Collectives
     norms: NormsOfAll
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
-    is_torn: bool = False
+    is_partial: bool = False
     observer: BackwardObserver = NO_OBSERVER
     _exchanged: Any = None
 
     @property
     def has_exchanged(self) -> bool:
         """Whether the weights of the last step are there on the device, too."""
-        return not self.is_torn and (self._exchanged is None or bool(self._exchanged.query()))
+        return not self.is_partial and (self._exchanged is None or bool(self._exchanged.query()))
 
     def exchange_weights(self) -> None:
         """Give all ranks the weights that each has stepped."""
@@ -123,7 +123,7 @@ class Gathering:
             for bucket, transfer in zip(stepped, transfers, strict=True):
                 bucket.finish_gather(transfer)
         self.norms.forget()  # some optimizers change gradients
-        self.is_torn = False
+        self.is_partial = False
         device = self.collectives.device
         if device.type == "cuda" and not is_being_captured(device):
             self._exchanged = self._exchanged or torch.Event(device)

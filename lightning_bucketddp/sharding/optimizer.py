@@ -115,7 +115,7 @@ class ShardedOptimizer:
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [piece for param in group["params"] if (piece := self._piece_of(param)) is not None]
-        self.gathering.is_torn = True  # until weights are exchanged
+        self.gathering.is_partial = True  # until weights are exchanged
 
     def show_parameters(self) -> None:
         """Have the optimizer see the parameters again."""

@@ -123,9 +123,9 @@ class Shards:
         return all(known.gathering.has_exchanged for known in self.optimizers)
 
     @property
-    def is_torn(self) -> bool:
+    def is_partial(self) -> bool:
         """Return whether a step has failed, or its exchange of weights: they are not those of one step."""
-        return any(known.gathering.is_torn for known in self.optimizers)
+        return any(known.gathering.is_partial for known in self.optimizers)
 
     def release_gradients(self) -> None:
         """Leave ordinary gradients behind; those that are divided belong to a step that does not come any more."""

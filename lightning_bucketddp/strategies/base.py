@@ -76,8 +76,8 @@ class StrategyBase:
 
     # Set in a process that has started the ranks and is none: its weights are old.
     trains_elsewhere: bool = False
-    # Set when the weights may have been changed by gradients that were not whole (Note: torn step).
-    has_torn_step: bool = False
+    # Set when the weights may have been changed by gradients that were not whole (Note: partial step).
+    has_partial_step: bool = False
     if TYPE_CHECKING:
         global_rank: int
         local_rank: int
@@ -251,9 +251,9 @@ class StrategyBase:
         return is_divided and (self._collectives is None or not self._collectives.is_open)
 
     @property
-    def has_torn_weights(self) -> bool:
-        """Whether the weights are not those of any step (Note: torn step)."""
-        return self.has_torn_step or (self.shards is not None and self.shards.is_torn)
+    def has_partial_weights(self) -> bool:
+        """Whether the weights are not those of any step (Note: partial step)."""
+        return self.has_partial_step or (self.shards is not None and self.shards.is_partial)
 
     @property
     def checkpoint_stats(self) -> CheckpointStats:
@@ -274,7 +274,7 @@ class StrategyBase:
 
         def abort_device() -> None:
             if (strategy := this()) is not None:
-                strategy.note_torn_step()
+                strategy.note_partial_step()
             abort_device_groups()
 
         def claim(run_id: str) -> bool:
@@ -309,13 +309,13 @@ class StrategyBase:
         """Return where this run saves if it fails; None: nowhere, or on no disk."""
         return None
 
-    def note_torn_step(self) -> None:
-        """See whether an abort will leave an exchange of gradients on the device half done (Note: torn step)."""
+    def note_partial_step(self) -> None:
+        """See whether an abort will leave an exchange of gradients on the device half done (Note: partial step)."""
         deadline = time.monotonic() + _EXCHANGED_WITHIN_S
         reducers = self._active_reducers()
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.has_torn_step = not all(reducer.has_exchanged for reducer in reducers)
+        self.has_partial_step = not all(reducer.has_exchanged for reducer in reducers)
 
     def _active_reducers(self) -> list[Reducer]:
         raise NotImplementedError

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.checkpoint.collective_io import read_on_every_rank, write_on_rank_zero
-from lightning_bucketddp.checkpoint.finite_weights import Severities, severities_of, spoiled_weights
+from lightning_bucketddp.checkpoint.finite_weights import Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
@@ -43,7 +43,7 @@ from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwra
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
-from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
+from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
 from lightning_bucketddp.strategies.options import DDPOptions, StartMethod, StrategyOptions, check_devices
 from lightning_bucketddp.trainer_internals import convert_to_state
 
@@ -281,8 +281,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write on rank zero; a failure is raised on every rank."""
-        if self.has_torn_weights:
-            raise CheckpointWriteError(torn(path))
+        if self.has_partial_weights:
+            raise CheckpointWriteError(partial_step(path))
         if self.has_lost_shards and any(self._holds_shards(value) for value in state.values()):
             raise CheckpointWriteError(lost_shards(path))
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
@@ -291,13 +291,13 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         checkpoint = convert_to_state(self, state, filter=filter or {})
 
         def save() -> None:
-            spoiled = [
+            nonfinite = [
                 weight
                 for name, value in state.items()
                 if isinstance(value, nn.Module) and (module := unwrapped(value)) in self._weights_at_start
-                for weight in spoiled_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
+                for weight in nonfinite_weights(checkpoint[name], module, at_start=self._weights_at_start[module])
             ]
-            place = self._finite_checkpoints.place(path, spoiled, refuses=not self.config.trains_on)
+            place = self._finite_checkpoints.place(path, nonfinite, refuses=not self.config.trains_on)
 
             def write(content: dict[str, Any]) -> None:
                 with self._finite_checkpoints.known_unless_failing(place):

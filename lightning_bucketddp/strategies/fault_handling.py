@@ -1,6 +1,6 @@
 """How a run ends on all ranks when one of them fails, dies, is stuck or is told to stop.
 
-Note: torn step
+Note: partial step
     On a GPU the host is ahead of the device: when a rank dies, another may have asked for the exchange of gradients and
     for the optimizer's step behind it. Ending the exchange lets that step go on, with gradients that nobody has summed.
     What is on the device then is not to be saved. Where hosts exchange gradients, the host waits for them, and raises.
@@ -212,8 +212,8 @@ class FaultHandler:
         return [] if handlers is None else handlers.received()
 
 
-def torn(path: object, *, newest: object = None) -> str:
-    """Return why there is no checkpoint at `path` (Note: torn step), and which is the `newest`, if it is known."""
+def partial_step(path: object, *, newest: object = None) -> str:
+    """Return why there is no checkpoint at `path` (Note: partial step), and which is the `newest`, if it is known."""
     return (
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
         f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."

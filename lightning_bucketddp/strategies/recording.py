@@ -15,7 +15,7 @@ from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
 
 _NOTHING = nullcontext()
 

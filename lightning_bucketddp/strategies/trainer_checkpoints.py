@@ -18,8 +18,8 @@ from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_e
 from lightning_bucketddp.checkpoint.finite_weights import (
     NAN,
     Severities,
+    nonfinite_weights,
     severities_of,
-    spoiled_weights,
 )
 from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
@@ -27,7 +27,7 @@ from lightning_bucketddp.comm.roll_call import RollCall
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume
-from lightning_bucketddp.strategies.fault_handling import lost_shards, torn
+from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 from lightning_bucketddp.wording import list_some_ranks
@@ -111,8 +111,8 @@ class TrainerCheckpointHooks(TrainerStepHooks):
         if self.trains_elsewhere:
             log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", filepath)
             return
-        if self.has_torn_weights:
-            log.warning("bucketddp: %s", torn(filepath, newest=self._newest_saved()))
+        if self.has_partial_weights:
+            log.warning("bucketddp: %s", partial_step(filepath, newest=self._newest_saved()))
             return
         if self.has_lost_shards and "optimizer_states" in checkpoint:
             log.warning("bucketddp: %s", lost_shards(filepath, newest=self._newest_saved()))
@@ -167,13 +167,13 @@ class TrainerCheckpointHooks(TrainerStepHooks):
 
     def _place(self, checkpoint: dict[str, Any], path: Any) -> Any:
         """Return where to write `checkpoint`: to `path`, if its weights are finite. On rank zero."""
-        spoiled = []
+        nonfinite = []
         if self._weights_at_start is not None and self.lightning_module is not None:
             state_dict = checkpoint.get("state_dict", {})
-            spoiled = spoiled_weights(state_dict, self.lightning_module, at_start=self._weights_at_start)
+            nonfinite = nonfinite_weights(state_dict, self.lightning_module, at_start=self._weights_at_start)
         return self._finite_checkpoints.place(
             path,
-            spoiled,
+            nonfinite,
             refuses=not self.config.trains_on,
             can_resume="optimizer_states" in checkpoint,
             step=checkpoint.get("global_step"),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
 
     from lightning_bucketddp.recording.schema import Run
-    from lightning_bucketddp.reducer.step_recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
 else:
     _ParallelStrategy = object
 
@@ -90,9 +90,9 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         return [part for part in parts if part is not None]
 
     @property
-    def has_torn_weights(self) -> bool:
+    def has_partial_weights(self) -> bool:
         local_steps = self._state.local_steps
-        return super().has_torn_weights or (local_steps is not None and local_steps.is_torn)
+        return super().has_partial_weights or (local_steps is not None and local_steps.is_partial)
 
     @property
     def _module(self) -> LightningModule:

@@ -21,7 +21,7 @@ from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read
 from lightning_bucketddp.recording.writer import metrics_of
-from tests.reducer.test_step_recorder import assert_ends_agree
+from tests.recording.test_step_recorder import assert_ends_agree
 from tests.support.jobs.recording import assert_in_order
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.monitored import Fitted, fit, logged_in_csv, refusal

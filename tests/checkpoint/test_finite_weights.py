@@ -14,8 +14,8 @@ from lightning_bucketddp.checkpoint.finite_weights import (
     INFINITE,
     NAN,
     FiniteCheckpoints,
+    nonfinite_weights,
     severities_of,
-    spoiled_weights,
 )
 from tests.support.cases import for_each
 
@@ -65,10 +65,10 @@ def test_what_was_no_better_at_the_start_does_not_count() -> None:
     module["b"].data[0] = -math.inf
     at_start = severities_of(module)
     module["c"].data[0] = math.inf
-    assert spoiled_weights(module.state_dict(), module, at_start=at_start) == ["c"]
+    assert nonfinite_weights(module.state_dict(), module, at_start=at_start) == ["c"]
     module["b"].data[1] = math.nan
-    assert spoiled_weights(module.state_dict(), module, at_start=at_start) == ["b", "c"]
-    assert spoiled_weights({"b": module["b"], "other": module["b"]}, module, at_start=at_start) == ["b"]
+    assert nonfinite_weights(module.state_dict(), module, at_start=at_start) == ["b", "c"]
+    assert nonfinite_weights({"b": module["b"], "other": module["b"]}, module, at_start=at_start) == ["b"]
 
 
 def test_only_what_is_not_finite_is_removed_until_a_finite_checkpoint_is_there() -> None:

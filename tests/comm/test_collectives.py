@@ -55,8 +55,8 @@ def tensors_held(operation: str) -> tuple[int, int]:
     collectives = Collectives(device())
     hosts = collectives.host_group()
     pending = getattr(hosts, operation)(torch.zeros(2))
-    assert hosts._lent is not None
-    held = len(hosts._lent)
+    assert hosts._in_flight is not None
+    held = len(hosts._in_flight)
     del pending
     collectives.close_host_groups()
     return (1 if operation == "sum" else hosts.world_size + 1), held

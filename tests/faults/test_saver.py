@@ -157,14 +157,14 @@ def test_one_process_makes_the_file_and_a_later_save_removes_it(tmp_path: Path) 
 
 
 @like_torchrun()
-def save_torn_weights(*, directory: Path) -> tuple[list[str], list[str]]:
+def save_partial_step(*, directory: Path) -> tuple[list[str], list[str]]:
     """What is there after three saves and a step that was torn, and what was said of it; again when one is removed."""
     checkpoints = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
     trainer = make_trainer("bucketddp", callbacks=checkpoints, **options)
     trainer.fit(BoringModel())
     assert isinstance(trainer.strategy, BucketDDPStrategy)
-    trainer.strategy.has_torn_step = True
+    trainer.strategy.has_partial_step = True
     there = []
     with collected_warnings() as told:
         for _ in range(2):
@@ -177,7 +177,7 @@ def save_torn_weights(*, directory: Path) -> tuple[list[str], list[str]]:
 
 
 def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
-    for there, told in run_on_ranks(save_torn_weights, directory=tmp_path):
+    for there, told in run_on_ranks(save_partial_step, directory=tmp_path):
         assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
         assert [line.partition("Resume from ")[2] for line in told] == [
             f"`{tmp_path / name}`, the last that was saved." for name in there

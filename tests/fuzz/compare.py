@@ -162,7 +162,7 @@ def _judge_refusal(ours: list[Outcome], expected: _Expected, *, tolerance: float
 
 def _unlike_all(outcome: Outcome, allowed: list[dict[str, Any]], *, tolerance: float = 0.0) -> list[str]:
     """Return in words how weights differ from the nearest of those that are allowed; nothing if there are some."""
-    if outcome.is_torn or not outcome.values:
+    if outcome.is_partial or not outcome.values:
         return []
     differences = [_compare_some("weight", outcome.values, right, tolerance=tolerance) for right in allowed]
     return min(differences, key=len)

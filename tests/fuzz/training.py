@@ -38,7 +38,7 @@ class Outcome:
         error: the exception, with its stack; empty if there was none.
         kinds: the names of its classes.
         raised_in: the file that has raised it.
-        is_torn: the strategy knows that the weights are not those of any step, and would not save them.
+        is_partial: the strategy knows that the weights are not those of any step, and would not save them.
         values: weights, buffers, optimizers' state, losses and what was logged, by name, as lists.
         trajectory: the weights after each batch; only where they are what others are compared with.
     """
@@ -46,7 +46,7 @@ class Outcome:
     error: str = ""
     kinds: tuple[str, ...] = ()
     raised_in: str = ""
-    is_torn: bool = False
+    is_partial: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     trajectory: list[dict[str, Any]] = field(default_factory=list)
 
@@ -304,6 +304,6 @@ def train(*, program: Program, strategy: str, directory: Path) -> Outcome:
             # As it would end a program. Of Fabric nothing else tells the other ranks.
             if program.loop == "fabric":
                 sys.excepthook(type(error), error, error.__traceback__)
-            outcome.is_torn = getattr(strategies.last, "has_torn_weights", False)
+            outcome.is_partial = getattr(strategies.last, "has_partial_weights", False)
             outcome.values = weights_of(run.net)
     return outcome

@@ -122,7 +122,7 @@ def train(what: str, rank: int, directory: str) -> None:
                 torch.distributed.all_reduce(ones, group=self.own_group)
                 ones.item()
             if batch_idx == 3 and self.global_rank == rank:
-                # What another rank has of the step before is whole then (Note: torn step).
+                # What another rank has of the step before is whole then (Note: partial step).
                 torch.cuda.synchronize()
                 Path(directory, "fault").write_text(str(time.time()))
                 if what == "SIGKILL in backward":

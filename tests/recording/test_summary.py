@@ -26,7 +26,7 @@ from lightning_bucketddp.recording.schema import (
 )
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
-from lightning_bucketddp.recording.writer import RecordFile, Thinning
+from lightning_bucketddp.recording.writer import RecordFile, Sampling
 from tests.support.cases import for_each
 
 MS = 1e-3
@@ -314,7 +314,7 @@ def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_portion_is_half_as_dense_as_the_one_before() -> None:
-    thinning = Thinning(batches_per_portion=4)
+    thinning = Sampling(batches_per_portion=4)
     taken = []
     for number in range(40):
         if thinning.takes_next():

@@ -177,15 +177,15 @@ def fail_in_a_step(*, at: str) -> list[bool]:
     """Return whether weights are torn before a step, after one that raises in it, and after the next."""
     run = Run(optimizer="signs").train(range(2))
     assert run.shards is not None
-    torn = [run.shards.is_torn]
+    torn = [run.shards.is_partial]
     run.inner.zero_grad()
     run.differentiate(2)
     place: tuple[Any, str] = (run.collectives, "start_exchange_of_shares") if at == "exchange" else (Tensor, "lerp_")
     with patch.object(*place, side_effect=RuntimeError("lost")):
         assert raised_by(run.inner.step) == "RuntimeError: lost"
-    torn += [run.shards.is_torn and not run.shards.have_arrived]
+    torn += [run.shards.is_partial and not run.shards.have_arrived]
     run.train([3])
-    return [*torn, run.shards.is_torn or not run.shards.have_arrived]
+    return [*torn, run.shards.is_partial or not run.shards.have_arrived]
 
 
 def users_of_large_gradients() -> tuple[int, int]:

@@ -14,8 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_bucketddp.commands import UsageError, trimmed_console
-from lightning_bucketddp.commands.plan.backward_times import BackwardTimes, estimated, measured, recorded, without_times
-from lightning_bucketddp.commands.plan.named_module import NamedModule
+from lightning_bucketddp.commands.plan.named_module import (
+    BackwardTimes,
+    NamedModule,
+    estimated,
+    measured,
+    recorded,
+    without_times,
+)
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import NO_CODECS, Codecs, Network, Profile

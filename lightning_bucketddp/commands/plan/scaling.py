@@ -10,7 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from lightning_bucketddp.commands import UsageError
-from lightning_bucketddp.commands.plan.backward_times import BackwardTimes
+from lightning_bucketddp.commands.plan.named_module import BackwardTimes
 from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Wire
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, StateByRank, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec

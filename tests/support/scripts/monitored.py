@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.callbacks import monitor as monitor_module
-from lightning_bucketddp.recording.writer import Thinning
+from lightning_bucketddp.recording.writer import Sampling
 from lightning_bucketddp.reducer.observer import HostClock
 from tests.support.scripts import models
 from tests.support.scripts.rank_seeds import said_about
@@ -179,7 +179,7 @@ def fit(
         redirect_stdout(io.StringIO()) as printed,
         said_about(about, said),
         patch.object(HostClock, "mark", count),
-        patch.object(monitor_module, "Thinning", lambda: Thinning(thin_after)),
+        patch.object(monitor_module, "Sampling", lambda: Sampling(thin_after)),
         suppress(Accident),
     ):
         for _ in range(num_fits):
