@@ -141,6 +141,21 @@ def _buffer_between_steps(fabric: Any) -> list[Any]:
     return _weights(module)
 
 
+def _compiled(fabric: Any) -> list[Any]:
+    """Forwards that are compiled, with an evaluation between two steps."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    compiled = torch.compile(module, backend="aot_eager")
+    wrapped, optimizer = fabric.setup(compiled, torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(NUM_STEPS):
+        _step(fabric, wrapped, optimizer, step=step)
+        if step == 2:
+            with torch.no_grad():
+                wrapped.eval()(torch.zeros(1, 4))
+            wrapped.train()
+    return _weights(module)
+
+
 LOOPS: dict[str, Callable[[Any], list[Any]]] = {
     "backward": _backward,
     "no_backward_sync": _accumulate,
@@ -148,6 +163,7 @@ LOOPS: dict[str, Callable[[Any], list[Any]]] = {
     "clip_value": lambda fabric: _clip(fabric, clip_val=0.01),
     "two_modules": _two_modules,
     "buffer_between_steps": _buffer_between_steps,
+    "compiled": _compiled,
     "idle_rank": lambda fabric: _idle_rank(fabric, uses_parameters=False),
     "zero_loss_on_one_rank": lambda fabric: _idle_rank(fabric, uses_parameters=True),
 }
