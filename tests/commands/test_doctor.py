@@ -130,8 +130,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert time.monotonic() - began < AT_ONCE_S
     assert status == 1
     findings = json.loads(printed)["findings"]
-    [error] = said(findings, "error")
-    assert error.startswith("Rank 1 of 2 did not join at 127.0.0.1:")
+    # On a busy machine half a second may be too little for a look at a directory, which is an error as well.
+    [error] = [text for text in said(findings, "error") if text.startswith("Rank 1 of 2 did not join at 127.0.0.1:")]
     assert error.endswith("If it only takes longer, pass a larger `--timeout`.")
     assert {"Software", "Checkpoints"} <= {finding["theme"] for finding in findings}
 
