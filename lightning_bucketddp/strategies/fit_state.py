@@ -41,21 +41,25 @@ class BufferSync(RunPart):
 
     Args:
         stats: what the reducer has done since; None if nothing trains.
+        once: only before the first forward, and when training ends. So it is under `ddp` with manual optimization:
+            Lightning has torch DDP take no forward for one that a synchronised backward follows.
     """
 
-    def __init__(self, replicas: Replicas, stats: ReducerStats | None) -> None:
+    def __init__(self, replicas: Replicas, stats: ReducerStats | None, *, once: bool) -> None:
         self._replicas = replicas
         self._stats = stats
+        self._once = once
         self._num_backwards_shared = -1
         self._validation_has_begun = False
 
     def before_forward(self) -> None:
         # Before the first forward after a synchronised backward, as torch DDP does.
         if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
-            self._num_backwards_shared = self._stats.num_backwards
-            self._replicas.broadcast_buffers()
+            self.before_evaluation()
 
     def before_evaluation(self) -> None:
+        if self._once and self._num_backwards_shared >= 0:
+            return
         if self._stats is not None:
             self._num_backwards_shared = self._stats.num_backwards
         self._replicas.broadcast_buffers()
@@ -70,10 +74,13 @@ class BufferSync(RunPart):
             self.before_evaluation()
 
     def end_training(self) -> None:
+        self._num_backwards_shared = -1
         self.before_evaluation()
 
     def shared_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are equal on all ranks now, by name."""
+        if self._once:
+            return {}
         self.before_forward()
         return self._replicas.buffers()
 

@@ -374,7 +374,11 @@ class TrainerStrategy(TrainerCheckpointHooks):
                     num_backwards=lambda: stats.num_backwards,
                 )
         if self.options.broadcast_buffers:
-            state.buffers = BufferSync(state.replicas, None if state.reducer is None else state.reducer.stats)
+            state.buffers = BufferSync(
+                state.replicas,
+                None if state.reducer is None else state.reducer.stats,
+                once=state.is_fit and not self._module.automatic_optimization,
+            )
         return model
 
     def _make_finiteness(self, replicas: Replicas) -> Finiteness:

@@ -119,8 +119,6 @@ class Program:
             # Lightning refuses it there, or it would exchange zeros for a step that nobody wants.
             and not ((self.loop == "automatic" or self.has_unused) and self.happens("leave_out_step"))
             and not (self.happens("nan_loss") and self.all_options["on_nonfinite"] in ("raise", "skip"))
-            # Lightning has it share no buffers there.
-            and not (self.model == "forward_buffer" and self.loop == "manual")
         )
 
     @property
