@@ -46,6 +46,7 @@ class RankFailed(Exception):
 class _Outcome:
     value: Any = None
     error: str | None = None
+    has_group: bool = True
 
 
 class RankPool:
@@ -57,6 +58,8 @@ class RankPool:
         port = own_port()
         # Where each process writes what all its threads do when it is made to end.
         self._stacks = [tempfile.NamedTemporaryFile(prefix="bucketddp-stacks-") for _ in range(world_size)]  # noqa: SIM115
+        # Still one process group: a run that was ended, where ranks came late on a busy machine, has left it.
+        self.is_whole = True
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -88,6 +91,7 @@ class RankPool:
             with suppress(BrokenPipeError):  # a process that died is reported when its answer is missing
                 pipe.send((job, kwargs))
         outcomes = self._collect(timeout_s, grace_s)
+        self.is_whole = all(outcome.has_group for outcome in outcomes)
         failures = [f"--- rank {rank} ---\n{o.error}" for rank, o in enumerate(outcomes) if o.error is not None]
         if failures:
             text = "\n".join([f"{job.__module__}.{job.__qualname__}({kwargs})", *failures])
@@ -149,6 +153,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `job(**kwargs)` on every rank and return the results by rank; after a failure others have `grace_s`."""
     key = (world_size, backend or _default_backend())
+    if key in _pools and not _pools[key].is_whole:
+        _pools.pop(key).close()
     if key not in _pools:
         _pools[key] = RankPool(*key)
     try:
@@ -212,7 +218,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
             sys.exit(0)
         torch.manual_seed(0)
         try:
-            outcome = _Outcome(value=job(**kwargs))
+            value = job(**kwargs)
+            outcome = _Outcome(value, has_group=dist.is_initialized())
         except BaseException:
             outcome = _Outcome(error=traceback.format_exc())
         pipe.send(outcome)
