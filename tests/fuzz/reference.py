@@ -125,7 +125,8 @@ class Reference:
     def _train_batch(self, batch: int) -> None:
         nets = [rank.run.net for rank in self.ranks]
         self._on_all(lambda rank: rank.run.begin_batch(batch))
-        if self._program.exchanges(batch - 1) and self._program.loop != "manual":  # Lightning keeps torch DDP from it
+        # Lightning keeps torch DDP from it where a module optimizes by itself, but for the first time.
+        if batch == 0 or (self._program.exchanges(batch - 1) and self._program.loop != "manual"):
             share_buffers(nets)
         self._on_all(Rank.forward)
         self._on_all(Rank.backward)
