@@ -132,7 +132,8 @@ class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
         self._optimizer = settings.optimizer
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self._workload.leave_out(self._unused, batch_idx // self._accumulate)
+        if self._unused != "none":
+            self._workload.leave_out(self._unused, batch_idx // self._accumulate)
         return self._workload.loss(self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -33,7 +33,16 @@ from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
 from benchmarks.report import SPEED_UP, Table, about, is_ddp, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from benchmarks.variants import (
+    ALONE,
+    Variant,
+    captured_variant,
+    ddp_variants,
+    our_variants,
+    settling_in,
+    with_hook,
+    with_unused,
+)
 from lightning_bucketddp.comm.network import SETTINGS
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
@@ -138,9 +147,9 @@ def fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) ->
     ]
 
 
-def fits_of_one(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> list[Table]:
-    """Steps through the Trainer, on one rank."""
-    turns = turns_of(stage.ranks("one rank", OpenFits, settings), settings.variants)
+def fits_on(stage: Stage, title: str, seconds: float, *, settings: LoopSettings, on: str = "one rank") -> list[Table]:
+    """Steps through the Trainer, on one rank, or on ranks with the same settings for the network."""
+    turns = turns_of(stage.ranks(on, OpenFits, settings), settings.variants)
     return [table_of(title, take_turns(turns, repetitions=stage.most_rounds, seconds=seconds), unit="ms", scale=1000)]
 
 
@@ -162,6 +171,11 @@ def hooked(model: str, hook: str) -> LoopSettings:
 
 def all_flags(model: str, *, steps: int) -> LoopSettings:
     return LoopSettings(model, (ALONE, *our_variants(), *ddp_variants()), steps=steps)
+
+
+def captured(model: str, *, steps: int) -> LoopSettings:
+    # Ours comes first: it makes the process group, and sets what it sets by itself.
+    return LoopSettings(model, (*our_variants(), captured_variant(), *ddp_variants(), ALONE), steps=steps)
 
 
 def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
@@ -200,9 +214,19 @@ PARTS = [
             "trainer",
             f"{model}, 1 rank, through the Trainer",
             share,
-            partial(fits_of_one, settings=all_flags(model, steps=steps)),
+            partial(fits_on, settings=all_flags(model, steps=steps)),
         )
         for model, steps, share in (("resnet50", 8, 14), ("tiny_layers", 20, 10))
+    ),
+    *(
+        Part(
+            "captured",
+            f"{model}, {ranks}, through the Trainer, with CUDA graphs",
+            share,
+            partial(fits_on, settings=captured(model, steps=steps), on=on),
+        )
+        for model, steps, share in (("tiny_layers", 20, 8), ("gpt2", 4, 16), ("resnet50", 8, 12))
+        for ranks, on in (("1 rank", "one rank"), ("2 ranks", BY_US))
     ),
     Part("loop", "gpt2, 2 ranks, fp32 wire", 50, partial(hidden, model="gpt2")),
     Part("loop", "resnet50, 2 ranks, fp32 wire", 22, partial(hidden, model="resnet50")),

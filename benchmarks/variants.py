@@ -91,6 +91,11 @@ def our_variants(
     return [Variant(name, "ours", options, wire, steps_to_settle=25) for name, options in by_name.items()]
 
 
+def captured_variant() -> Variant:
+    """bucketddp with steps that are captured as CUDA graphs, and replayed."""
+    return Variant("bucketddp, cuda_graphs=True", "ours", {"cuda_graphs": True}, steps_to_settle=40)
+
+
 def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:
     """torch DDP with its defaults and with its best flags, as far as this version has them; it has no int8."""
     if wire == "int8":

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Undo = Callable[[], None]
 
+# Attributes of a LightningModule that change while it trains.
+SET_BY_LIGHTNING = {"_trainer", "_current_fx_name"}
 # The class of what `fabric.setup` returns.
 WRAPPER_OF_FABRIC = "_FabricModule"
 
@@ -217,6 +219,70 @@ def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     # Of the class: that of an earlier fit may be there.
     optimization.output_result_cls = derive(known(type(optimization), "output_result_cls"))
+
+
+class ClosureParts(NamedTuple):
+    """What makes up the closure that automatic optimization gives to an optimizer.
+
+    Attributes:
+        run: all of it, as Lightning runs it.
+        arguments: what `training_step` is called with, by name.
+        optimizer: whose gradients are set to zero.
+        result_of: reads what `training_step` has returned.
+        zero_grad: None: gradients accumulate.
+        has_backward: or else there is nothing to do but `training_step`.
+    """
+
+    run: Callable[[], Any]
+    arguments: dict[str, Any]
+    optimizer: Any
+    result_of: Callable[[Any], Any]
+    zero_grad: Callable[[], None] | None
+    has_backward: bool
+
+
+def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Undo:
+    """Have `run` called in the place of what a closure of automatic optimization does; it returns what that does."""
+    optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    make = known(optimization, "_make_closure")
+
+    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = make(kwargs, optimizer, batch_idx)
+        parts = ClosureParts(
+            closure.closure,
+            kwargs,
+            optimizer,
+            lambda output: optimization.output_result_cls.from_training_step_output(
+                output, trainer.accumulate_grad_batches
+            ),
+            known(closure, "_zero_grad_fn"),
+            known(closure, "_backward_fn") is not None,
+        )
+        closure.closure = lambda *_args, **_kwargs: run(parts)
+        return closure
+
+    return replace_method(optimization, "_make_closure", make_closure)
+
+
+@contextmanager
+def logging_in(module: Any, hook: str) -> Iterator[None]:
+    """Have `module.log` take calls inside for calls from this hook."""
+    before, module._current_fx_name = known(module, "_current_fx_name"), hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def trainer_replaced(module: Any, trainer: Any) -> Iterator[None]:
+    """Have `module.trainer` be `trainer` inside."""
+    own = vars(module)
+    before, own["_trainer"] = known(module, "_trainer"), trainer
+    try:
+        yield
+    finally:
+        own["_trainer"] = before
 
 
 def layer_sync_of(strategy: Any) -> Any:

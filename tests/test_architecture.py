@@ -25,6 +25,7 @@ FOLDERS = [
     "checkpoint",
     "sharding",
     "local_steps",
+    "graphs",
     "recording",
     "commands",
     "strategies",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
@@ -22,6 +23,25 @@ from lightning_bucketddp.reducer.observer import BackwardObserver, ReducerStats,
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.weighting import EqualWeights
 from lightning_bucketddp.replicas.replicas import Replicas
+
+
+@dataclass(slots=True)
+class CapturedBackward:
+    """What a replay has to know of the backward that was captured.
+
+    Attributes:
+        trainable: by parameter.
+        syncs: gradients are exchanged in it.
+        bucket_set: in which buckets; None: this rank is alone.
+        missing: parameters without a gradient.
+        loss_digest: of the losses that have not been exchanged when it ends; None: there are none.
+    """
+
+    trainable: tuple[bool, ...] = ()
+    syncs: bool = False
+    bucket_set: BucketSet | None = None
+    missing: list[int] = field(default_factory=list)
+    loss_digest: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -37,6 +57,7 @@ class BackwardPass:
         queue: None: nothing is launched before the end.
         factor: what the mean is multiplied by; None: that is known at the end.
         some_miss: all ranks compare what they miss when it ends.
+        captured: it is captured, so nothing is exchanged but gradients; None: it is not.
         arrived: parameters whose gradients arrived, as long as there is no plan.
         streams: on which they did.
     """
@@ -49,6 +70,7 @@ class BackwardPass:
     queue: LaunchQueue | None = None
     factor: float | None = None
     some_miss: bool = False
+    captured: CapturedBackward | None = None
     arrived: list[int] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)
 
@@ -95,6 +117,8 @@ class BackwardEnd:
         with torch.no_grad(), profiler_span("bucketddp::finish"):
             if any(backward.trainable):
                 self._reduce_rest(backward, factor)
+            if backward.captured is not None:
+                return
             self._weighting.end()
         backward.observer.gradients_final()
         if backward.bucket_set is None:
@@ -107,10 +131,31 @@ class BackwardEnd:
             if backward.is_tuned:
                 self._plan_cache.end_backward(backward.trainable)
 
+    def finish_replayed(self, captured: CapturedBackward, *, factor: float | None, some_miss: bool) -> None:
+        """Do what the host does at the end of a synchronised backward, for one that was captured."""
+        factor = self.factor(captured.trainable) if factor is None else factor
+        self._weighting.compare_missing([], some_miss=some_miss)
+        assert captured.bucket_set is not None
+        buckets = captured.bucket_set.buckets
+        with torch.no_grad():
+            if factor != 1:
+                captured.bucket_set.scale(factor)
+            self._weighting.end()
+            self._stats.num_backwards += 1
+            self._stats.num_reductions += len(buckets)
+            self._stats.bytes_reduced += sum(bucket.num_bytes for bucket in buckets)
+            if self._exchanged is not None:
+                self._exchanged.record()
+            self._finiteness.read(captured.bucket_set, self._stats)
+
     def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
         if backward.queue is None:
             backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(backward.bucket_set, observer=backward.observer)
         backward.queue.launch_rest()
+        if backward.captured is not None:
+            backward.captured.missing = backward.queue.missing
+            backward.queue.wait(factor=factor, all_miss_the_same=True)
+            return
         same = self._weighting.compare_missing(backward.queue.missing, some_miss=backward.some_miss)
         backward.queue.wait(factor=factor, all_miss_the_same=same)

@@ -104,7 +104,7 @@ class Finiteness:
         self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
         self._where = where
         self._has_scaler = has_scaler
-        self._loss: Tensor | None = None
+        self.loss_digest: Tensor | None = None
         # The largest number by bucket, without its sign; None: all are finite.
         self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
@@ -118,7 +118,7 @@ class Finiteness:
         if self._response is not None and loss.is_floating_point():
             digest = loss.detach().sum() * _scale(loss.dtype)
             # Those of earlier micro-batches, which have not been reduced, count too.
-            self._loss = digest if self._loss is None else self._loss + digest
+            self.loss_digest = digest if self.loss_digest is None else self.loss_digest + digest
 
     def begin(self, stats: ReducerStats) -> None:
         """Forget what an unfinished backward has left, and read what is still unread."""
@@ -146,9 +146,9 @@ class Finiteness:
             flags.of_buckets.copy_(digests)
             flags.of_gradients[self._rank].copy_(digests.sum())
         self._largest.clear()
-        if self._loss is not None:
-            flags.of_losses[self._rank].copy_(self._loss)
-            self._loss = None
+        if self.loss_digest is not None:
+            flags.of_losses[self._rank].copy_(self.loss_digest)
+            self.loss_digest = None
 
     def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
         """Act on the digests of all ranks, which came with the gradients: now or later."""
@@ -157,9 +157,9 @@ class Finiteness:
 
     def read_without_others(self, stats: ReducerStats) -> None:
         """Act on the loss of a rank that is alone; nobody has looked at its gradients."""
-        if self._loss is not None:
-            digests = torch.stack([self._loss, torch.zeros_like(self._loss)])
-            self._loss = None
+        if self.loss_digest is not None:
+            digests = torch.stack([self.loss_digest, torch.zeros_like(self.loss_digest)])
+            self.loss_digest = None
             self._act_on(digests, None, stats)
 
     def _act_on(self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats) -> None:

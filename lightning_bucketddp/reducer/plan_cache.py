@@ -107,6 +107,10 @@ class PlanCache:
         """Return the tuner of this set, as long as its plan may still change."""
         return self._tuners.get(trainable) if self._tuners else None
 
+    def is_settled(self, trainable: Trainable) -> bool:
+        """Return whether this set has a plan, and keeps it."""
+        return trainable in self._bucket_sets and trainable not in self._tuners and trainable not in self._better
+
     def will_change(self, trainable: Trainable) -> bool:
         """Return whether the next `bucket_set` makes new buffers: who holds the old ones should let go of them."""
         # Looking for a set of thousands of parameters takes time, in every step.

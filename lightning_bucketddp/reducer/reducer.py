@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass
+from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass, CapturedBackward
 from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
@@ -107,6 +108,7 @@ class Reducer:
         self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
+        self._captured: CapturedBackward | None = None
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._is_passthrough = (
@@ -186,6 +188,10 @@ class Reducer:
             takes_part: the module certainly takes part, on all ranks; otherwise its first gradient tells.
         """
         if self._is_passthrough:
+            if self._captured is not None:
+                self._captured.trainable = self._trainable()
+                yield
+                return
             self.finiteness.begin(self.stats)
             yield
             self._finish_alone()
@@ -206,6 +212,78 @@ class Reducer:
             self._fail(error)
             raise
         self._finish()
+
+    @contextmanager
+    def captured(self, loss_digest: Tensor | None) -> Iterator[CapturedBackward]:
+        """Run one backward inside that exchanges gradients and nothing else: what is left is done by `replay`.
+
+        The ranks may do this in the same step only, and one that captures nothing runs its backward inside, too. What
+        the context gives is complete at its end.
+
+        Args:
+            loss_digest: of the losses before, which have not been exchanged; None: there are none.
+        """
+        stats, digest = replace(self.stats), self.finiteness.loss_digest
+        self.finiteness.loss_digest = loss_digest
+        self._captured = captured = CapturedBackward()
+        try:
+            yield captured
+        finally:
+            captured.loss_digest, self.finiteness.loss_digest = self.finiteness.loss_digest, digest
+            self._captured = None
+            for field in fields(stats):
+                setattr(self.stats, field.name, getattr(stats, field.name))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing to be done with gradients (Note: one rank)."""
+        return self._is_passthrough
+
+    @property
+    def uses_hook(self) -> bool:
+        """Whether a communication hook reduces gradients."""
+        return self._config.comm_hook is not None
+
+    def num_hooks(self, param: Tensor) -> int:
+        """Return how many hooks of ours this parameter has."""
+        return int(not self._is_passthrough and id(param) in self._index_of)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what is trainable now has a plan, and no better one is being looked for."""
+        return self._is_passthrough or self._plan_cache.is_settled(self._trainable())
+
+    def can_replay(self, captured: CapturedBackward) -> bool:
+        """Return whether the plan, and what is trainable, are what they were then."""
+        trainable = self._trainable()
+        if self._is_passthrough or trainable != captured.trainable:
+            return trainable == captured.trainable
+        return self.is_settled and self._plan_cache.bucket_set(trainable) is captured.bucket_set
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple([param.requires_grad for param in self._params])
+
+    def replay(self, captured: CapturedBackward, run: Callable[[], None]) -> None:
+        """Do around `run`, which replays a captured backward, what the host does around one."""
+        self._refuse_after_failure()
+        self.finiteness.begin(self.stats)
+        if self._is_passthrough:
+            run()
+            self._finish_alone()
+            return
+        if self._maker is not None:
+            self._maker.begin_backward()
+        some_miss = captured.syncs and self._weighting.some_miss
+        has_changed = self._weighting.begin(self._params, syncs=captured.syncs, trainable=captured.trainable)
+        factor = self._end.factor(captured.trainable) if has_changed else None
+        try:
+            run()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.finiteness.loss_digest = captured.loss_digest
+        if captured.syncs:
+            self._end.finish_replayed(captured, factor=factor, some_miss=some_miss)
 
     @property
     def has_failed(self) -> bool:
@@ -263,13 +341,14 @@ class Reducer:
 
     def _begin(self) -> BackwardPass:
         with self._foreign.left_out():
-            self.finiteness.begin(self.stats)
+            if self._captured is None:
+                self.finiteness.begin(self.stats)
             self.give_back_memory()
-            if self._maker is not None:
+            if self._maker is not None and self._captured is None:
                 self._maker.begin_backward()
-        trainable = tuple([param.requires_grad for param in self._params])
+        trainable = self._trainable()
         syncs = self._no_sync_depth == 0
-        has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        has_changed = self._captured is None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
@@ -290,9 +369,13 @@ class Reducer:
             queue=self._new_queue(bucket_set, observer=observer, num_foreign=self._num_foreign)
             if syncs and bucket_set is not None
             else None,
-            factor=factor,
+            factor=1.0 if self._captured is not None else factor,
             some_miss=syncs and self._weighting.some_miss,
+            captured=self._captured,
         )
+        if self._captured is not None:
+            self._captured.trainable, self._captured.syncs = trainable, syncs
+            self._captured.bucket_set = bucket_set
         observer.backward_began()
         return self._backward
 
@@ -334,8 +417,8 @@ class Reducer:
     def _fail(self, error: BaseException) -> None:
         self._backward = None
         self._hooks.reset()
-        # Also if no gradient has come here yet: on other ranks some may have.
-        if self._no_sync_depth == 0:
+        # Also if no gradient has come here yet: on other ranks some may have. What is captured has not begun to run.
+        if self._no_sync_depth == 0 and self._captured is None:
             self._failure = f"{type(error).__name__}: {error}"
 
     def _refuse_after_failure(self) -> None:

@@ -150,11 +150,16 @@ class BatchWeighting(RunPart):
             self._skipped_loss = None
             self.weighting.add(0, skipped=True)
             return loss
-        weight = 0.0 if self.is_idle else weight
-        self.weighting.add(weight)
-        if self._weight_of is not None:
-            weight *= self._num_micro_batches
-        return loss if weight == 1 else loss * weight
+        self.weighting.add(0.0 if self.is_idle else weight)
+        factor = self.loss_factor
+        return loss if factor == 1 else loss * factor
+
+    @property
+    def loss_factor(self) -> float:
+        """What `weigh` multiplies the loss of this batch by."""
+        if self.weighting is None or self._weight_of is None:
+            return 0.0 if self.weighting is not None and self.is_idle else 1.0
+        return 0.0 if self.is_idle else self._relative_weight() * self._num_micro_batches
 
     def agree(self, loss: Any) -> Any:
         """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""

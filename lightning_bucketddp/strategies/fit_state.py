@@ -16,6 +16,7 @@ from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
+from lightning_bucketddp.graphs.captured_steps import CapturedSteps
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
@@ -188,6 +189,7 @@ class FitState:
         sharding: gives each rank its part of a stream.
         islands: the ranks that take each step together; None: all of them do.
         local_steps: ends rounds of steps that islands take without the others.
+        graphs: captures steps, and replays them.
         has_told_own_gradients: the user knows of steps with gradients that were not averaged.
         unfinished: what a batch changes before its step.
         tally: counts what is done; None: training has not begun.
@@ -208,6 +210,7 @@ class FitState:
     sharding: IterableSharding | None = None
     islands: Islands | None = None
     local_steps: LocalRounds | None = None
+    graphs: CapturedSteps | None = None
     has_told_own_gradients: bool = False
     unfinished: UnfinishedBatch | None = None
     tally: FitTally | None = None
@@ -215,6 +218,8 @@ class FitState:
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""
+        if self.graphs is not None:
+            self.graphs.close()
         if self.reducer is not None:
             self.reducer.close()
         if self.shards is not None:

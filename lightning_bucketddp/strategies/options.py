@@ -74,6 +74,7 @@ _DDP_WITHOUT_EFFECT = [name for name in _DDP_DEFAULTS if name not in _DDP_WITH_E
 _FLAGS = {
     *("overlap", "broadcast_buffers", "init_sync", "rank_seeds"),
     *("uneven_data", "shard_iterable", "exact_evaluation", "gather_predictions", "async_checkpoints", "auto_resume"),
+    "cuda_graphs",
 }
 _NOT_WITH_LOCAL_STEPS = {
     "shard_optimizer": "optimizers whose state is divided need all ranks in each step.",
@@ -119,6 +120,7 @@ class StrategyOptions:
     global_batch_size: int | None = None
     auto_resume: bool = False
     local_steps: LocalSteps | None = None
+    cuda_graphs: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StrategyOptions:

@@ -25,6 +25,7 @@ from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
+from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
 from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
@@ -108,6 +109,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
         local_steps: How many steps each host takes without the others, before all ranks average what these have changed
             in the weights (DiLoCo), for slow networks; or `LocalSteps`, which says more. By default all ranks average
             their gradients in each step.
+        cuda_graphs: Capture `training_step` and backward as CUDA graphs, and replay them: without time of the host.
+            What cannot be captured runs as usual, and the log says why (docs/faster.md).
         **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
@@ -155,6 +158,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         auto_resume: bool = False,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         local_steps: LocalSteps | int | None = None,
+        cuda_graphs: bool = False,
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
@@ -313,6 +317,9 @@ class TrainerStrategy(TrainerCheckpointHooks):
             )
             if self._signals is not None and state.exchange is not None:
                 self._signals.travel_with(state.exchange)
+        if self.options.cuda_graphs:
+            make_graph = new_graph(self.root_device)
+            state.graphs = CapturedSteps(trainer, self, self._steps_with, tell=rank_zero_info, make_graph=make_graph)
         # To overfit on the same batches everywhere is a way to test a model.
         if self._steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
             state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)

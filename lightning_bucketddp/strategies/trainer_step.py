@@ -86,6 +86,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             state.weighting,
             state.layers,  # after the weighting: asks whether this rank is idle
             state.comparison,
+            state.graphs if self._trials is None else None,
         ]
         return [part for part in parts if part is not None]
 
@@ -172,9 +173,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._recording.forward(self.reducer):
-            self._progress.enter(FORWARD)
-            for part in self._parts:
-                part.before_forward()
+            self.before_forward()
             if self.reducer is not None:
                 self.reducer.give_back_memory()
             with graphs_split(self.config, world_size=self.world_size):
@@ -182,6 +181,12 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         if output is None and self._module.automatic_optimization and self._state.weighting is not None:
             return self._state.weighting.skip()
         return output
+
+    def before_forward(self) -> None:
+        """Do what comes before each `training_step`."""
+        self._progress.enter(FORWARD)
+        for part in self._parts:
+            part.before_forward()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # As the base class does it, but for weight and scope: gradients must be final before `precision.post_backward`,
@@ -192,9 +197,7 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
             reducer = self.reducer
             if reducer is not None:
                 reducer.finiteness.see_loss(closure_loss)
-            for part in self._parts:
-                closure_loss = part.weigh(closure_loss)
-            closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+            closure_loss = self.precision_plugin.pre_backward(self.weigh(closure_loss), self._module)
             with self._synchronised_backward():
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
             if self._signals is not None:
@@ -212,6 +215,26 @@ class TrainerStepHooks(StrategyBase, _ParallelStrategy):
         ending = nullcontext() if self._trials is not None else self._ending_all_ranks(self.reducer)
         with ending, self.reducer.backward():
             yield
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return `loss` as backward shall see it, and count its weight."""
+        for part in self._parts:
+            loss = part.weigh(loss)
+        return loss
+
+    def loss_factor(self) -> float:
+        """Return what `weigh` multiplies the loss of this batch by."""
+        assert self._state.weighting is not None  # there is one as long as there is a fit
+        return self._state.weighting.loss_factor
+
+    @contextmanager
+    def replayed_backward(self) -> Iterator[None]:
+        """Run a replay of forward and backward inside; afterwards gradients are final."""
+        with self._recording.during(BACKWARD), self._ending_all_ranks(*self._active_reducers()):
+            self._progress.enter(BACKWARD)
+            yield
+        if self._signals is not None:
+            self._signals.stop_if_agreed()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -40,8 +40,8 @@ TORCH = {
     "batch_norm_backward_elemt": "torch",
     "native_batch_norm_backward": "torch.ops.aten",
 }
-# Used where torch has it; see `_GIVE_BACK_ON`.
-NEWER_TORCH = {"_storage_Use_Count"}
+# Used where torch has it (see `_GIVE_BACK_ON`), or on a GPU.
+NEWER_TORCH = {"_storage_Use_Count", "_cuda_clearCublasWorkspaces"}
 TORCH_ATTRIBUTES = {
     "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
     "_cdata": torch.UntypedStorage,
@@ -56,6 +56,11 @@ TORCH_ATTRIBUTES = {
     "_allgather_base": torch.distributed.ProcessGroup,
     "_reduce_scatter_base": torch.distributed.ProcessGroup,
     "_backward_hooks": torch.Tensor,
+    "_backward_pre_hooks": torch.nn.Module(),
+    "_buffers": torch.nn.Module(),
+    "_parameters": torch.nn.Module(),
+    "_forward_hooks": torch.nn.Module(),
+    "_forward_pre_hooks": torch.nn.Module(),
     "_has_compatible_shallow_copy_type": torch,
     "_iterator": torch.utils.data.DataLoader([0]),  # type: ignore[arg-type]
     "_non_persistent_buffers_set": torch.nn.Module(),

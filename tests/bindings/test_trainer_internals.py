@@ -43,9 +43,11 @@ from lightning_bucketddp.trainer_internals import (
     load_at_start,
     log_at_once,
     logged_results,
+    logging_in,
     mark_as_begun,
     mode_of,
     predict_unseen,
+    replace_closures,
     replace_evaluation_step,
     replace_method,
     replace_predict_step,
@@ -61,6 +63,7 @@ from lightning_bucketddp.trainer_internals import (
     slurm_requeue_of,
     stop_after_batch,
     trainer_of,
+    trainer_replaced,
     tuning_as_if_alone,
 )
 
@@ -142,8 +145,9 @@ def test_every_function_is_called_here() -> None:
         if getattr(value, "__module__", None) == trainer_internals.__name__ and not name.startswith("_")
     }
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
-    # The other is what `saved_progress` returns.
-    assert public - {node.id for node in nodes if isinstance(node, ast.Name)} == {"SavedProgress"}
+    # What `saved_progress` returns, and what `replace_closures` gives.
+    returned = {"SavedProgress", "ClosureParts"}
+    assert public - {node.id for node in nodes if isinstance(node, ast.Name)} == returned
 
 
 def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +359,35 @@ def test_a_fetch_is_seen_before_it_begins(root: Any) -> None:
     undo()
     trainer.fit(model_of(root), data)
     assert order.count("call") == 2
+
+
+def test_closures_are_run_by_another(root: Any) -> None:
+    trainer, seen = trainer_with(root), []
+
+    class Logging(model_of(root).__class__):  # type: ignore[misc]
+        def training_step(self, batch: Any, *args: Any) -> Any:
+            assert self.trainer is not trainer
+            return super().training_step(batch, *args)
+
+    model = Logging()
+
+    def run(closure: Any) -> Any:
+        seen.append(sorted(closure.arguments))
+        assert closure.has_backward
+        assert callable(closure.zero_grad)
+        assert closure.result_of(torch.ones(())).loss == 1
+        with trainer_replaced(model, AsIfAlone(trainer)):
+            result = closure.run()
+        with logging_in(model, "training_step"):
+            model.log("repeated", result.loss)
+        return result
+
+    undo = replace_closures(trainer, run)
+    trainer.fit(model, loader_of(TRAINING))
+    assert len(seen) == 2
+    assert "batch" in seen[0]
+    assert "repeated" in trainer.callback_metrics
+    undo()
 
 
 def test_another_class_reads_what_a_training_step_returns(root: Any) -> None:

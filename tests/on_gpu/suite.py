@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from tests.reducer import test_unused_layers as unused
 from tests.reducer import test_user_collectives as user_collectives
+from tests.strategies import test_cuda_graphs as graphs
 from tests.strategies import test_user_code as user_code
 from tests.support.jobs import (
     cuda,
@@ -70,6 +71,10 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"channels_last {optimizer}",
             partial(run_on_ranks, parity_with_torch_ddp, case="channels_last", training=training),
         )
+    for program in graphs.PROGRAMS:
+        yield f"captured {program}", partial(graphs.compare, program, world_size=2)
+    for program in ("plain", "accumulating", "16-mixed", "unused", "item", "synchronize"):
+        yield f"captured {program} on one rank", partial(graphs.compare, program, world_size=1)
     for name, calls in REDUCING.items():
         for kwargs in calls:
             yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as F
 from lightning_bucketddp.comm.network import more_sockets
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.startup.store import part_of
+from tests.support.doomed_ranks import TIMEOUT_S
 from tests.support.scripts.fit import Regression, lightning
 
 
@@ -41,6 +43,11 @@ def start(*, directory: Path, interface: str, backend: str, same_host: bool = Fa
 
     def take_note(*args: Any, **options: Any) -> None:
         set_for_group.append(nccl_variables())
+        # The store goes with rank 0, which may fail at once, and the other one has still to read it.
+        (directory / f"{os.environ['RANK']} has read").touch()
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(directory.glob("* has read"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
         make_group(*args, **options)
 
     # There is no NCCL without a GPU.

@@ -1,0 +1,557 @@
+"""Training steps without host time: `training_step` and backward are captured as a CUDA graph, and replayed.
+
+Note: what is captured
+    `training_step` and backward with its reductions, for one signature of the batch. Everything around them stays:
+    `zero_grad`, buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step
+    with clipping and scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the
+    graph has computed.
+
+Note: proof
+    A graph is used only after a step in which it has given what the same step gives without it, from the same weights,
+    gradients, buffers and random numbers: loss, outputs, logged values, gradients and buffers. In such a step all ranks
+    compute twice, so they agree on it. What counts is what was computed without the graph. After some thousand steps
+    that is repeated, and a graph that differs is given up. Otherwise each rank decides for itself whether to replay:
+    the reductions are the same ones, in the same order.
+
+Note: one stream
+    The nodes of autograd that hold our hooks remember the stream on which they were made, and a graph that waits for
+    another stream than its own cannot be captured. So a fit has one stream for everything, from the set-up on.
+
+Note: memory of graphs
+    All graphs share one pool. Gradients of a captured step lie there, and what the next replay begins with overwrites
+    them: by then the optimizer has used them. To compare a graph later it is replayed first and dropped before the step
+    is computed again, so that its pool and the memory of that step do not add up.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.graphs.proof import Outcome, StepStart, signature_of, tensors_in
+from lightning_bucketddp.graphs.python_state import (
+    NotCapturedError,
+    PythonState,
+    find_hooks,
+    nothing_changed,
+    users_line,
+    waits_told,
+    watched_index,
+    watched_trainer,
+)
+from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.reducer.backward_pass import CapturedBackward
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.trainer_internals import (
+    ClosureParts,
+    Undo,
+    logging_in,
+    replace_closures,
+    replace_method,
+    trainer_replaced,
+)
+from lightning_bucketddp.wording import list_names
+
+# How often a step is computed before it is captured: what is made lazily is there by then.
+_NUM_BEFORE = 3
+# All ranks ask each other whether to prove a graph: in each of the first steps, and then once in so many.
+_ASK_IN_FIRST, _ASK_EVERY = 64, 64
+_COMPARE_EVERY = 4096
+_MOST_GRAPHS = 8
+# What ranks do together.
+_PROVE, _COMPARE = "prove", "compare"
+_HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Capture what `body` does, and return its tensors: each replay writes into them."""
+
+    def replay(self) -> None:
+        """Do it again."""
+
+
+class CUDAGraph:
+    """A graph on the current stream."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
+        stream = torch.cuda.current_stream()
+        # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # `thread_local`: NCCL's watchdog asks for its events meanwhile, and loaders pin memory.
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                return body()
+        except BaseException:
+            # torch leaves its random numbers as if they were still captured.
+            generator = torch.cuda.default_generators[stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def new_graph(device: torch.device) -> Callable[[], Graph] | None:
+    """Return what makes graphs on this device, all in one pool; None: nothing does."""
+    if device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CUDAGraph(pool)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A captured step.
+
+    Attributes:
+        inputs: the tensors of the batch that it reads.
+        params: all parameters.
+        before: the gradients that it adds to, by parameter; None: it makes them.
+        gradients: those that it leaves.
+        result: what the closure returns.
+        logged: the calls of `self.log`.
+        state: of Python, when it was captured.
+    """
+
+    graph: Graph
+    inputs: list[Tensor]
+    params: list[Tensor]
+    before: list[Tensor | None]
+    gradients: list[Tensor | None]
+    result: Any
+    logged: list[Any]
+    backward: CapturedBackward
+    state: PythonState
+
+    @property
+    def values(self) -> list[Tensor]:
+        """What it computes besides gradients."""
+        return tensors_in((self.result.loss, self.result.extra, self.logged))
+
+
+class _Run(NamedTuple):
+    result: Any
+    logged: list[Any]
+    backward: CapturedBackward
+
+
+class StepHost(Protocol):
+    """What the strategy does around `training_step` and backward, and still does around a replay."""
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages gradients; None: nothing trains."""
+
+    def before_forward(self) -> None:
+        """Do what comes before each `training_step`."""
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return `loss` as backward shall see it, and count its weight."""
+
+    def loss_factor(self) -> float:
+        """Return what `weigh` multiplies the loss of this batch by."""
+
+    def replayed_backward(self) -> AbstractContextManager[None]:
+        """Run a replay inside; afterwards gradients are final."""
+
+
+class CapturedSteps(RunPart):
+    """Captures and replays the steps of a fit with automatic optimization.
+
+    Args:
+        collectives: of the ranks that take each step together.
+        tell: tells the user, in one line.
+        make_graph: None: this device has none.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        host: StepHost,
+        collectives: Collectives,
+        *,
+        tell: Callable[[str], None],
+        make_graph: Callable[[], Graph] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._host = host
+        self._collectives = collectives
+        self._tell = tell
+        self._make_graph = make_graph
+        self._undo: Undo | None = None
+        self._reason = ""
+        self._has_ended = False
+        self._steps: dict[Any, _Step] = {}
+        self._seen = Counter[Any]()
+        self._num_recaptured = 0
+        self._num_closures = 0
+        self.num_replayed = 0
+        self._stream_before: torch.cuda.Stream | None = None
+        if make_graph is None:
+            self._give_up(f"there are none on a {collectives.device.type}")
+        elif collectives.device.type == "cuda":
+            # Note: one stream
+            self._stream_before = torch.cuda.current_stream(collectives.device)
+            stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(self._stream_before)
+            torch.cuda.set_stream(stream)
+
+    def begin_training(self) -> None:
+        module = self._module
+        if not module.automatic_optimization:
+            self._give_up("optimization is manual")
+        for owner in (module, *self._trainer.callbacks):
+            # Lightning's classes have these hooks, and do nothing in them.
+            names = [name for name in _HOOKS_IN_CLOSURE if _is_overridden(owner, name)]
+            if owner is module:
+                names += [name for name in ("backward", "optimizer_zero_grad") if _is_overridden(owner, name)]
+            if names:
+                self._give_up(f"`{type(owner).__name__}.{names[0]}` runs within it")
+        if self._reducer.uses_hook:
+            self._give_up("a communication hook may do other things in each step")
+        if self._trainer.strategy.shards is not None:
+            self._give_up("`shard_optimizer` divides gradients among the ranks")
+        self._agree()
+        if not self._reason:
+            self._undo = replace_closures(self._trainer, self.run)
+
+    def end_training(self) -> None:
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+
+    def close(self) -> None:
+        """Let go of all graphs, and go back to the stream that was there before."""
+        self.end_training()
+        self._steps.clear()
+        if self._stream_before is not None:
+            self._stream_before.wait_stream(torch.cuda.current_stream(self._collectives.device))
+            torch.cuda.set_stream(self._stream_before)
+            self._stream_before = None
+
+    def describe(self) -> str:
+        return f"{self.num_replayed} of {self._num_closures} steps were replayed" if self.num_replayed else ""
+
+    @property
+    def _module(self) -> Any:
+        return self._trainer.lightning_module
+
+    @property
+    def _reducer(self) -> Reducer:
+        assert self._host.reducer is not None  # there is one as long as there is a fit
+        return self._host.reducer
+
+    def _give_up(self, reason: str) -> None:
+        """Capture nothing any more on this rank; the others follow when they ask (Note: proof)."""
+        self._reason = self._reason or reason
+        self._steps.clear()
+
+    def _agree(self, wish: str = "") -> str:
+        """Return the wish of all ranks, or to prove if one wants that; if one has given up, all do, and say why."""
+        ranks = self._collectives.gather_json([wish, self._reason])
+        for rank, (_, reason) in enumerate(ranks):
+            if reason:
+                self._give_up(reason)
+                self._has_ended = True
+                on_rank = f"on rank {rank} " if rank else ""
+                self._tell(f"bucketddp: steps are not captured as CUDA graphs: {on_rank}{reason}.")
+                return ""
+        wishes = {wish for wish, _ in ranks}
+        if _PROVE in wishes:
+            return _PROVE
+        return wish if len(wishes) == 1 else ""
+
+    def run(self, closure: ClosureParts) -> Any:
+        """Run the closure of a batch, or replay it."""
+        if self._has_ended or not closure.has_backward or not self._reducer.is_settled:
+            return closure.run()
+        self._num_closures += 1
+        key, tensors = self._key(closure)
+        step = None if key is None else self._steps.get(key)
+        if step is not None and (why := self._find_change(step)):
+            # It will be captured again, as it is now.
+            del self._steps[key]
+            self._num_recaptured += 1
+            if self._num_recaptured > _MOST_GRAPHS:
+                self._give_up(f"`{why}` changes between steps")
+            step = None
+        can_replay = step is not None and self._can_replay(step, closure)
+        wish = self._wish(key, can_replay=can_replay)
+        if wish == _PROVE:
+            return self._prove(key, closure)
+        if step is not None and wish == _COMPARE:
+            return self._compare(step, closure, tensors)
+        if step is not None and can_replay:
+            return self._replay(step, closure, tensors)
+        self._seen[key] += 1
+        return closure.run()
+
+    def _key(self, closure: ClosureParts) -> tuple[Any, list[Tensor]]:
+        """Return what a graph depends on, and the tensors of the batch; no key: this batch is not captured."""
+        tensors: list[Tensor] = []
+        if self._reason:
+            return None, tensors
+        try:
+            signature = signature_of(_without_index(closure.arguments), tensors, self._collectives.device)
+        except NotCapturedError as error:
+            self._give_up(str(error))
+            return None, tensors
+        how = (closure.zero_grad is None, self._reducer.is_synchronised, self._trainer.accumulate_grad_batches)
+        return (signature, how, self._host.loss_factor()), tensors
+
+    def _find_change(self, step: _Step) -> str:
+        return step.state.find_change() or ("" if self._reducer.can_replay(step.backward) else "requires_grad")
+
+    def _can_replay(self, step: _Step, closure: ClosureParts) -> bool:
+        """Return whether the gradients that a step adds to are where it expects them."""
+        is_zeroed = closure.zero_grad is not None
+        return all(
+            (is_zeroed and gradient is None) or param.grad is gradient
+            for param, gradient in zip(step.params, step.before, strict=True)
+        )
+
+    def _wish(self, key: Any, *, can_replay: bool) -> str:
+        """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
+        if self._num_closures > _ASK_IN_FIRST and self._num_closures % _ASK_EVERY:
+            return ""
+        if can_replay:
+            return self._agree(_COMPARE if self._num_closures % _COMPARE_EVERY == 0 else "")
+        is_due = key is not None and key not in self._steps and self._seen[key] >= _NUM_BEFORE
+        return self._agree(_PROVE if is_due and len(self._steps) < _MOST_GRAPHS else "")
+
+    def _replay(self, step: _Step, closure: ClosureParts, tensors: Sequence[Tensor]) -> Any:
+        if closure.zero_grad is not None:
+            closure.zero_grad()
+        self._host.before_forward()
+
+        def run() -> None:
+            step.graph.replay()
+            for param, gradient in zip(step.params, step.gradients, strict=True):
+                param.grad = gradient
+            if self._reducer.is_alone:
+                self._reducer.finiteness.see_loss(step.result.loss)
+
+        with torch.no_grad():
+            self._copy_inputs(step, tensors)
+            self._host.weigh(torch.ones(()))  # what it comes to is in the graph
+            with self._host.replayed_backward():
+                self._reducer.replay(step.backward, run)
+            result = copy.copy(step.result)
+            result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
+        with logging_in(self._module, "training_step"):
+            for args, kwargs in apply_to_collection(step.logged, Tensor, torch.clone):
+                self._module.log(*args, **kwargs)
+        self.num_replayed += 1
+        return result
+
+    def _copy_inputs(self, step: _Step, tensors: Sequence[Tensor]) -> None:
+        if tensors:
+            torch._foreach_copy_(step.inputs, list(tensors))
+
+    # To prove a graph.
+
+    def _prove(self, key: Any, closure: ClosureParts) -> Any:
+        """Compute a step, and then capture and replay it (Note: proof); return the result of the first."""
+        self._host.before_forward()
+        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
+        result, values, found = self._compute(closure)
+        if found:
+            self._give_up(found[0])
+        # A step that changes something in Python must not run a second time, on any rank.
+        if not self._agree(_PROVE):
+            return result
+        kept = start.keep()
+        start.restore(zero=True)
+        try:
+            is_due = key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
+            step = self._capture(closure, start.loss_digest) if is_due else None
+            if step is None:
+                self._run_as_captured(closure, dict(closure.arguments), start.loss_digest)
+            else:
+                step.graph.replay()
+                replayed = Outcome(step.values, step.gradients, list(self._module.buffers()))
+                if self._accept(replayed, kept.outcome(values), when="first"):
+                    self._steps[key] = step
+        finally:
+            kept.restore()
+        return result
+
+    def _compare(self, step: _Step, closure: ClosureParts, tensors: Sequence[Tensor]) -> Any:
+        """Replay a step, and then compute it; return the result of the second (Note: memory of graphs)."""
+        self._host.before_forward()
+        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
+        with torch.no_grad():
+            self._copy_inputs(step, tensors)
+            step.graph.replay()
+            replayed = Outcome.of(self._module, step.values, step.gradients)
+        self._steps.clear()
+        del step
+        start.restore()
+        result, values, _ = self._compute(closure)
+        self._accept(replayed, start.keep().outcome(values), when="again")
+        return result
+
+    def _compute(self, closure: ClosureParts) -> tuple[Any, list[Tensor], list[str]]:
+        """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
+        found: list[str] = []
+        logged: list[Any] = []
+        module, training_step = self._module, self._module.training_step
+        log = module.log
+
+        def watched_log(*args: Any, **kwargs: Any) -> None:
+            logged.append(_checked_call(args, kwargs, found))
+            num_found = len(found)
+            with trainer_replaced(module, self._trainer):
+                log(*args, **kwargs)
+            del found[num_found:]  # it will not be captured
+
+        @functools.wraps(training_step)
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            watched = watched_trainer(self._trainer, found.append)
+            with trainer_replaced(module, watched), waits_told(self._collectives.device, found.append):
+                return training_step(*args, **kwargs)
+
+        arguments = dict(closure.arguments)
+        if "batch_idx" in arguments:
+            closure.arguments["batch_idx"] = watched_index(arguments["batch_idx"], found.append)
+        if hook := find_hooks(module, self._reducer.num_hooks):
+            found.append(hook)
+        is_on_cpu = self._collectives.device.type == "cpu"
+        with (
+            _replaced(module, log=watched_log, training_step=watched_step),
+            nothing_changed(module, found.append, is_on_cpu=is_on_cpu),
+        ):
+            result = closure.run()
+        closure.arguments.update(arguments)
+        return result, [value.clone() for value in tensors_in((result.loss, result.extra, logged))], found
+
+    def _capture(self, closure: ClosureParts, loss_digest: Tensor | None) -> _Step | None:
+        arguments = apply_to_collection(dict(closure.arguments), Tensor, torch.clone)
+        inputs: list[Tensor] = []
+        signature_of(_without_index(arguments), inputs, self._collectives.device)
+        params = list(self._module.parameters())
+        before = [param.grad for param in params]
+        assert self._make_graph is not None
+        graph = self._make_graph()
+        runs: list[_Run] = []
+
+        def body() -> list[Tensor]:
+            run = self._run_as_captured(closure, arguments, loss_digest)
+            runs.append(run)
+            gradients = [param.grad for param in params if param.grad is not None]
+            return [*tensors_in((run.result.loss, run.result.extra, run.logged)), *gradients]
+
+        try:
+            graph.capture(body)
+        except Exception as error:
+            self._give_up(_explain(error))
+            return None
+        [(result, logged, backward)] = runs
+        if backward.missing:
+            names = [self._reducer.specs[index].name for index in backward.missing]
+            self._give_up(f"{list_names(names)} got no gradient")
+            return None
+        result.closure_loss = None
+        return _Step(
+            graph,
+            inputs,
+            params,
+            before,
+            [None if param.grad is None else param.grad.detach() for param in params],
+            result,
+            logged,
+            backward,
+            PythonState(self._module),
+        )
+
+    def _run_as_captured(self, closure: ClosureParts, arguments: Mapping[str, Any], loss_digest: Tensor | None) -> _Run:
+        """Run what is captured: ranks exchange gradients and nothing else, and nothing is logged."""
+        logged: list[Any] = []
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            logged.append(_checked_call(args, kwargs, []))
+
+        with self._reducer.captured(loss_digest) as backward, _replaced(self._module, log=note):
+            return _Run(self._step_and_backward(closure, arguments), logged, backward)
+
+    @torch.enable_grad()
+    def _step_and_backward(self, closure: ClosureParts, arguments: Mapping[str, Any]) -> Any:
+        """Do what the strategy's `training_step` and `backward` do, without what belongs to the host."""
+        module, precision = self._module, self._trainer.strategy.precision_plugin
+        with precision.train_step_context():
+            output = module.training_step(*arguments.values())
+        result = closure.result_of(output)
+        loss = result.closure_loss
+        if loss is None:
+            raise NotCapturedError("`training_step` returned None")
+        if not self._reducer.is_alone:
+            self._reducer.finiteness.see_loss(loss)
+        weight = self._host.loss_factor()
+        loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
+        with self._reducer.backward():
+            precision.backward(loss, module, closure.optimizer)
+        precision.post_backward(loss, module)
+        return result
+
+    def _accept(self, with_graph: Outcome, without: Outcome, *, when: str) -> bool:
+        different = with_graph.find_difference(without, self._module)
+        if different:
+            self._give_up(f"{different} differs with a graph, when it was compared {when}")
+        return not different
+
+
+def _checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
+    """Return the arguments of a call of `self.log` without the graph of autograd; tell what cannot be repeated."""
+    value = args[1] if len(args) > 1 else kwargs.get("value")
+    if isinstance(value, nn.Module):
+        found.append(f"`training_step` logs a metric, `{type(value).__name__}`{users_line()}")
+    call: tuple[Any, ...] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+    return call
+
+
+@contextmanager
+def _replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    undo = [replace_method(module, name, method) for name, method in methods.items()]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+def _without_index(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "batch_idx"}
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, NotCapturedError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for them"
+    # When a capture fails, torch raises another error where it ends.
+    error = error.__context__ if isinstance(error.__context__, Exception) else error
+    return f"capturing raised{users_line(error)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+def _is_overridden(owner: Any, name: str) -> bool:
+    method = getattr(type(owner), name, None)
+    return method is not None and method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")

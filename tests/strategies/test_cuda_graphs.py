@@ -1,0 +1,314 @@
+"""Steps that are replayed give what the same steps give without graphs, and what cannot be replayed is not.
+
+On a CPU there are no graphs: in their place stands something that runs a captured step again.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
+from lightning_bucketddp.config import LocalSteps
+from lightning_bucketddp.strategies import trainer as trainer_module
+from tests.support.ranks import device, run_on_ranks
+from tests.support.scripts.models import WIDTH, loader
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+
+
+class RunAgain:
+    """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time."""
+
+    def __init__(self) -> None:
+        self._has_run = False
+
+    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
+        self._body, self._outputs = body, body()
+        self._has_run = True
+        return self._outputs
+
+    def replay(self) -> None:
+        # A graph does nothing while it is captured.
+        if self._has_run:
+            self._has_run = False
+            return
+        with torch.enable_grad():
+            outputs = self._body()
+        for before, now in zip(self._outputs, outputs, strict=True):
+            if before is not now:
+                before.data.copy_(now)
+
+
+class Network(LightningModule):
+    """Has what the tests are about: normalisation, dropout, values that it logs and returns."""
+
+    def __init__(self, *, dropout: float = 0.2, has_norm: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8)
+        self.norm: nn.Module = nn.BatchNorm1d(8) if has_norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(8, 1)
+        self.temperature = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.last(self.dropout(self.norm(self.first(inputs)).tanh()))
+        return output * self.temperature
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"largest": batch[0].amax(), "constant": 3.0}, sync_dist=True)
+        return {"loss": loss, "inputs": batch[0].sum()}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class Numbered(Network):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * (2 if batch_idx % 2 else 1)
+
+
+class Annealed(Network):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * min(1.0, self.global_step / 10)
+
+
+class Counting(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.num_calls += 1
+        return self.loss(batch) / self.num_calls
+
+
+class Measuring(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+
+class Gambling(Network):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * (0.5 if random.random() < 0.5 else 1.0)
+
+
+class Looking(Network):
+    """Waits for the device, and does one thing or another."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if loss.item() > 0.5 else 2 * loss
+
+
+class Waiting(Network):
+    """Waits for the device in a way that torch does not warn of."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        torch.cuda.synchronize()
+        return loss
+
+
+class Hooked(Network):
+    def on_after_backward(self) -> None:
+        for param in self.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+
+class Unused(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+class Images(Network):
+    """Convolutions, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = inputs[:, None, None].to(memory_format=torch.channels_last)
+        features: Tensor = self.norm(self.first(images).mean((2, 3)))
+        return self.last(self.dropout(features.tanh()))
+
+
+class Heating(Callback):
+    """Changes an attribute that the forward reads, once an epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.temperature = 1.0 + trainer.current_epoch
+
+
+class Listing(Network):
+    """Has its factors in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = SimpleNamespace(by_name={"loss": 1.0})
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * self.factors.by_name["loss"]
+
+
+class Relisting(Callback):
+    """Changes one of them, once an epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.factors.by_name["loss"] = 1.0 + trainer.current_epoch
+
+
+class LateHook(Callback):
+    """Hooks a module."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class Outputs(Callback):
+    """Keeps what each batch gives."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
+        self.seen.append(({name: float(value) for name, value in outputs.items()}, metrics))
+
+
+def unequal_batches() -> DataLoader[Any]:
+    """The last batch is smaller."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(76, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True)), batch_size=4)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and what becomes of it: how many steps are replayed at least, or why none is."""
+
+    module: Callable[[], LightningModule] = Network
+    trainer: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+    data: Callable[[], DataLoader[Any]] = loader
+    num_replayed: int = 10
+    reason: str = ""
+    needs_gpu: bool = False
+    of_several_ranks: bool = False
+
+
+PROGRAMS = {
+    "plain": Program(),
+    "without_dropout": Program(lambda: Network(dropout=0.0)),
+    "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 8}),
+    "clipped": Program(trainer={"gradient_clip_val": 0.1}),
+    "bf16-mixed": Program(trainer={"precision": "bf16-mixed"}),
+    "16-mixed": Program(trainer={"precision": "16-mixed"}, needs_gpu=True),
+    "sync_batchnorm": Program(trainer={"sync_batchnorm": True}),
+    "channels_last": Program(Images),
+    "bf16_wire": Program(options={"reduce_dtype": "bf16"}),
+    "int8_wire": Program(options={"reduce_dtype": "int8"}),
+    "weighted": Program(options={"gradient_weight": "batch_size"}, data=unequal_batches),
+    "skipping_nonfinite": Program(options={"on_nonfinite": "skip"}),
+    "not_looking_for_nonfinite": Program(options={"on_nonfinite": None}),
+    "unequal_batches": Program(data=unequal_batches),
+    "heated": Program(callbacks=lambda: [Heating()]),
+    "local_steps": Program(options={"local_steps": LocalSteps(3, "rank")}),
+    "sharded": Program(
+        options={"shard_optimizer": True}, reason="`shard_optimizer` divides gradients", of_several_ranks=True
+    ),
+    "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
+    "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 2})]),
+    "list_on_module": Program(Listing, callbacks=lambda: [Relisting()]),
+    "number_of_batch": Program(Numbered, reason="uses the number of the batch at "),
+    "number_of_step": Program(Annealed, reason="reads `trainer.global_step` at "),
+    "counting": Program(Counting, reason="`training_step` changes `num_calls`"),
+    "metric": Program(Measuring, reason="metric"),
+    "random_on_host": Program(Gambling, reason="draws random numbers on the CPU"),
+    "item": Program(Looking, reason="`training_step` waits for the device at ", needs_gpu=True),
+    "synchronize": Program(Waiting, reason="capturing raised at ", needs_gpu=True),
+    "hook_in_closure": Program(Hooked, reason="`Hooked.on_after_backward` runs within it"),
+    "unused": Program(Unused, reason="got no gradient", of_several_ranks=True),
+    "hook_on_module": Program(callbacks=lambda: [LateHook()], reason="`first` has a hook"),
+}
+
+
+@like_torchrun()
+def train(*, program: str, captures: bool) -> dict[str, Any]:
+    """Train, and return all that can be seen of it."""
+    known = PROGRAMS[program]
+    torch.manual_seed(1)
+    random.seed(1)
+    module, outputs = known.module(), Outputs()
+    lines: list[str] = []
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures, **known.options)
+    trainer = make_trainer(strategy, **{"max_epochs": 4, **known.trainer}, callbacks=[*known.callbacks(), outputs])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "rank_zero_info", lines.append)
+        if device().type == "cpu":
+            patch.setattr(trainer_module, "new_graph", lambda _: RunAgain)
+        trainer.fit(module, known.data())
+    graphs = strategy._state.graphs
+    return {
+        "state": {name: value.tolist() for name, value in module.state_dict().items()},
+        "optimizer": [list(map(str, state.values())) for state in trainer.optimizers[0].state.values()],
+        "seen": outputs.seen,
+        "num_replayed": 0 if graphs is None else graphs.num_replayed,
+        "lines": lines,
+    }
+
+
+def compare(program: str, *, world_size: int) -> list[str]:
+    """Compare a program with and without graphs; return what the log of rank 0 says of them."""
+    known = PROGRAMS[program]
+    is_captured = not known.reason or (known.of_several_ranks and world_size == 1)
+    captured = run_on_ranks(train, world_size=world_size, program=program, captures=True)
+    eager = run_on_ranks(train, world_size=world_size, program=program, captures=False)
+    lines = [line for line in captured[0]["lines"] if "CUDA graphs" in line]
+    for ours, theirs in zip(captured, eager, strict=True):
+        assert ours["state"] == theirs["state"]
+        assert ours["optimizer"] == theirs["optimizer"]
+        assert ours["seen"] == theirs["seen"]
+        assert (ours["num_replayed"] >= known.num_replayed) == is_captured, lines
+    assert len(lines) == (not is_captured), lines
+    assert is_captured or known.reason in lines[0]
+    return lines
+
+
+@pytest.mark.parametrize("program", [name for name, known in PROGRAMS.items() if not known.needs_gpu])
+def test_steps_with_graphs_are_those_without(program: str) -> None:
+    compare(program, world_size=2)
+
+
+def test_one_process_alone_replays_steps() -> None:
+    compare("plain", world_size=1)
