@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,22 +13,16 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.reducer.bucket import PendingReduction
+from lightning_bucketddp.reducer.reduction import PendingReduction
 
 
 @dataclass(frozen=True, slots=True)
 class OuterStepStats:
-    """An exchange of weights between islands.
+    """An exchange of weights between islands."""
 
-    Attributes:
-        step: how many steps the optimizers had taken.
-        seconds: how long it took, with the time that the islands waited for each other.
-        num_bytes: what this rank gave to the network.
-    """
-
-    step: int
-    seconds: float
-    num_bytes: int
+    step: int  # how many the optimizers had taken
+    seconds: float  # with the time that the islands waited for each other
+    num_bytes: int  # that this rank gave to the network
 
 
 @dataclass(slots=True)
@@ -40,8 +33,7 @@ class ReducerStats:
         num_backwards: synchronised backwards.
         num_reductions: buckets reduced in them.
         bytes_reduced: size of those buckets, in the gradients' own dtype.
-        num_plans: plans made; more than one when the set of trainable parameters changed, or a better
-            one was computed.
+        num_plans: plans made: for each set of trainable parameters, and if a better one was computed.
         num_unused: gradients that were missing on this rank and filled in with zeros.
         num_skipped: training steps that returned nothing, on all ranks together.
         num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
@@ -64,10 +56,6 @@ class ReducerStats:
     @property
     def outer_bytes(self) -> int:
         return sum(one.num_bytes for one in self.outer_steps)
-
-    @property
-    def outer_s(self) -> float:
-        return sum(one.seconds for one in self.outer_steps)
 
 
 NOTHING = nullcontext()
@@ -107,28 +95,23 @@ class BackwardObserver:
         """Note that they are there."""
 
 
-class _Several(BackwardObserver):
-    """Tells several observers all that it is told."""
-
-    def __init__(self, observers: Sequence[BackwardObserver]) -> None:
-        for name in (name for name in vars(BackwardObserver) if not name.startswith("__")):
-            setattr(self, name, partial(_tell_all, [getattr(observer, name) for observer in observers]))
-
-
-def _tell_all(methods: Sequence[Callable[..., None]], *args: Any) -> None:
-    for method in methods:
-        method(*args)
-
-
 NO_OBSERVER = BackwardObserver()
 
 
 def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
-    """Return one observer that tells all of `observers`."""
+    """Return one observer that tells all of `observers` what it is told."""
     present = [observer for observer in observers if observer is not None]
-    if len(present) > 1:
-        return _Several(present)
-    return present[0] if present else NO_OBSERVER
+    if len(present) < 2:
+        return present[0] if present else NO_OBSERVER
+
+    def tell_all(name: str, *args: Any) -> None:
+        for observer in present:
+            getattr(observer, name)(*args)
+
+    several = BackwardObserver()
+    for name in [name for name in vars(BackwardObserver) if not name.startswith("__")]:
+        setattr(several, name, partial(tell_all, name))
+    return several
 
 
 def profiler_span(name: str) -> AbstractContextManager[Any]:

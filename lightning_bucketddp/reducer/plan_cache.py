@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_bucketddp.reducer.bucket import LateGradientError, Reduction
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice, plan_buckets
+from lightning_bucketddp.reducer.bucket import LateGradientError
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.observer import Clock, ReducerStats, clock_of
-from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
+from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner
+from lightning_bucketddp.reducer.reduction import Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 
@@ -33,12 +34,7 @@ Trainable = tuple[bool, ...]
 
 
 class PlanCache:
-    """Makes plans, remembers them, and changes to better ones (Note: tuning).
-
-    Args:
-        clock: what time is measured by; None: that of the parameters' device.
-        maker: plans and makes buckets in our place; None: there is none.
-    """
+    """Makes plans, remembers them, and changes to better ones (Note: tuning). Arguments are those of `Reducer`."""
 
     def __init__(
         self,
@@ -51,14 +47,9 @@ class PlanCache:
         say: Callable[[str], None],
         maker: BucketMaker | None = None,
     ) -> None:
+        sparse, may_be_alone = replicas.sparse_names, config.comm_hook is None
         self.specs = [
-            spec_of(
-                name,
-                param,
-                device=param.device,
-                sparse=name in replicas.sparse_names,
-                may_be_alone=config.comm_hook is None,
-            )
+            spec_of(name, param, device=param.device, sparse=name in sparse, may_be_alone=may_be_alone)
             for name, param in replicas.parameters.items()
         ]
         self.description = "no plan yet"
@@ -88,7 +79,6 @@ class PlanCache:
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
 
     def late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
-        """Return what to raise for a gradient that arrived after its bucket had left."""
         return LateGradientError(
             f"Gradient of `{self.specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
             f" {self._collectives.global_rank}). The parameter is used more often in this backward than in the first"
@@ -105,11 +95,11 @@ class PlanCache:
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
         """Return the tuner of this set, as long as its plan may still change."""
+        # Hashing a set of thousands of parameters takes time, in every step: an empty dictionary is not asked.
         return self._tuners.get(trainable) if self._tuners else None
 
     def will_change(self, trainable: Trainable) -> bool:
         """Return whether the next `bucket_set` makes new buffers: who holds the old ones should let go of them."""
-        # Looking for a set of thousands of parameters takes time, in every step.
         return bool(self._better) and trainable in self._better
 
     def bucket_set(self, trainable: Trainable) -> BucketSet | None:
@@ -128,13 +118,7 @@ class PlanCache:
         return bucket_set
 
     def make(self, trainable: Trainable, order: Sequence[int], streams: set[torch.cuda.Stream]) -> BucketSet:
-        """Plan from what a backward has shown (Note: first backward, in `reducer`).
-
-        Args:
-            trainable: which parameters took part.
-            order: the parameters in the order in which their hooks fired, each as often as it did.
-            streams: on which they did.
-        """
+        """Plan from the `order` in which hooks fired in a backward, each as often as it did, and on which `streams`."""
         self._replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
@@ -151,11 +135,20 @@ class PlanCache:
                 caps=self._config.caps,
                 alignment=self._config.alignment,
             )
-        self._forget()
-        # Another plan would move optimizer state between ranks.
-        if self._maker is None and can_tune(self._config, self._collectives, plan):
+        oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
+        for unused in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
+            del self._bucket_sets[unused]
+            self._better.pop(unused, None)
+            if unused in self._tuners:
+                self._tuners.pop(unused).close()
+        # Another plan would move optimizer state between ranks; a communication hook keeps state by bucket; and who
+        # wants runs to repeat wants no plan that depends on time.
+        config = self._config
+        is_auto = config.bucket_cap_mb == AUTO and config.overlap and not torch.are_deterministic_algorithms_enabled()
+        is_free = self._maker is None and config.comm_hook is None and self._collectives.world_size > 1
+        if is_auto and is_free and has_choice(plan):
             self._tuners[trainable] = PlanTuner(
-                plan,
+                first_plan=plan,
                 params=self._params,
                 specs=self.specs,
                 collectives=self._collectives,
@@ -174,7 +167,7 @@ class PlanCache:
             self._better[trainable] = better
         if tuner.is_settled:
             if tuner.profile is not None:
-                self.profile, self.tuning = tuner.profile, tuner.story
+                self.profile, self.tuning = tuner.profile, tuner.decision
             del self._tuners[trainable]
 
     def _place(
@@ -190,14 +183,12 @@ class PlanCache:
             plan,
             params=self._params,
             num_firings=num_firings,
-            device=self._collectives.device,
-            num_ranks=self._collectives.world_size,
+            streams=streams,
             trainable=trainable,
+            collectives=self._collectives,
+            config=self._config,
             maker=self._maker,
-            may_be_resized=self._config.comm_hook is not None,
-            alignment=self._config.alignment,
         )
-        bucket_set.streams = streams
         bucket_set.last_used = self._stats.num_backwards
         self._stats.num_plans += 1
         bucket_set.version = self._stats.num_plans
@@ -206,18 +197,8 @@ class PlanCache:
             log.info("bucketddp: plan %d: %s", self._stats.num_plans, self.description)
         return bucket_set
 
-    def _forget(self) -> None:
-        """Drop what was not used for long."""
-        oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
-        for trainable in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
-            del self._bucket_sets[trainable]
-            self._better.pop(trainable, None)
-            if trainable in self._tuners:
-                self._tuners.pop(trainable).close()
-
 
 def spec_of(name: str, param: Tensor, *, device: torch.device, sparse: bool, may_be_alone: bool) -> ParameterSpec:
-    """Return what a plan needs to know of a parameter that trains on `device`."""
     kind = f"{param.dtype} {device}"
     is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if device.type == "cpu" else "accelerator"]
     return ParameterSpec(

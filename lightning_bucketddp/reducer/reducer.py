@@ -1,13 +1,14 @@
-"""From gradients to averaged gradients: where a backward begins, and what each gradient leads to.
+"""From gradients to averaged gradients: where a backward begins, what each gradient leads to, and how it ends.
 
 Note: first backward
     The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
     hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
     trainable parameters.
 
-Note: one rank
-    A rank that is alone has nothing to exchange. Unless something is to be done with its gradients all the same, it has
-    no hooks, no buckets and no copies of gradients.
+Note: failed backwards
+    When a backward raises on a rank, nobody may step: the others have gradients in which that rank's are missing. So it
+    does not take part in what is left of the exchange, and the others, who wait for it, learn why. Whoever marks a
+    backward sees to that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +26,24 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
-from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass
-from lightning_bucketddp.reducer.bucket import Reduction
+from lightning_bucketddp.reducer.backward_pass import BackwardPass
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, Clock, ReducerStats, all_of
+from lightning_bucketddp.reducer.observer import (
+    NO_OBSERVER,
+    BackwardObserver,
+    Clock,
+    ReducerStats,
+    all_of,
+    profiler_span,
+)
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction
-from lightning_bucketddp.reducer.weighting import EqualWeights
+from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, Reduction
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -47,6 +54,7 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
+        weighting: how much each rank counts; None: all of them the same, always.
         maker: plans and makes buckets in our place; None: there is none.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
@@ -58,7 +66,7 @@ class Reducer:
         replicas: Replicas,
         config: ReducerConfig,
         *,
-        weighting: EqualWeights | None = None,
+        weighting: Weighting | None = None,
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
@@ -71,14 +79,12 @@ class Reducer:
         # Another one is set while a step is recorded.
         self.observer: BackwardObserver = NO_OBSERVER
         self.replicas = replicas
-        self._config = config
-        self._weighting = weighting or EqualWeights()
+        self._weighting = weighting
         self._maker = maker
         self._say = say
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        reduces_by_itself = config.comm_hook is None
-        of_gradients = self._collectives.gradient_group() if reduces_by_itself else self._collectives
+        of_gradients = self._collectives.gradient_group() if config.comm_hook is None else self._collectives
         self._reduction = reduction = reduction_of(config, of_gradients)
         # All buckets wait for the end of a backward.
         self._holds = not config.overlap
@@ -88,27 +94,25 @@ class Reducer:
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, maker=maker
         )
+        # What plans know of each parameter; a plan's members are indices into this.
+        self.specs = self._plan_cache.specs
+        self._device = self._collectives.device
         self._new_queue = partial(
             LaunchQueue,
             reduction=reduction,
-            collectives=self._collectives,
+            device=self._device,
             finiteness=self.finiteness,
             stats=self.stats,
             foreign=self._foreign,
         )
-        self._end = BackwardEnd(
-            replicas,
-            self._plan_cache,
-            new_queue=self._new_queue,
-            weighting=self._weighting,
-            finiteness=self.finiteness,
-            stats=self.stats,
-        )
+        # Recorded when gradients are final.
+        self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
         self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
+        # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
         self._is_passthrough = (
             self._collectives.world_size == 1 and config.comm_hook is None and config.trains_on and weighting is None
         )
@@ -123,7 +127,6 @@ class Reducer:
         self.bucket_set = None
 
     def describe(self) -> str:
-        """Return what was planned and done so far, in one line."""
         stats = self.stats
         return (
             f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
@@ -135,14 +138,8 @@ class Reducer:
         return self._plan_cache.describe_outlook()
 
     def describe_backward(self) -> str:
-        """Return in words which bucket a backward has come to."""
         queue = None if self._backward is None else self._backward.queue
-        return "" if queue is None else queue.describe(self._plan_cache.specs)
-
-    @property
-    def specs(self) -> list[ParameterSpec]:
-        """What plans know of each parameter; a plan's members are indices into this."""
-        return self._plan_cache.specs
+        return "" if queue is None else queue.describe(self.specs)
 
     @property
     def profile(self) -> Profile | None:
@@ -151,13 +148,13 @@ class Reducer:
 
     @property
     def tuning(self) -> str:
-        """What was tried and decided then, in words."""
         return self._plan_cache.tuning
 
     @property
     def has_exchanged(self) -> bool:
         """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
-        return self._end.has_exchanged and (self._maker is None or self._maker.have_arrived)
+        are_final = self._exchanged is None or bool(self._exchanged.query())
+        return are_final and (self._maker is None or self._maker.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,7 +167,7 @@ class Reducer:
 
     def give_back_memory(self) -> None:
         """Let go of buffers that no gradient is in: a forward, or a backward, begins (Note: memory between steps)."""
-        if is_being_captured(self._collectives.device):
+        if is_being_captured(self._device):
             self._keeps_memory = True  # what was captured goes on to use it
         if self.bucket_set is not None and not self._keeps_memory:
             self.bucket_set.give_back()
@@ -180,20 +177,25 @@ class Reducer:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
         Backwards that do not run inside are not synchronised. If one that does raises, this rank leaves the exchange
-        (Note: failed backwards, in `backward_pass`).
-
-        Args:
-            takes_part: the module certainly takes part, on all ranks; otherwise its first gradient tells.
+        (Note: failed backwards). `takes_part`: the module certainly does, on all ranks; otherwise a gradient tells.
         """
         if self._is_passthrough:
             self.finiteness.begin(self.stats)
             yield
-            self._finish_alone()
+            if self._no_sync_depth == 0:
+                self.stats.num_backwards += 1
+                with torch.no_grad():
+                    self.finiteness.read(None, self.stats)
             return
         if self._backward is not None:  # a part of the backward around it
             yield
             return
-        self._refuse_after_failure()
+        if self.has_failed or not self._collectives.is_open:
+            raise RuntimeError(
+                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
+                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
+                " catch that exception, or raise it before the backward."
+            )
         self._num_foreign = self._foreign.count()
         if takes_part:
             self._begin()
@@ -203,7 +205,11 @@ class Reducer:
             yield
             self._look_for_user_collectives()
         except BaseException as error:
-            self._fail(error)
+            self._backward = None
+            self._hooks.reset()
+            # Also if no gradient has come here yet: on other ranks some may have.
+            if self._no_sync_depth == 0:
+                self._failure = f"{type(error).__name__}: {error}"
             raise
         self._finish()
 
@@ -219,7 +225,6 @@ class Reducer:
 
     @property
     def is_synchronised(self) -> bool:
-        """Whether backwards that begin now are synchronised (`no_sync`)."""
         return self._no_sync_depth == 0
 
     def own_gradients(self, params: Iterable[Tensor]) -> list[str]:
@@ -228,13 +233,6 @@ class Reducer:
             return []
         indices = [self._index_of.get(id(param)) for param in params if param.grad is not None]
         return [self.specs[i].name for i in indices if i is not None and self._hooks.has_counted(i)]
-
-    def _finish_alone(self) -> None:
-        """End a backward of a rank that is alone (Note: one rank)."""
-        if self._no_sync_depth == 0:
-            self.stats.num_backwards += 1
-            with torch.no_grad():
-                self.finiteness.read_without_others(self.stats)
 
     def _act_on_gradient(self, index: int) -> None:
         """Handle a gradient that completes a bucket, or any as long as there is no plan."""
@@ -247,7 +245,9 @@ class Reducer:
             return  # frozen since the forward: autograd calls its hook, but gives it no gradient
         bucket_set = backward.bucket_set
         if bucket_set is None:
-            self._see_arrival(index, backward)
+            backward.arrived.append(index)
+            if self._device.type == "cuda":
+                backward.streams.add(torch.cuda.current_stream(self._device))
             return
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
@@ -269,29 +269,31 @@ class Reducer:
                 self._maker.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
-        has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        weighting = self._weighting
+        has_changed = weighting is not None and weighting.begin(self._params, syncs=syncs, trainable=trainable)
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self._plan_cache.bucket_set(trainable)
         # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
-        factor = self._end.factor(trainable) if has_changed and bucket_set is not None else None
+        factor = self._factor(trainable) if has_changed and bucket_set is not None else None
         tuner = self._plan_cache.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
-        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
+        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._device)
         observer = all_of(tuner, self.observer if is_recorded else None)
+        queue = None
+        if syncs and bucket_set is not None:
+            queue = self._new_queue(bucket_set=bucket_set, observer=observer, num_foreign=self._num_foreign)
         self._backward = BackwardPass(
-            trainable,
-            syncs,
-            observer,
+            trainable=trainable,
+            syncs=syncs,
+            observer=observer,
             is_tuned=tuner is not None,
             bucket_set=bucket_set,
-            queue=self._new_queue(bucket_set, observer=observer, num_foreign=self._num_foreign)
-            if syncs and bucket_set is not None
-            else None,
+            queue=queue,
             factor=factor,
-            some_miss=syncs and self._weighting.some_miss,
+            some_miss=syncs and weighting is not None and weighting.some_miss,
         )
         observer.backward_began()
         return self._backward
@@ -314,37 +316,56 @@ class Reducer:
                 "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
             )
 
-    def _see_arrival(self, param_index: int, backward: BackwardPass) -> None:
-        backward.arrived.append(param_index)
-        if self._collectives.device.type == "cuda":
-            backward.streams.add(torch.cuda.current_stream(self._collectives.device))
+    def _factor(self, trainable: tuple[bool, ...]) -> float:
+        """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
+        if self._weighting is None:
+            return 1.0
+        factor = self._weighting.factor(self.stats)
+        if self._weighting.trainable_differs:
+            self.replicas.refuse_trainable(trainable)
+        return factor
 
     def _finish(self) -> None:
+        """End a backward that has ended well on this rank."""
         backward, self._backward = self._backward, None
         try:
-            if backward is None or not backward.syncs:
-                return
-            with self._foreign.left_out():
-                self._end.finish(backward)
+            if backward is not None and backward.syncs:
+                with self._foreign.left_out():
+                    self._make_final(backward)
         finally:
             self._hooks.reset()
             if backward is not None:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
-    def _fail(self, error: BaseException) -> None:
-        self._backward = None
-        self._hooks.reset()
-        # Also if no gradient has come here yet: on other ranks some may have.
-        if self._no_sync_depth == 0:
-            self._failure = f"{type(error).__name__}: {error}"
+    def _make_final(self, backward: BackwardPass) -> None:
+        """Make the gradients of a backward final, with all ranks."""
+        backward.observer.backward_ended()
+        # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
+        factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
+        with torch.no_grad(), profiler_span("bucketddp::finish"):
+            if any(backward.trainable):
+                self._reduce_rest(backward, factor)
+            if self._weighting is not None:
+                self._weighting.end()
+        backward.observer.gradients_final()
+        if backward.bucket_set is None:
+            return
+        self.stats.num_backwards += 1
+        if self._exchanged is not None and not is_being_captured(self._device):
+            self._exchanged.record()
+        with torch.no_grad():
+            self.finiteness.read(backward.bucket_set, self.stats)
+            if backward.is_tuned:
+                self._plan_cache.end_backward(backward.trainable)
 
-    def _refuse_after_failure(self) -> None:
-        if self.has_failed or not self._collectives.is_open:
-            raise RuntimeError(
-                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
-                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
-                " catch that exception, or raise it before the backward."
-            )
+    def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
+        if backward.queue is None:
+            backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
+            backward.queue = self._new_queue(bucket_set=backward.bucket_set, observer=backward.observer)
+        backward.queue.launch_rest()
+        weighting, missing = self._weighting, backward.queue.missing
+        same = weighting is not None and weighting.compare_missing(missing, some_miss=backward.some_miss)
+        backward.queue.wait(factor=factor, all_miss_the_same=same)
 
 
 def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
