@@ -23,20 +23,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 _OF_NO_NUMBERS = {
     *("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_quantized"),
     *("requires_grad", "grad", "grad_fn", "ndim", "nbytes", "itemsize", "_version", "_backward_hooks", "data"),
-    *(
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "storage_offset",
-        "is_contiguous",
-        "requires_grad_",
-        "detach_",
-        "type",
-        "detach",
-    ),
+    *("size", "stride", "dim", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
+    *("requires_grad_", "detach_", "type", "detach"),
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
     "_has_compatible_shallow_copy_type",
@@ -63,8 +51,7 @@ class ShardedGradientError(RuntimeError):
 class NormsOfAll:
     """The norms of all divided gradients, which are asked for together: torch asks for one after the other.
 
-    Args:
-        divided: returns the gradients, on all ranks the same ones in the same order.
+    `divided` returns the gradients, on all ranks the same ones in the same order.
     """
 
     def __init__(self, collectives: Collectives, divided: Callable[[], Sequence[ShardedGradient]]) -> None:
@@ -83,13 +70,14 @@ class NormsOfAll:
             divided = list(self._divided())
             if all(one.division is not gradient.division for one in divided):
                 refuse(gradient, "norm")  # one of before
-            for one, norm in zip(divided, self._ask(divided, order), strict=True):
+            for one, norm in zip(divided, self._compute(divided, order), strict=True):
                 self._known[order, one.division, one.param_name] = norm
         return self._known[key]
 
-    def _ask(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
-        # torch knows no maximum of nothing.
-        parts = [_as_precise_as_float(one.own if len(one.own) else one.own.new_zeros(1)) for one in divided]
+    def _compute(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
+        # `_foreach_norm(inf)` rejects empty tensors.
+        parts = [one.own if len(one.own) else one.own.new_zeros(1) for one in divided]
+        parts = [part.float() if part.dtype.itemsize < 4 else part for part in parts]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts, order)])
         if math.isinf(order):
             self._collectives.maximum(norms)
@@ -132,7 +120,6 @@ class ShardedGradient(Tensor):
         return sharded
 
     def plain(self) -> Tensor:
-        """Return an ordinary tensor over the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -211,9 +198,9 @@ def refuse(gradient: ShardedGradient, name: str) -> NoReturn:
     )
 
 
-def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
+def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the norm of each gradient, those that are divided completed with the other ranks."""
-    order = float(order)
+    order = float(ord)
     norms = []
     for gradient in gradients:
         if not (isinstance(gradient, ShardedGradient) and gradient.division.is_divided):
@@ -222,11 +209,7 @@ def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
         if order < 0:
             refuse(gradient, f"norm {order}")
         norms.append(gradient.division.norms.of(gradient, order).to(gradient.dtype.to_real()))
-    return norms
-
-
-def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [norm if dtype is None else norm.to(dtype) for norm in _norms(gradients, ord)]
+    return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
 def _norm(
@@ -260,10 +243,6 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
     divided[0].division.collectives.maximum(found_inf)
     divided[0].division.norms.forget()
-
-
-def _as_precise_as_float(gradient: Tensor) -> Tensor:
-    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
 
 
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {
