@@ -16,18 +16,13 @@ from lightning_bucketddp.wording import list_ranks, pluralize
 
 @dataclass(frozen=True, slots=True)
 class Islands:
-    """The ranks of a run, divided into islands.
-
-    Attributes:
-        members: the ranks of each island.
-        own: the island that this rank is in.
-        peers: the ranks with the same position in each island, by island: each has the same part of the weights to
-            exchange, so that every number goes through the slow network once per island.
-    """
+    """The ranks of a run, divided into islands."""
 
     world: Collectives
-    members: list[list[int]]
-    own: Collectives
+    members: list[list[int]]  # the ranks of each island
+    own: Collectives  # the island that this rank is in
+    # The ranks with the same position in each island, by island: each has the same part of the weights to exchange, so
+    # that every number goes through the slow network once per island.
     peers: Collectives
 
     @property

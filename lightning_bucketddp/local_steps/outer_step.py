@@ -1,12 +1,10 @@
 """The outer step: the weights of all islands become one set of weights again.
 
-Note: outer step
-    What an island has changed in its weights since the last outer step is averaged over the islands, and taken as the
-    gradient of an SGD with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo,
-    arXiv 2311.08105). Each rank keeps the global weights and the momentum of one part only: it exchanges that part with
-    its peers, the ranks of the same position in other islands, and gives the result to its island. Everything goes in
-    chunks, so that there is never another copy of all weights; while one chunk travels between the islands, the one
-    before is stepped.
+What an island has changed in its weights since the last outer step is averaged over the islands, and taken as the
+gradient of an SGD with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo, arXiv
+2311.08105). Each rank keeps the global weights and the momentum of one part only: it exchanges that part with its
+peers, the ranks of the same position in other islands, and gives the result to its island. Everything goes in chunks,
+so that there is never another copy of all weights; while one chunk travels, the one before is stepped.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ class _Chunk:
 
 
 class OuterStep:
-    """Steps the global weights (Note: outer step).
+    """Steps the global weights.
 
     Args:
         parameters: those that are trained, by name; the same values on all ranks now.

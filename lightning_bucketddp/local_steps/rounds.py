@@ -1,10 +1,8 @@
 """Rounds of local steps in a fit: when one ends, what all ranks are told then, and what a checkpoint holds of it.
 
-Note: when a round ends
-    After `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the weights:
-    before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a signal
-    stops the run. So weights are equal on all ranks whenever they are looked at. All ranks count the same steps, and
-    come to the same places.
+A round ends after `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the
+weights: before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a
+signal stops the run. So weights are equal on all ranks whenever they are looked at.
 
 Note: averaged models
     A moving average of weights is linear in them: the mean over the islands of each island's average is the average of
@@ -53,27 +51,19 @@ OUTER_STEP = "the outer step"
 
 @dataclass(eq=False)
 class LocalRounds(RunPart):
-    """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
-
-    Attributes:
-        shares_buffers: all ranks have the same buffers (`broadcast_buffers`).
-        exchange: between all ranks; used when a round ends, and by nobody in a step.
-        of_island: between the ranks of this island; None: there is one only.
-        signals: those that stop the run, and travel with `exchange`; None: nobody handles them.
-        has_trained: whether there was data in this island for the step that has ended.
-    """
+    """Rounds of `local_steps` steps in each island, with an outer step at the end of each."""
 
     trainer: Trainer
     islands: Islands
     option: LocalSteps
     config: ReducerConfig
     replica_checks: ReplicaChecks
-    shares_buffers: bool
-    exchange: StepExchange
-    of_island: StepExchange | None
+    shares_buffers: bool  # all ranks have the same buffers (`broadcast_buffers`)
+    exchange: StepExchange  # between all ranks; used when a round ends, and by nobody in a step
+    of_island: StepExchange | None  # between the ranks of this island; None: there is one only
     progress: Progress
-    signals: StopSignals | None
-    has_trained: Callable[[], bool]
+    signals: StopSignals | None  # those that stop the run, and travel with `exchange`; None: nobody handles them
+    has_trained: Callable[[], bool]  # whether there was data in this island for the step that has ended
 
     def __post_init__(self) -> None:
         self._reduction = reduction_of(self.config, self.islands.peers)
@@ -172,16 +162,10 @@ class LocalRounds(RunPart):
         if self.signals is not None:
             self.signals.stop_if_agreed()
 
-    def before_validation(self) -> None:
-        """End the round, so that all ranks evaluate the same weights."""
+    def share_weights(self, kind: MessageKind) -> None:
+        """End the round before a validation, or with the epoch: that raises on all ranks if it goes on for some."""
         if self._outer is not None:
-            self._end_round(MessageKind.OUTER_STEP)
-            self._average_models()
-
-    def end_epoch(self) -> None:
-        """End the round with the epoch, or raise on all ranks if the epoch goes on for some of them."""
-        if self._outer is not None:
-            self._end_round(MessageKind.OUT_OF_DATA)
+            self._end_round(kind)
             self._average_models()
 
     def before_save(self) -> None:
@@ -316,10 +300,10 @@ class LocalRounds(RunPart):
                 rounds.after_batch()
 
             def on_validation_start(self, *_: Any) -> None:
-                rounds.before_validation()
+                rounds.share_weights(MessageKind.OUTER_STEP)
 
             def on_train_epoch_end(self, *_: Any) -> None:
-                rounds.end_epoch()
+                rounds.share_weights(MessageKind.OUT_OF_DATA)
 
         self._callback = EndsRounds()
         # The first of all: the others look at weights.

@@ -49,8 +49,7 @@ class GradientHooks:
         self._unplanned = Arrivals(expected=0, pending=UNKNOWN)
         # By parameter; changed in place, because the hooks hold it.
         self._arrivals = [self._unplanned] * len(params)
-        self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()
+        self._handles: dict[int, RemovableHandle] = {}
         # The hooks of each parameter that has one of ours, and the key of ours.
         self._hooks_of: list[tuple[dict[int, Any], int]] = []
         for index, param in enumerate(params):
@@ -58,8 +57,7 @@ class GradientHooks:
             if param.is_floating_point() or param.is_complex():
                 with _trainable(param):
                     handle = param.register_post_accumulate_grad_hook(self._hook_for(index))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-                self._hooked.add(index)
+                self._handles[index] = handle
                 self._hooks_of.append((param._post_accumulate_grad_hooks, handle.id))
 
     def begin(self, bucket_set: BucketSet | None) -> None:
@@ -104,14 +102,13 @@ class GradientHooks:
 
     def has_counted(self, param_index: int) -> bool:
         """Return whether this gradient may be one of those, or another in its bucket is."""
-        return param_index in self._hooked and self._arrivals[param_index].pending != UNKNOWN
+        return param_index in self._handles and self._arrivals[param_index].pending != UNKNOWN
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         self._hooks_of.clear()
-        self._hooked.clear()
         self._bucket_set = None
         self._arrivals[:] = [self._unplanned] * len(self._arrivals)
         for param in self._params:

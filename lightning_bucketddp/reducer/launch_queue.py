@@ -38,14 +38,7 @@ from lightning_bucketddp.wording import list_names
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaunchQueue:
-    """Launches the buckets of one backward in order, and waits for them in order.
-
-    Attributes:
-        foreign: collectives of others in the group of `reduction` (Note: collectives of users).
-        num_foreign: how many there were when the backward began, or the last bucket left.
-        missing: parameters whose gradients this rank does not have, of those whose buckets have left, with the bucket
-            and the position in it.
-    """
+    """Launches the buckets of one backward in order, and waits for them in order."""
 
     bucket_set: BucketSet
     reduction: Reduction
@@ -53,10 +46,12 @@ class LaunchQueue:
     finiteness: Finiteness
     stats: ReducerStats
     observer: BackwardObserver
+    # In the group of `reduction` (Note: collectives of users), and how many there were when the last bucket left.
     foreign: ForeignCollectives
     num_foreign: int = 0
     next_to_launch: int = 0
     in_flight: list[PendingReduction] = field(default_factory=list)
+    # By parameter, of buckets that have left: gradients that this rank does not have, by bucket and position in it.
     missing: dict[int, tuple[Bucket, int]] = field(default_factory=dict)
 
     def describe(self, specs: Sequence[ParameterSpec]) -> str:

@@ -27,27 +27,16 @@ class OuterStepStats:
 
 @dataclass(slots=True)
 class ReducerStats:
-    """Counters since the reducer was made.
+    """Counters since the reducer was made."""
 
-    Attributes:
-        num_backwards: synchronised backwards.
-        num_reductions: buckets reduced in them.
-        bytes_reduced: size of those buckets, in the gradients' own dtype.
-        num_plans: plans made: for each set of trainable parameters, and if a better one was computed.
-        num_unused: gradients that were missing on this rank and filled in with zeros.
-        num_skipped: training steps that returned nothing, on all ranks together.
-        num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
-        outer_steps: with `local_steps`, each exchange of weights between the islands.
-    """
-
-    num_backwards: int = 0
-    num_reductions: int = 0
-    bytes_reduced: int = 0
-    num_plans: int = 0
-    num_unused: int = 0
-    num_skipped: int = 0
-    num_nonfinite: int = 0
-    outer_steps: list[OuterStepStats] = field(default_factory=list)
+    num_backwards: int = 0  # synchronised ones
+    num_reductions: int = 0  # buckets reduced in them
+    bytes_reduced: int = 0  # size of those buckets, in the gradients' own dtype
+    num_plans: int = 0  # one for each set of trainable parameters, and if a better one was computed
+    num_unused: int = 0  # gradients that were missing on this rank and filled in with zeros
+    num_skipped: int = 0  # training steps that returned nothing, on all ranks together
+    num_nonfinite: int = 0  # backwards in which a loss or a gradient was infinite or nan on some rank
+    outer_steps: list[OuterStepStats] = field(default_factory=list)  # with `local_steps`
 
     @property
     def num_outer_steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,49 +34,44 @@ _ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 Trainable = tuple[bool, ...]
 
 
+@dataclass(eq=False)
 class PlanCache:
-    """Makes plans, remembers them, and changes to better ones (Note: tuning). Arguments are those of `Reducer`."""
+    """Makes plans, remembers them, and changes to better ones (Note: tuning). Fields are arguments of `Reducer`."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        config: ReducerConfig,
-        *,
-        reduction: Reduction,
-        stats: ReducerStats,
-        clock: Clock | None,
-        say: Callable[[str], None],
-        maker: BucketMaker | None = None,
-    ) -> None:
-        sparse, may_be_alone = replicas.sparse_names, config.comm_hook is None
+    replicas: Replicas
+    config: ReducerConfig
+    reduction: Reduction
+    stats: ReducerStats
+    clock: Clock | None
+    say: Callable[[str], None]
+    maker: BucketMaker | None
+    description: str = "no plan yet"
+    # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
+    profile: Profile | None = None
+    tuning: str = ""
+    _bucket_sets: dict[Trainable, BucketSet] = field(default_factory=dict)
+    _better: dict[Trainable, Sequence[BucketSpec]] = field(default_factory=dict)
+    _tuners: dict[Trainable, PlanTuner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parameters, sparse = self.replicas.parameters, self.replicas.sparse_names
+        may_be_alone = self.config.comm_hook is None
         self.specs = [
             spec_of(name, param, device=param.device, sparse=name in sparse, may_be_alone=may_be_alone)
-            for name, param in replicas.parameters.items()
+            for name, param in parameters.items()
         ]
-        self.description = "no plan yet"
-        # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
-        self.profile: Profile | None = None
-        self.tuning = ""
-        self._replicas = replicas
-        self._params = list(replicas.parameters.values())
-        self._config = config
-        self._collectives = replicas.collectives
-        self._stats = stats
-        self._say = say
-        self._maker = maker
-        self._clock = clock or clock_of(self._collectives.device)
-        self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
-        self._bucket_sets: dict[Trainable, BucketSet] = {}
-        self._better: dict[Trainable, Sequence[BucketSpec]] = {}
-        self._tuners: dict[Trainable, PlanTuner] = {}
+        self._params = list(parameters.values())
+        self._collectives = self.replicas.collectives
+        self._clock = self.clock or clock_of(self._collectives.device)
+        self._meter = CostMeter(self.reduction, self._collectives, self._clock)
 
     def describe_outlook(self) -> str:
         """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
         members = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
         gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
-        if self._maker is not None:  # its optimizers, which are not known yet, have a say in it
+        if self.maker is not None:  # its optimizers, which are not known yet, have a say in it
             return gradients
-        plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self._config.caps)
+        plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self.config.caps)
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
 
     def late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
@@ -114,28 +110,29 @@ class PlanCache:
             self._place(trainable, self._better.pop(trainable), num_firings, streams, origin=origin)
         bucket_set = self._bucket_sets.get(trainable)
         if bucket_set is not None:
-            bucket_set.last_used = self._stats.num_backwards
+            bucket_set.last_used = self.stats.num_backwards
         return bucket_set
 
     def make(self, trainable: Trainable, order: Sequence[int], streams: set[torch.cuda.Stream]) -> BucketSet:
         """Plan from the `order` in which hooks fired in a backward, each as often as it did, and on which `streams`."""
-        self._replicas.agree()
+        self.replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
+        seen = set(arrived)
         # What is registered last usually gets its gradient first.
-        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in set(arrived)]
-        if self._maker is None:
-            plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in seen]
+        if self.maker is None:
+            plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self.config.caps)
         else:
-            plan = self._maker.plan(
+            plan = self.maker.plan(
                 self.specs,
                 self._params,
                 arrived=arrived,
                 missing=missing,
-                caps=self._config.caps,
-                alignment=self._config.alignment,
+                caps=self.config.caps,
+                alignment=self.config.alignment,
             )
-        oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
+        oldest = self.stats.num_backwards - _FORGET_PLAN_AFTER
         for unused in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
             del self._bucket_sets[unused]
             self._better.pop(unused, None)
@@ -143,9 +140,9 @@ class PlanCache:
                 self._tuners.pop(unused).close()
         # Another plan would move optimizer state between ranks; a communication hook keeps state by bucket; and who
         # wants runs to repeat wants no plan that depends on time.
-        config = self._config
+        config = self.config
         is_auto = config.bucket_cap_mb == AUTO and config.overlap and not torch.are_deterministic_algorithms_enabled()
-        is_free = self._maker is None and config.comm_hook is None and self._collectives.world_size > 1
+        is_free = self.maker is None and config.comm_hook is None and self._collectives.world_size > 1
         if is_auto and is_free and has_choice(plan):
             self._tuners[trainable] = PlanTuner(
                 first_plan=plan,
@@ -154,8 +151,8 @@ class PlanCache:
                 collectives=self._collectives,
                 meter=self._meter,
                 clock=self._clock,
-                say=self._say,
-                reduce_dtype=self._config.reduce_dtype,
+                say=self.say,
+                reduce_dtype=self.config.reduce_dtype,
             )
         return self._place(trainable, plan, Counter(order), streams)
 
@@ -186,15 +183,15 @@ class PlanCache:
             streams=streams,
             trainable=trainable,
             collectives=self._collectives,
-            config=self._config,
-            maker=self._maker,
+            config=self.config,
+            maker=self.maker,
         )
-        bucket_set.last_used = self._stats.num_backwards
-        self._stats.num_plans += 1
-        bucket_set.version = self._stats.num_plans
+        bucket_set.last_used = self.stats.num_backwards
+        self.stats.num_plans += 1
+        bucket_set.version = self.stats.num_plans
         self.description = f"{bucket_set}{origin}"
         if self._collectives.rank == 0:
-            log.info("bucketddp: plan %d: %s", self._stats.num_plans, self.description)
+            log.info("bucketddp: plan %d: %s", self.stats.num_plans, self.description)
         return bucket_set
 
 

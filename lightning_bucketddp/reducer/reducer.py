@@ -127,6 +127,7 @@ class Reducer:
         self.bucket_set = None
 
     def describe(self) -> str:
+        """Return what was planned and done so far, in one line."""
         stats = self.stats
         return (
             f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"

@@ -21,21 +21,13 @@ from lightning_bucketddp.reducer.lone_bucket import Bucket, DenseBucket, SparseB
 
 @dataclass(slots=True)  # not frozen, which takes longer to make
 class PendingReduction:
-    """A reduction in flight.
+    """A reduction in flight."""
 
-    Attributes:
-        bytes_sent: given to the network, or to a communication hook; of a reduce-scatter the half (Note: halves).
-        transfer: ends when the network has done its part; None: that is not known before `wait` returns.
-        flags: the flags, where they travel on their own.
-        finish: what is left to do when the network has done its part.
-        has_ended: it had ended when it was started.
-    """
-
-    bytes_sent: int
-    transfer: Pending | None
-    flags: Pending | None = None
-    finish: Callable[[], object] | None = None
-    has_ended: bool = False
+    bytes_sent: int  # to the network, or given to a communication hook; of a reduce-scatter the half (Note: halves)
+    transfer: Pending | None  # ends when the network has done its part; None: that is not known before `wait` returns
+    flags: Pending | None = None  # where they travel on their own
+    finish: Callable[[], object] | None = None  # what is left to do then
+    has_ended: bool = False  # when it was started
 
     def wait(self) -> None:
         """Make the result usable: block the host on CPU, the current stream on GPU."""

@@ -35,7 +35,7 @@ class Weighting:
     def __init__(self, exchange: StepExchange, *, by_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
-        self.some_miss = False  # some rank a gradient, in the backward before the last
+        self.some_miss = False  # whether a rank has missed a gradient in the backward before the last
         self._num_missing = 0
         self._trainable: tuple[bool, ...] | None = None
         self._trainable_id = 0

@@ -82,20 +82,15 @@ class ShardedLayout:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """What the buckets of an optimizer have in common.
-
-    Attributes:
-        norms: of all gradients that are divided.
-        buckets: in which the gradients of each layout are now.
-        is_partial: a step has begun and not ended, or failed: the weights are not those of one step.
-        observer: is told of exchanges of weights; another one than this is set while steps are recorded.
-    """
+    """What the buckets of an optimizer have in common."""
 
     collectives: Collectives
     norms: NormsOfAll
+    # In which the gradients of each layout are now.
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
+    # A step has begun and not ended, or failed: the weights are not those of one step.
     is_partial: bool = False
-    observer: BackwardObserver = NO_OBSERVER
+    observer: BackwardObserver = NO_OBSERVER  # another one is set while steps are recorded
     _exchanged: Any = None
 
     @property

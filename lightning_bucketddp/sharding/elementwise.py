@@ -1,11 +1,10 @@
 """Which optimizers can be divided among ranks, and how: by elements, by whole parameters, or not at all.
 
-Note: tried on small tensors
-    No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
-    gradients: each rank would have a different one, without an error. So only those are taken that are known, or whose
-    author says what they do (`elementwise`, `per_parameter`). All but torch's own are tried before training begins: a
-    twin steps small tensors together, others step parts of them, and the weights must be the same. That is no proof,
-    but it finds what is wrong in the first steps.
+No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
+gradients: each rank would have a different one, without an error. So only those are taken that are known, or whose
+author says what they do (`elementwise`, `per_parameter`). All but torch's own are tried before training begins: a twin
+steps small tensors together, others step parts of them, and the weights must be the same. That is no proof, but it
+finds what is wrong in the first steps.
 """
 
 from __future__ import annotations

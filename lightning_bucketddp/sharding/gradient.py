@@ -100,16 +100,10 @@ class Division:
 
 
 class ShardedGradient(Tensor):
-    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient).
+    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient)."""
 
-    Attributes:
-        division: that of the bucket.
-        own: this rank's share, in memory order, as an ordinary tensor over the same memory; it may be empty.
-        param_name: of the parameter.
-    """
-
-    division: Division
-    own: Tensor
+    division: Division  # that of the bucket
+    own: Tensor  # this rank's share, in memory order: an ordinary tensor over the same memory, which may be empty
     param_name: str
 
     @staticmethod
@@ -222,18 +216,13 @@ def _norm(
     *,
     ord: Any = None,
 ) -> Tensor:
+    """Stand for `torch.norm`, whose order is `p`, and for `torch.linalg.norm` and `vector_norm`, where it is `ord`."""
     order = p if ord is None else ord
     order = 2.0 if order in (None, "fro") else order
     if dim is not None or keepdim or out is not None or isinstance(order, str):
         assert isinstance(gradient, ShardedGradient)
         refuse(gradient, "norm")
     return _foreach_norm([gradient], order, dtype)[0]
-
-
-def _vector_norm(
-    gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return _norm(gradient, ord, dim, keepdim, dtype=dtype)
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -248,7 +237,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {
     "_foreach_norm": _foreach_norm,
     "norm": _norm,
-    "linalg_norm": _vector_norm,
-    "linalg_vector_norm": _vector_norm,
+    "linalg_norm": _norm,
+    "linalg_vector_norm": _norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }

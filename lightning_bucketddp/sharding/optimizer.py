@@ -26,9 +26,7 @@ from lightning_bucketddp.sharding.gradient import ShardedGradient
 class ShardedOptimizer:
     """An optimizer that steps this rank's pieces only (Note: sharded steps).
 
-    Attributes:
-        is_elementwise: pieces may be any parts of parameters, otherwise they are whole ones.
-        loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
+    `is_elementwise`: pieces may be any parts of parameters, otherwise they are whole ones.
     """
 
     def __init__(self, optimizer: Optimizer, gathering: Gathering, *, is_elementwise: bool) -> None:
@@ -36,6 +34,7 @@ class ShardedOptimizer:
         self.is_elementwise = is_elementwise
         self.gathering = gathering
         self.shards: dict[nn.Parameter, Shard] = {}
+        # State from a checkpoint, by position of the parameter, that is cut when the first layout is made.
         self.loaded: dict[int, Any] = {}
         self.loads = [0] * gathering.collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
