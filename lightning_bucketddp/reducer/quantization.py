@@ -176,15 +176,15 @@ class QuantizedMeanReduction(Reduction):
             return PendingReduction(flags.nbytes, None, pending_flags)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
-            exchange = self._exchanges[bucket] = self._exchange_of(numbers.numel(), bucket.shares)
+            if bucket.shares is not None:
+                exchange = _ForShares(self.collectives, numbers.numel(), bucket.shares)
+            else:
+                kind = _ForAll if self.collectives.world_size > 2 else _ForTwo
+                exchange = kind(self.collectives, numbers.numel())
+            self._exchanges[bucket] = exchange
         first = exchange.start_first(numbers)
         transfer, finish = self._follow(first, exchange, numbers)
         return PendingReduction(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
-
-    def _exchange_of(self, numel: int, shares: Shares | None) -> _Exchange:
-        if shares is not None:
-            return _ForShares(self.collectives, numel, shares)
-        return _ForAll(self.collectives, numel) if self.collectives.world_size > 2 else _ForTwo(self.collectives, numel)
 
     def _follow(
         self, first: Pending, exchange: _Exchange, numbers: Tensor

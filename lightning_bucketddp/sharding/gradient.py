@@ -82,12 +82,9 @@ class NormsOfAll:
         if math.isinf(order):
             self._collectives.maximum(norms)
             return norms
-        if order == 0:
-            self._collectives.sum(norms)
-            return norms
-        powers = norms**order
+        powers = norms if order == 0 else norms**order
         self._collectives.sum(powers)
-        return powers ** (1 / order)
+        return powers if order == 0 else powers ** (1 / order)
 
 
 @dataclass(slots=True, eq=False)
