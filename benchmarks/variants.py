@@ -17,9 +17,9 @@ from benchmarks.comm_hooks import HOOKS
 from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.config import LocalSteps, ReducerConfig
 from lightning_bucketddp.local_steps.islands import make_islands
-from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
+from lightning_bucketddp.local_steps.outer_step import OuterStep
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.weighting import Weighting
@@ -186,7 +186,7 @@ def _attach_local(variant: Variant, model: nn.Module, device: torch.device) -> A
     Replicas(model, collectives).broadcast()
     islands = make_islands(collectives, "rank", host="")
     assert islands is not None
-    outer = OuterStep(dict(model.named_parameters()), islands, MeanReduction(islands.peers), OuterConfig())
+    outer = OuterStep(dict(model.named_parameters()), islands, MeanReduction(islands.peers), LocalSteps(1))
     steps = itertools.count(1)
 
     def after_step() -> None:

@@ -1,9 +1,4 @@
-"""Islands: which ranks average gradients in each step, and which exchange weights between them.
-
-Note: positions
-    Islands are of equal size. The ranks that have the same position in their islands are peers: each has the same part
-    of the weights to exchange with the others, so that every number goes through the slow network once per island.
-"""
+"""Islands: which ranks average gradients in each step, and which exchange weights between them."""
 
 from __future__ import annotations
 
@@ -21,23 +16,18 @@ from lightning_bucketddp.wording import list_ranks, pluralize
 
 @dataclass(frozen=True, slots=True)
 class Islands:
-    """The ranks of a run, divided into islands.
-
-    Attributes:
-        world: all ranks.
-        members: the ranks of each island.
-        own: the island that this rank is in.
-        peers: the ranks with the same position in each island, by island.
-    """
+    """The ranks of a run, divided into islands."""
 
     world: Collectives
-    members: list[list[int]]
-    own: Collectives
+    members: list[list[int]]  # the ranks of each island
+    own: Collectives  # the island that this rank is in
+    # The ranks with the same position in each island, by island: each has the same part of the weights to exchange, so
+    # that every number goes through the slow network once per island.
     peers: Collectives
 
     @property
     def index(self) -> int:
-        """Return which island this rank is in."""
+        """Which island this rank is in."""
         return self.peers.rank
 
     @property
@@ -45,19 +35,11 @@ class Islands:
         return len(self.members)
 
     def describe(self) -> str:
-        """Return how ranks are divided, in words."""
         return f"{self.number} islands of {pluralize(len(self.members[0]), 'rank')}"
 
 
 def make_islands(world: Collectives, option: IslandsOption, *, host: str) -> Islands | None:
-    """Divide all ranks as `option` says; None if all of them are in one island. All ranks must call this.
-
-    Args:
-        host: names the host of this rank.
-
-    Raises:
-        ValueError: if they cannot be divided like that.
-    """
+    """Divide all ranks as `option` says; None if all of them are in one island. All ranks must call this."""
     members = divide(option, hosts=world.gather_json(host))
     if len(members) == 1:
         return None
@@ -86,32 +68,26 @@ def _by_host(hosts: Sequence[str]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
     members = list(by_host.values())
+    listed = "; ".join(f"{list_ranks(ranks)} on host {index}" for index, ranks in enumerate(members))
     if len({len(ranks) for ranks in members}) > 1:
         raise ValueError(
-            f"`islands='host'` needs as many ranks on each host, but there are {_list_hosts(members)}. Start as many on"
+            f"`islands='host'` needs as many ranks on each host, but there are {listed}. Start as many on"
             " each, or pass `islands='rank'`, or a number of islands."
         )
     if [rank for ranks in members for rank in ranks] != list(range(len(hosts))):
         raise ValueError(
-            f"`islands='host'` needs the ranks of each host to follow each other, but there are {_list_hosts(members)}."
+            f"`islands='host'` needs the ranks of each host to follow each other, but there are {listed}."
             " Have your launcher fill one host after the other, or pass `islands='rank'`."
         )
     return members
 
 
-def _list_hosts(members: Sequence[Sequence[int]]) -> str:
-    return "; ".join(f"{list_ranks(ranks)} on host {index}" for index, ranks in enumerate(members))
-
-
 def find_islands(
     world: Collectives, option: LocalSteps, *, known: Islands | None, host: str, syncs_layers: bool
 ) -> Islands | None:
-    """Divide the ranks into islands; None: there is one only. All ranks must call this.
+    """Divide the ranks into islands, or return the `known` ones of an earlier fit; None: there is one only.
 
-    Args:
-        known: those of an earlier fit.
-        host: names the host of this rank.
-        syncs_layers: layers of an island talk to each other.
+    All ranks must call this. `host` names that of this rank; `syncs_layers`: layers of an island talk to each other.
     """
     islands = known
     if islands is None or islands.world is not world:
@@ -121,8 +97,12 @@ def find_islands(
             f"bucketddp: `local_steps={option.steps}` has no effect, because all ranks are in one island"
             f" (`islands={option.islands!r}`): gradients are averaged in each step."
         )
-    elif syncs_layers:
-        _refuse_lone_sync_batchnorm(islands)
+    elif syncs_layers and islands.own.world_size == 1:
+        raise ValueError(
+            "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
+            " island. Pass `islands='host'` or a smaller number of islands to `LocalSteps`, or leave `sync_batchnorm`"
+            " out."
+        )
     return islands
 
 
@@ -137,13 +117,3 @@ def refuse_layers_between_islands(model: nn.Module, islands: Islands) -> None:
                     f"`{name}` (SyncBatchNorm) talks to ranks of other islands in each step, which `local_steps` is to"
                     " avoid. Use BatchNorm layers and `Trainer(sync_batchnorm=True)`, which stays inside of an island."
                 )
-
-
-def _refuse_lone_sync_batchnorm(islands: Islands) -> None:
-    """Raise if there is nobody in an island to synchronize BatchNorm layers with."""
-    if islands.own.world_size == 1:
-        raise ValueError(
-            "`sync_batchnorm=True` needs other ranks in each step, but with `local_steps` each rank is alone in its"
-            " island. Pass `islands='host'` or a smaller number of islands to `LocalSteps`, or leave `sync_batchnorm`"
-            " out."
-        )

@@ -1,15 +1,10 @@
 """The outer step: the weights of all islands become one set of weights again.
 
-Note: outer step
-    What an island has changed in its weights since the last outer step is averaged over the islands, and taken as the
-    gradient of an SGD with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo,
-    arXiv 2311.08105). Each rank keeps the global weights and the momentum of one part only (Note: positions): it
-    exchanges that part with its peers and gives the result to its island. Everything goes in chunks, so that there is
-    never another copy of all weights; while one chunk travels between the islands, the one before is stepped.
-
-Note: rows
-    Weights of one dtype lie one behind the other in a row, in the order that each has in memory. Views are taken anew
-    in each outer step, because `param.data` may have been replaced since.
+What an island has changed in its weights since the last outer step is averaged over the islands, and taken as the
+gradient of an SGD with Nesterov momentum that steps the global weights, from which all islands go on (DiLoCo, arXiv
+2311.08105). Each rank keeps the global weights and the momentum of one part only: it exchanges that part with its
+peers, the ranks of the same position in other islands, and gives the result to its island. Everything goes in chunks,
+so that there is never another copy of all weights; while one chunk travels, the one before is stepped.
 """
 
 from __future__ import annotations
@@ -18,30 +13,25 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, chunks_of_one_dtype
+from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.local_steps.islands import Islands
-from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction, Reduction
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
+from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 
 # Of all ranks of an island together.
 _CHUNK_NUMBERS = 16 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class OuterConfig:
-    """Settings of the outer SGD."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-
 class _Row:
-    """Tensors of one dtype as one row of numbers (Note: rows)."""
+    """Tensors of one dtype as one row of numbers, each in the order that it has in memory.
+
+    Views are taken anew each time, because `param.data` may have been replaced since.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -91,58 +81,53 @@ def in_memory_order(name: str, tensor: Tensor) -> Tensor:
         ) from None
 
 
-class _Wire:
-    """What a rank exchanges of a chunk: a bucket without parameters."""
-
-    shares: Shares | None = None
-
-    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.wire = torch.zeros(numel, dtype=dtype, device=device)
-
-    @property
-    def numbers(self) -> Tensor:
-        return self.wire
-
-
 @dataclass(slots=True)
 class _Chunk:
-    """A range of a row, and what this rank keeps of its own part: the global weights and the momentum."""
+    """A range of a row, what this rank keeps of its own part (global weights, momentum), and what it exchanges in."""
 
     row: _Row
     start: int
     weights: Tensor
     momentum: Tensor | None
-    wires: tuple[_Wire, ...]
+    wires: tuple[BufferedBucket, ...]
 
 
 class OuterStep:
-    """Steps the global weights (Note: outer step).
+    """Steps the global weights.
 
     Args:
         parameters: those that are trained, by name; the same values on all ranks now.
         reduction: takes means over the peers.
+
+    Attributes:
+        is_partial: an exception has left some weights as the island's own, and some as those of all.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], islands: Islands, reduction: Reduction, config: OuterConfig
+        self, parameters: Mapping[str, Tensor], islands: Islands, reduction: Reduction, option: LocalSteps
     ) -> None:
         self.names = list(parameters)
+        self.is_partial = False
         self._islands = islands
+        self._size = islands.own.world_size
         self._reduction = reduction
-        self._config = config
+        self._lr, self._momentum = option.outer_lr, option.outer_momentum
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, param in parameters.items():
             by_dtype.setdefault(param.dtype.to_real(), {})[name] = param
-        self._chunks = [chunk for tensors in by_dtype.values() for chunk in self._divide(_Row(tensors))]
-        # An exception has left some weights as the island's own, and some as those of all.
-        self.is_partial = False
+        self._rows = [_Row(tensors) for tensors in by_dtype.values()]
+        self._chunks = [chunk for row in self._rows for chunk in self._divide(row)]
 
     def _divide(self, row: _Row) -> Iterator[_Chunk]:
         num_chunks = -(-row.numel // _CHUNK_NUMBERS)
         share = -(-row.numel // (num_chunks * self._size))
         first = next(iter(row.tensors.values()))
         dtype = torch.promote_types(first.dtype.to_real(), torch.float32)
-        wires = [_Wire(share, dtype=dtype, device=first.device) for _ in range(min(num_chunks, 2))]
+        layout, like = BufferLayout([0], share), torch.empty(share, dtype=dtype, device="meta")
+        wires = [
+            BufferedBucket([like], arrivals=Arrivals(0), num_flags=0, device=first.device, layout=layout)
+            for _ in range(min(num_chunks, 2))
+        ]
         for index in range(num_chunks):
             start = index * share * self._size
             own = torch.empty(share, dtype=first.dtype.to_real(), device=first.device)
@@ -150,19 +135,9 @@ class OuterStep:
                 row,
                 start,
                 weights=row.read(start + self._islands.own.rank * share, own),
-                momentum=torch.zeros_like(own, dtype=dtype) if self._config.momentum else None,
+                momentum=torch.zeros_like(own, dtype=dtype) if self._momentum else None,
                 wires=(wires[0], wires[-1]),
             )
-
-    @property
-    def _size(self) -> int:
-        return self._islands.own.world_size
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return what this rank keeps between two outer steps."""
-        kept = [tensor for chunk in self._chunks for tensor in (chunk.weights, chunk.momentum) if tensor is not None]
-        return sum(tensor.nbytes for tensor in kept)
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -171,7 +146,6 @@ class OuterStep:
             chunk.row.read(self._own_start(chunk), chunk.weights)
 
     def nonfinite(self) -> list[str]:
-        """Return the names of weights that are not finite, of the part that this rank has."""
         pieces = [
             piece
             for chunk in self._chunks
@@ -187,21 +161,22 @@ class OuterStep:
     def step(self, *, share: float) -> int:
         """Step the global weights and go on from them. All ranks must call this. Return the bytes given to the network.
 
-        Args:
-            share: how much this island counts, in units of a plain mean over all islands; 0: not at all.
+        This island counts `share` times what it does in a plain mean over all islands; 0: not at all.
         """
         self.is_partial = True
         bytes_sent = 0
-        before: tuple[_Chunk, _Wire, PendingReduction] | None = None
+        in_flight: list[tuple[_Chunk, BufferedBucket, PendingReduction]] = []
         for index, chunk in enumerate(self._chunks):
             wire = chunk.wires[index % 2]
-            pending = self._start(chunk, wire, index=index, share=share)
-            if before is not None:
-                bytes_sent += self._finish(*before)
-            before = chunk, wire, pending
-        if before is not None:
-            bytes_sent += self._finish(*before)
-        self._wait_for_device()
+            in_flight.append((chunk, wire, self._start(chunk, wire, index=index, share=share)))
+            if len(in_flight) > 1:
+                bytes_sent += self._finish(*in_flight.pop(0))
+        for last in in_flight:
+            bytes_sent += self._finish(*last)
+        # An abort would leave what is under way there half done, and nobody would know.
+        device = self._islands.world.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         self.is_partial = False
         return bytes_sent
 
@@ -211,24 +186,22 @@ class OuterStep:
         for chunk in self._chunks:
             self._give_to_island(chunk)
 
-    def _start(self, chunk: _Chunk, wire: _Wire, *, index: int, share: float) -> PendingReduction:
+    def _start(self, chunk: _Chunk, wire: BufferedBucket, *, index: int, share: float) -> PendingReduction:
         change = chunk.row.read(self._own_start(chunk), wire.wire)
         torch.sub(chunk.weights, change, out=change)
         if share == 0:
             change.zero_()  # it may not be finite
         elif share != 1:
             change.mul_(share)
-        # A mean needs no more of a bucket.
-        bucket = cast(DenseBucket, wire)
-        return self._reduction.start(bucket, index=index, is_last=index == len(self._chunks) - 1)
+        return self._reduction.start(wire, index=index, is_last=index == len(self._chunks) - 1)
 
-    def _finish(self, chunk: _Chunk, wire: _Wire, pending: PendingReduction) -> int:
+    def _finish(self, chunk: _Chunk, wire: BufferedBucket, pending: PendingReduction) -> int:
         pending.wait()
         gradient = wire.wire
         if chunk.momentum is not None:
-            chunk.momentum.mul_(self._config.momentum).add_(gradient)
-            gradient = gradient.add_(chunk.momentum, alpha=self._config.momentum)
-        chunk.weights.copy_(gradient.mul_(-self._config.lr).add_(chunk.weights))
+            chunk.momentum.mul_(self._momentum).add_(gradient)
+            gradient = gradient.add_(chunk.momentum, alpha=self._momentum)
+        chunk.weights.copy_(gradient.mul_(-self._lr).add_(chunk.weights))
         self._give_to_island(chunk)
         return pending.bytes_sent
 
@@ -247,12 +220,6 @@ class OuterStep:
     def _own_start(self, chunk: _Chunk) -> int:
         return chunk.start + self._islands.own.rank * chunk.weights.numel()
 
-    def _wait_for_device(self) -> None:
-        # An abort would leave what is under way there half done, and nobody would know.
-        device = self._islands.world.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
     def free_device(self) -> None:
         """Keep the momentum in host memory, and nothing else: there will be no further step."""
         for chunk in self._chunks:
@@ -263,7 +230,7 @@ class OuterStep:
     def gather_momentum(self) -> dict[str, Tensor]:
         """Return the momentum of each parameter, in host memory. All ranks of an island must call this."""
         gathered: dict[str, Tensor] = {}
-        for row in {id(chunk.row): chunk.row for chunk in self._chunks}.values():
+        for row in self._rows:
             of_row = _Row({name: _momentum_like(param) for name, param in row.tensors.items()})
             for chunk in self._chunks:
                 if chunk.row is row and chunk.momentum is not None:
@@ -273,13 +240,11 @@ class OuterStep:
 
     def set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
         """Go on with the momentum that `gather_momentum` has returned; a parameter that it does not name has none."""
-        rows = {
-            id(row): _Row({name: _momentum_like(param, momentum.get(name)) for name, param in row.tensors.items()})
-            for row in {id(chunk.row): chunk.row for chunk in self._chunks}.values()
-        }
-        for chunk in self._chunks:
-            if chunk.momentum is not None:
-                rows[id(chunk.row)].read(self._own_start(chunk), chunk.momentum)
+        for row in self._rows:
+            of_row = _Row({name: _momentum_like(param, momentum.get(name)) for name, param in row.tensors.items()})
+            for chunk in self._chunks:
+                if chunk.row is row and chunk.momentum is not None:
+                    of_row.read(self._own_start(chunk), chunk.momentum)
 
 
 def _momentum_like(param: Tensor, momentum: Tensor | None = None) -> Tensor:
@@ -293,10 +258,7 @@ def _momentum_like(param: Tensor, momentum: Tensor | None = None) -> Tensor:
 def average(tensors: Sequence[Tensor], islands: Islands, *, share: float) -> None:
     """Replace `tensors` by their mean over the islands, or by those of the first one if they are no real numbers.
 
-    All ranks must call this. In an island the tensors of its first rank count.
-
-    Args:
-        share: how much this island counts, in units of a plain mean over all islands; 0: not at all.
+    All ranks must call this. In an island the tensors of its first rank count; `share` is that of `OuterStep.step`.
     """
     device = islands.world.device
     on_device = [tensor.detach() for tensor in tensors if tensor.device == device]

@@ -1,15 +1,8 @@
 """Rounds of local steps in a fit: when one ends, what all ranks are told then, and what a checkpoint holds of it.
 
-Note: when a round ends
-    After `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the weights:
-    before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a signal
-    stops the run. So weights are equal on all ranks whenever they are looked at. All ranks count the same steps, and
-    come to the same places.
-
-Note: stopping early
-    Between two outer steps the islands do not hear of each other, but each rank's watchdog learns of a signal that any
-    rank has received. The ranks of an island then agree on a step, as all ranks do without islands, and go to the outer
-    step, where they meet the others.
+A round ends after `local_steps` steps of the optimizers, between two batches. Before that where somebody looks at the
+weights: before a validation, before a checkpoint is saved, at the end of an epoch and of the training; and when a
+signal stops the run. So weights are equal on all ranks whenever they are looked at.
 
 Note: averaged models
     A moving average of weights is linear in them: the mean over the islands of each island's average is the average of
@@ -24,12 +17,12 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
@@ -37,7 +30,7 @@ from lightning_bucketddp.config import MIB, LocalSteps, ReducerConfig, ReplicaCh
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
-from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep, average
+from lightning_bucketddp.local_steps.outer_step import OuterStep, average
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
@@ -56,47 +49,28 @@ log = logging.getLogger(__name__)
 OUTER_STEP = "the outer step"
 
 
+@dataclass(eq=False)
 class LocalRounds(RunPart):
-    """Rounds of `local_steps` steps in each island, with an outer step at the end of each (Note: when a round ends).
+    """Rounds of `local_steps` steps in each island, with an outer step at the end of each."""
 
-    Args:
-        shares_buffers: all ranks have the same buffers (`broadcast_buffers`).
-        exchange: between all ranks; used when a round ends, and by nobody in a step.
-        of_island: between the ranks of this island; None: there is one only.
-        signals: those that stop the run, and travel with `exchange`; None: nobody handles them.
-        has_trained: whether there was data in this island for the step that has ended.
-    """
+    trainer: Trainer
+    islands: Islands
+    option: LocalSteps
+    config: ReducerConfig
+    replica_checks: ReplicaChecks
+    shares_buffers: bool  # all ranks have the same buffers (`broadcast_buffers`)
+    exchange: StepExchange  # between all ranks; used when a round ends, and by nobody in a step
+    of_island: StepExchange | None  # between the ranks of this island; None: there is one only
+    progress: Progress
+    signals: StopSignals | None  # those that stop the run, and travel with `exchange`; None: nobody handles them
+    has_trained: Callable[[], bool]  # whether there was data in this island for the step that has ended
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        islands: Islands,
-        option: LocalSteps,
-        *,
-        config: ReducerConfig,
-        replica_checks: ReplicaChecks,
-        shares_buffers: bool,
-        exchange: StepExchange,
-        of_island: StepExchange | None,
-        progress: Progress,
-        signals: StopSignals | None,
-        has_trained: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._islands = islands
-        self._config = config
-        self._replica_checks = replica_checks
-        self._shares_buffers = shares_buffers
-        self._length = option.steps
-        self._outer_config = OuterConfig(lr=option.outer_lr, momentum=option.outer_momentum)
-        self._exchange = exchange
-        self._of_island = of_island
-        self._progress = progress
-        self._signals = signals
-        self._has_trained = has_trained
-        self._reduction = reduction_of(config, islands.peers)
-        self._checks = ReplicaComparison(islands.world, replica_checks, exchange=exchange, has_messages=True)
-        self._replicas: Replicas | None = None
+    def __post_init__(self) -> None:
+        self._reduction = reduction_of(self.config, self.islands.peers)
+        self._checks = ReplicaComparison(
+            self.islands.world, self.replica_checks, exchange=self.exchange, has_messages=True
+        )
+        self._replicas: Replicas  # with `set_replicas`, before anything is trained
         self._stats = ReducerStats()
         self._outer: OuterStep | None = None
         self._restored_momentum: dict[str, Tensor] = {}
@@ -120,7 +94,7 @@ class LocalRounds(RunPart):
         return self._outer is not None and self._outer.is_partial
 
     def take_alert(self) -> bool:
-        is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
+        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
         return is_alerted
 
     def set_replicas(self, replicas: Replicas, stats: ReducerStats) -> None:
@@ -133,38 +107,33 @@ class LocalRounds(RunPart):
     def begin_training(self) -> None:
         self._outer = None
         self._num_steps = self._num_trained = 0
-        self._make_outer_step()
-        assert self._outer is not None
-        self._outer.set_momentum(self._restored_momentum)
+        self._make_outer_step().set_momentum(self._restored_momentum)
 
-    def _make_outer_step(self) -> None:
-        assert self._replicas is not None
+    def _make_outer_step(self) -> OuterStep:
+        trained = self._trained()
         momentum = {} if self._outer is None else self._outer.gather_momentum()
-        self._outer = OuterStep(self._trained(), self._islands, self._reduction, self._outer_config)
+        self._outer = OuterStep(trained, self.islands, self._reduction, self.option)
         self._outer.set_momentum(momentum)
-        self._untrained = self._checksums_of(
-            [name for name in self._replicas.parameters if name not in self._trained()]
-        )
+        self._untrained = self._checksums_of([name for name in self._replicas.parameters if name not in trained])
+        return self._outer
 
     def _checksums_of(self, names: list[str]) -> dict[str, int]:
-        assert self._replicas is not None
         parameters = self._replicas.parameters
         sums = self._checksums.start([[parameters[name].detach()] for name in names]).wait()
         return dict(zip(names, sums, strict=True))
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        assert self._replicas is not None
         return {name: param for name, param in self._replicas.parameters.items() if param.requires_grad}
 
     def _stop_signal(self) -> int:
-        return 0 if self._signals is None else self._signals.stop_signal
+        return 0 if self.signals is None else self.signals.stop_signal
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._exchange.epoch = self._trainer.current_epoch
-        self._exchange.num_batches = batch_idx + 1
+        self.exchange.epoch = self.trainer.current_epoch
+        self.exchange.num_batches = batch_idx + 1
         self._has_stepped = False
-        if self._of_island is not None:
-            self._of_island.stop_signal = self._stop_signal()
+        if self.of_island is not None:
+            self.of_island.stop_signal = self._stop_signal()
         assert self._outer is not None
         if list(self._trained()) != self._outer.names:
             # Frozen or unfrozen since the last batch: from now on others are exchanged.
@@ -173,121 +142,104 @@ class LocalRounds(RunPart):
 
     def complete_step(self) -> None:
         self._num_steps += 1
-        self._num_trained += self._has_trained()
+        self._num_trained += self.has_trained()
         self._has_stepped = True
         self._are_equal = self._have_averaged = False
 
     def after_batch(self) -> None:
-        """End the round if it is over, or if the run is to stop (Note: stopping early)."""
+        """End the round if it is over, or if the run is to stop.
+
+        Each rank's watchdog learns of a signal that any rank has received. The ranks of an island then agree on a step
+        and go to the outer step, where they meet the other islands.
+        """
         if not self._has_stepped:
             return
         self._has_stepped = False
-        stops = self._stop_signal() if self._of_island is None else self._of_island.all_stop_by
-        if self._num_steps >= self._length or stops:
-            self._exchange.stop_signal = self._exchange.stop_signal or stops
+        stops = self._stop_signal() if self.of_island is None else self.of_island.all_stop_by
+        if self._num_steps >= self.option.steps or stops:
+            self.exchange.stop_signal = self.exchange.stop_signal or stops
             self._end_round(MessageKind.OUTER_STEP)
-        if self._signals is not None:
-            self._signals.stop_if_agreed()
+        if self.signals is not None:
+            self.signals.stop_if_agreed()
 
-    def before_validation(self) -> None:
-        """End the round, so that all ranks evaluate the same weights."""
+    def share_weights(self, kind: MessageKind) -> None:
+        """End the round before a validation, or with the epoch: that raises on all ranks if it goes on for some."""
         if self._outer is not None:
-            self._end_round(MessageKind.OUTER_STEP)
-            self._average_models()
-
-    def end_epoch(self) -> None:
-        """End the round with the epoch, or raise on all ranks if the epoch goes on for some of them."""
-        if self._outer is not None:
-            self._end_round(MessageKind.OUT_OF_DATA)
+            self._end_round(kind)
             self._average_models()
 
     def before_save(self) -> None:
-        if self._outer is not None and self._islands.world.is_open:
+        if self._outer is not None and self.islands.world.is_open:
             if self._num_steps:
                 self._end_round(MessageKind.OUTER_STEP)
             self._average_models()
 
     def _end_round(self, kind: MessageKind) -> None:
-        assert self._outer is not None
+        outer = self._outer
+        assert outer is not None
         began_at = time.monotonic()
-        with self._progress.during(OUTER_STEP):
+        with self.progress.during(OUTER_STEP):
             # Whatever is raised below, nobody shall try again.
             has_trained, self._num_steps, self._num_trained = self._num_trained > 0, 0, 0
-            nonfinite = self._outer.nonfinite() if has_trained else []
+            nonfinite = outer.nonfinite() if has_trained else []
             sums = self._checksums_of(list(self._untrained))
             updated = [name for name, before in self._untrained.items() if sums[name] != before]
-            self._exchange.send(
+            self.exchange.send(
                 kind,
                 weight=has_trained,
                 full_weight=bool(nonfinite),
-                trainable=zlib.crc32(repr((self._outer.names, updated)).encode()),
+                trainable=zlib.crc32(repr((outer.names, updated)).encode()),
             )
-            told = self._exchange.receive()
+            told = self.exchange.receive()
             if told.least.trainable != told.greatest.trainable:
-                updated = self._updated_anywhere(updated)
+                updated = self._updated_anywhere(outer.names, updated)
             if told.weight == 0:
                 self._are_equal = True
                 return
-            left_out = self._handle_nonfinite(nonfinite) if told.full_weight else set()
-            num_counted = round(told.weight / self._islands.own.world_size) - len(left_out)
-            counts = has_trained and self._islands.index not in left_out
-            share = self._islands.number / num_counted if counts else 0.0
+            left_out = self._handle_nonfinite(nonfinite, outer) if told.full_weight else set()
+            num_counted = round(told.weight / self.islands.own.world_size) - len(left_out)
+            counts = has_trained and self.islands.index not in left_out
+            share = self.islands.number / num_counted if counts else 0.0
             num_bytes = 0
             if num_counted:
-                num_bytes = self._outer.step(share=share)
-                self._average_buffers(share)
+                num_bytes = outer.step(share=share)
+                if self.shares_buffers:
+                    average(list(self._replicas.buffers().values()), self.islands, share=share)
             else:
-                self._outer.go_back()
+                outer.go_back()
                 share = 1.0
-            self._average_untrained(updated, share)
+            if updated:  # (Note: averaged models)
+                average([self._replicas.parameters[name] for name in updated], self.islands, share=share)
+                self._untrained |= self._checksums_of(updated)
             self._are_equal = True
             seconds = time.monotonic() - began_at
-            self._stats.outer_steps.append(OuterStepStats(self._trainer.global_step, seconds, num_bytes))
-        every = self._replica_checks.every_n_steps
+            self._stats.outer_steps.append(OuterStepStats(self.trainer.global_step, seconds, num_bytes))
+        every = self.replica_checks.every_n_steps
         # By outer steps, of which all ranks have seen as many.
-        if every and self._stats.num_outer_steps % -(-every // self._length) == 0:
+        if every and self._stats.num_outer_steps % -(-every // self.option.steps) == 0:
             self.compare(when=f"after {pluralize(self._stats.num_outer_steps, 'outer step')}")
 
-    def _updated_anywhere(self, updated: list[str]) -> list[str]:
+    def _updated_anywhere(self, trained: list[str], updated: list[str]) -> list[str]:
         """Return what is `updated` on some rank: one may be out of data. Raise if ranks train different parameters."""
-        assert self._outer is not None
-        by_rank = self._islands.world.host_group().gather_json([self._outer.names, updated])
-        if any(names != self._outer.names for names, _ in by_rank):
-            self._refuse_trainable()
+        world = self.islands.world.host_group()
+        by_rank = world.gather_json([trained, updated])
+        if any(names != trained for names, _ in by_rank):
+            mine = {name: {"requires_grad": name in trained} for name in self._replicas.parameters}
+            raise ReplicaMismatchError(explain_difference(dict(enumerate(world.gather_json(mine)))))
         return list(dict.fromkeys(name for _, names in by_rank for name in names))
 
-    def _average_untrained(self, names: list[str], share: float) -> None:
-        """Average parameters that are updated and not trained (Note: averaged models)."""
-        if names:
-            assert self._replicas is not None
-            average([self._replicas.parameters[name] for name in names], self._islands, share=share)
-            self._untrained |= self._checksums_of(names)
-
-    def _refuse_trainable(self) -> NoReturn:
-        assert self._replicas is not None
-        assert self._outer is not None
-        mine = {name: {"requires_grad": name in self._outer.names} for name in self._replicas.parameters}
-        by_rank = self._islands.world.host_group().gather_json(mine)
-        raise ReplicaMismatchError(explain_difference(dict(enumerate(by_rank))))
-
-    def _average_buffers(self, share: float) -> None:
-        if self._shares_buffers:
-            assert self._replicas is not None
-            average(list(self._replicas.buffers().values()), self._islands, share=share)
-
-    def _handle_nonfinite(self, names: list[str]) -> set[int]:
+    def _handle_nonfinite(self, names: list[str], outer: OuterStep) -> set[int]:
         """Act, as `on_nonfinite` says, on weights that are not finite somewhere; return the islands to leave out."""
-        by_rank = self._islands.world.host_group().gather_json(names)
+        by_rank = self.islands.world.host_group().gather_json(names)
         ranks = [rank for rank, found in enumerate(by_rank) if found]
-        islands = {index for index, members in enumerate(self._islands.members) if set(members) & set(ranks)}
-        of_islands = [rank for index in sorted(islands) for rank in self._islands.members[index]]
+        islands = {index for index, members in enumerate(self.islands.members) if set(members) & set(ranks)}
+        of_islands = [rank for index in sorted(islands) for rank in self.islands.members[index]]
         all_names = list(dict.fromkeys(name for found in by_rank for name in found))
-        found = f"not finite after the local steps before step {self._trainer.global_step}: the weights"
+        found = f"not finite after the local steps before step {self.trainer.global_step}: the weights"
         found = f"{found} {list_names(all_names)} on {list_ranks(of_islands)}"
-        response = self._config.on_nonfinite
+        response = self.config.on_nonfinite
         if response == "raise":
-            assert self._outer is not None
-            self._outer.go_back()
+            outer.go_back()
             raise NonFiniteError(
                 f"N{found[1:]}. All ranks have the weights of the last outer step again. Clip gradients or lower the"
                 " learning rate; or pass `on_nonfinite='skip'` to the strategy to leave such ranks out."
@@ -298,23 +250,19 @@ class LocalRounds(RunPart):
         if response == "skip":
             outcome = "They are left out, and those ranks go on with the weights of the others."
             self._left_out |= islands
-            if self._islands.index in islands:
-                self._forget_nonfinite_state()
-        if self._islands.world.rank == 0:
+            if self.islands.index in islands:
+                self._reset_nonfinite_state()
+        if self.islands.world.rank == 0:
             log.warning("bucketddp: %s. %s", found, outcome)
         return islands if response == "skip" else set()
 
-    def _forget_nonfinite_state(self) -> None:
+    def _reset_nonfinite_state(self) -> None:
         """Have optimizers begin anew with parameters for which they keep what is not finite."""
-        for optimizer in self._optimizers:
+        for optimizer in self.trainer.strategy.optimizers:
             for param, state in list(optimizer.state.items()):
                 tensors = [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
                 if not all(bool(tensor.isfinite().all()) for tensor in tensors):
                     del optimizer.state[param]
-
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        return list(self._trainer.strategy.optimizers)
 
     def _average_models(self) -> None:
         """Average what callbacks keep as averages of this island's weights (Note: averaged models)."""
@@ -322,15 +270,14 @@ class LocalRounds(RunPart):
             return
         self._have_averaged = True
         left_out, self._left_out = self._left_out, set()
-        models = averaged_models(self._trainer.callbacks)  # type: ignore[attr-defined]
+        models = averaged_models(self.trainer.callbacks)  # type: ignore[attr-defined]
         averaged = [model.module for model in models if isinstance(model, torch.optim.swa_utils.AveragedModel)]
-        num_counted = self._islands.number - len(left_out)
-        share = 0.0 if self._islands.index in left_out else self._islands.number / num_counted
+        num_counted = self.islands.number - len(left_out)
+        share = 0.0 if self.islands.index in left_out else self.islands.number / num_counted
         for module in averaged if num_counted else []:
-            average([*module.parameters(), *module.buffers()], self._islands, share=share)
+            average([*module.parameters(), *module.buffers()], self.islands, share=share)
 
     def compare(self, *, when: str) -> bool:
-        assert self._replicas is not None
         parameters = self._replicas.parameters
         if not self._are_equal:
             return False  # an error has ended the round
@@ -341,23 +288,34 @@ class LocalRounds(RunPart):
 
     def describe(self) -> str:
         stats, steps = self._stats, pluralize(self._stats.num_outer_steps, "outer step")
-        return (
-            f"{steps} between {self._islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {stats.outer_s:.1f} s"
-        )
+        seconds = sum(one.seconds for one in stats.outer_steps)
+        return f"{steps} between {self.islands.describe()}: {stats.outer_bytes / MIB:.1f} MiB and {seconds:.1f} s"
 
     def install(self, base: type) -> None:
         """Have the Trainer say when batches, epochs and validations begin and end; `base` is its class of callbacks."""
-        self._callback = _callback_between_batches(self, base)
+        rounds = self
+
+        class EndsRounds(base):  # type: ignore[misc]
+            def on_train_batch_end(self, *_: Any) -> None:
+                rounds.after_batch()
+
+            def on_validation_start(self, *_: Any) -> None:
+                rounds.share_weights(MessageKind.OUTER_STEP)
+
+            def on_train_epoch_end(self, *_: Any) -> None:
+                rounds.share_weights(MessageKind.OUT_OF_DATA)
+
+        self._callback = EndsRounds()
         # The first of all: the others look at weights.
-        self._trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
+        self.trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 
     def close(self) -> bool:
         """Exchange no more; return whether connections may be closed."""
-        self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+        self.trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
         self._reduction.close()
         if self._outer is not None:
             self._outer.free_device()
-        return self._exchange.close()
+        return self.exchange.close()
 
     def gather_state(self, precision: Any) -> dict[str, Any] | None:
         """Return what goes into a checkpoint, on rank zero; None: nothing. All ranks must call this."""
@@ -365,12 +323,12 @@ class LocalRounds(RunPart):
             return None
         scaler = scaler_of(precision)
         of_island = {
-            "optimizer_states": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizer_states": [optimizer.state_dict() for optimizer in self.trainer.strategy.optimizers],
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        momentum = self._outer.gather_momentum() if self._islands.index == 0 else {}
+        momentum = self._outer.gather_momentum() if self.islands.index == 0 else {}
         # The first rank of each island has all of it.
-        islands = gather_to_rank_zero(of_island, self._islands.peers) if self._islands.own.rank == 0 else None
+        islands = gather_to_rank_zero(of_island, self.islands.peers) if self.islands.own.rank == 0 else None
         # Lightning saves that of the first island.
         return {"momentum": momentum, "other_islands": None if islands is None else islands[1:]}
 
@@ -380,24 +338,10 @@ class LocalRounds(RunPart):
         self._restored_momentum = dict(state.get("momentum", {}))
         others = state.get("other_islands", [])
         # Where there were fewer islands, states are dealt out in turn.
-        position = self._islands.index % (len(others) + 1)
+        position = self.islands.index % (len(others) + 1)
         if position == 0:
             return checkpoint
         scaler = scaler_of(precision)
         if scaler is not None and others[position - 1]["scaler"]:
             scaler.load_state_dict(others[position - 1]["scaler"])
         return {**checkpoint, "optimizer_states": others[position - 1]["optimizer_states"]}
-
-
-def _callback_between_batches(local_steps: LocalRounds, base: type) -> Any:
-    class EndsRounds(base):  # type: ignore[misc]
-        def on_train_batch_end(self, *_: Any) -> None:
-            local_steps.after_batch()
-
-        def on_validation_start(self, *_: Any) -> None:
-            local_steps.before_validation()
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            local_steps.end_epoch()
-
-    return EndsRounds()

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.reducer.bucket import PendingReduction
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.observer import Axis, BackwardObserver, Clock, ReducerStats, clock_of
+from lightning_bucketddp.reducer.reduction import PendingReduction
 
 _ENDS_WITHIN_S = 1.0
 

@@ -1,11 +1,10 @@
-"""Gradients that travel together, the parameters they belong to, and what is expected of those who reduce them.
+"""Gradients that travel together, and the parameters they belong to.
 
 Note: memory between steps
-    Gradients that are set to None free no memory as long as buckets hold it: the next forward would find as much less.
-    So on a GPU a buffer gives its memory back to torch's allocator when no gradient is in it any more, at the begin of
-    a forward and of a backward, and takes some when its gradients are there. In steady state nothing of that reaches
-    the driver. On a CPU new memory costs more than it is worth, and each gradient has a storage of its own in the
-    buffer.
+    Gradients that are set to None free no memory as long as buckets hold it. So on a GPU a buffer gives its memory back
+    to torch's allocator when no gradient is in it any more, at the begin of a forward and of a backward, and takes some
+    when its gradients are there; in steady state nothing of that reaches the driver. On a CPU new memory costs more
+    than it is worth, and each gradient has a storage of its own in the buffer.
 """
 
 from __future__ import annotations
@@ -15,27 +14,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.shares import Shares
-
-if TYPE_CHECKING:
-    from lightning_bucketddp.reducer.lone_bucket import SparseBucket
 
 # Not `bool`, which reads the gradient.
 _IS_THERE = partial(operator.is_not, None)
 # Fused kernels read whole cache lines; a view that starts on one is as fast as a tensor of its own.
 _ALIGN_BYTES = 64
-
-
 # A smaller buffer is not worth the time.
 _GIVE_BACK_FROM_BYTES = 1 * MIB
-# More gradients than ever come: nothing is acted on.
+# Sentinel: more gradients than ever come, so nothing is acted on.
 UNKNOWN = sys.maxsize
 
 
@@ -45,7 +38,7 @@ class LateGradientError(RuntimeError):
 
 @dataclass(slots=True)
 class Arrivals:
-    """How many gradients a bucket waits for in a backward, how many of them are still to come, and whether it has left.
+    """How many gradients a bucket expects in a backward, how many are pending, and whether it was launched.
 
     One gradient per member, more for a parameter whose hook fires several times (reentrant checkpointing).
     """
@@ -53,100 +46,6 @@ class Arrivals:
     expected: int
     pending: int = UNKNOWN
     launched: bool = False
-
-    def begin(self) -> None:
-        """Expect the gradients of a backward that begins."""
-        self.pending = self.expected
-        self.launched = False
-
-
-class Bucket(Protocol):
-    """What all kinds of buckets have."""
-
-    params: list[Tensor]
-    arrivals: Arrivals
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the gradients, in their own dtype."""
-
-    @property
-    def numbers(self) -> Tensor:
-        """All gradients in one tensor, as real numbers."""
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients, by member; none if they are gone."""
-
-    def collect(self) -> list[int]:
-        """Take the gradients from the parameters, and return the positions of members without one."""
-
-    def zero(self, positions: Sequence[int]) -> None:
-        """Contribute nothing for these members."""
-
-    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
-        """Start to reduce the gradients."""
-
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients by `factor`."""
-
-    def attach(self, position: int) -> None:
-        """Give a member the gradient that is here."""
-
-    def release(self) -> None:
-        """End a backward: see that parameters have the reduced gradients, and keep no others."""
-
-    def give_back(self) -> None:
-        """Let go of memory that no gradient is in (Note: memory between steps)."""
-
-    def clear(self) -> None:
-        """Make all gradients zero that the parameters have from here."""
-
-    def describe_size(self) -> str:
-        """Return the size in MiB, or what there is in its place."""
-
-
-class DenseBucket(Bucket, Protocol):
-    """A bucket whose gradients lie side by side in memory."""
-
-    # How it is divided among the ranks; None: all of them keep all of it.
-    shares: Shares | None
-
-    @property
-    def wire(self) -> Tensor:
-        """What travels, as real numbers: the gradients, and flags behind them."""
-
-
-class PendingReduction(Protocol):
-    """A reduction in flight."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """What it gives to the network, or to a communication hook; of a reduce-scatter the half (Note: halves)."""
-
-    @property
-    def transfer(self) -> Pending | None:
-        """What ends when the network has done its part; None: that is not known before `wait` returns."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it had ended when it was started."""
-
-    def wait(self) -> None:
-        """Make the result usable: block the host on CPU, the current stream on GPU."""
-
-
-class Reduction(Protocol):
-    """Starts to reduce buckets in place; all ranks start the same buckets in the same order."""
-
-    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
-        """Start to reduce a bucket whose gradients lie side by side in memory."""
-
-    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
-        """Start to reduce the sparse gradient of one parameter."""
-
-    def close(self) -> None:
-        """Start nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +57,7 @@ class BufferLayout:
 
     @classmethod
     def of(cls, params: Sequence[Tensor], shares: Shares | None = None, *, alignment: int = 1) -> BufferLayout:
-        """Put `params`, all of one dtype, one behind the other; with room so that the buffer can be divided.
-
-        Each begins at a multiple of `alignment` elements.
-        """
+        """Put `params`, all of one dtype, one behind the other, each at a multiple of `alignment` elements."""
         align = max(_ALIGN_BYTES // params[0].dtype.itemsize, alignment) if params else alignment
         offsets: list[int] = []
         numel = 0
@@ -176,7 +72,6 @@ class BufferedBucket:
 
     Args:
         params: the members, in order of arrival; all of one dtype and on one device.
-        arrivals: when the bucket is complete.
         num_flags: spare elements at the end of the buffer that travel with the gradients.
         may_be_resized: a communication hook gets the buffer and may resize it.
         gives_back: the buffer has memory only as long as gradients are in it (Note: memory between steps). Then, and if
@@ -214,7 +109,7 @@ class BufferedBucket:
         self._gives_back = gives_back and self.wire.nbytes >= _GIVE_BACK_FROM_BYTES
         self._shares_storage = may_be_resized or self._gives_back
         self._storage = self.wire.untyped_storage()
-        self._num_bytes = self.wire.nbytes
+        self.num_bytes = self.wire.nbytes
         self._has_padding = sum(param.numel() for param in params) < layout.numel
         self._uses_of_ours = 0
         self.views = self.views_of(self.buffer)
@@ -222,11 +117,8 @@ class BufferedBucket:
         self._references_of_ours = max(map(sys.getrefcount, self.views), default=0)
 
     @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
     def gradients(self) -> list[Tensor]:
+        """The gradients, by member; none if they are gone."""
         return self.views if self._storage.nbytes() else []
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
@@ -234,7 +126,7 @@ class BufferedBucket:
         return [self._view(buffer, position) for position in range(len(self.params))]
 
     def collect(self) -> list[int]:
-        """Copy the gradients into the buffer and point `.grad` at it."""
+        """Copy the gradients into the buffer and point `.grad` at it; return the positions of members without one."""
         self._take_memory()
         params, views = self.params, self.views
         grads: list[Any] = [param.grad for param in params]
@@ -271,7 +163,9 @@ class BufferedBucket:
             if views[position].data_ptr() != addresses[position]:
                 views[position] = self._view(self.buffer, position)  # torch has moved the other, with the module
             elif references[position] > self._references_of_ours:
-                self._part_with(position)
+                # Somebody has kept the gradient of an earlier backward: it stays as it is, in a storage of its own.
+                views[position].data = views[position].clone()
+                views[position] = self._view(self.buffer, position)
         sources = [grad for position in outside if (grad := grads[position]) is not None]
         missing: list[int] = []
         if len(sources) < len(outside):
@@ -282,11 +176,6 @@ class BufferedBucket:
             for position in outside:
                 self.params[position].grad = views[position]
         return missing
-
-    def _part_with(self, position: int) -> None:
-        """Leave a gradient of an earlier backward, which somebody has kept, as it is, in a storage of its own."""
-        self.views[position].data = self.views[position].clone()
-        self.views[position] = self._view(self.buffer, position)
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         param = self.params[position]
@@ -304,7 +193,7 @@ class BufferedBucket:
 
     def _take_memory(self) -> None:
         if self._gives_back and self._storage.nbytes() == 0:
-            self._storage.resize_(self._num_bytes)
+            self._storage.resize_(self.num_bytes)
             if self._has_padding:
                 self.wire.zero_()
 
@@ -314,6 +203,7 @@ class BufferedBucket:
             self._uses_of_ours = torch._C._storage_Use_Count(self._storage._cdata)
 
     def give_back(self) -> None:
+        """Let go of the memory if no gradient is in it."""
         if not (self._gives_back and self.params and self._storage.nbytes()) or self.params[0].grad is not None:
             return
         uses = torch._C._storage_Use_Count(self._storage._cdata)
@@ -322,27 +212,21 @@ class BufferedBucket:
             self._storage.resize_(0)
 
     def zero(self, positions: Sequence[int]) -> None:
+        """Contribute nothing for these members."""
         self._take_memory()
         torch._foreach_zero_([self.views[position] for position in positions])
 
-    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
-        return reduction.start(self, index=index, is_last=is_last)
-
-    def scale(self, factor: float) -> None:
-        self.numbers.mul_(factor)
-
     def attach(self, position: int) -> None:
+        """Give a member the gradient that is here."""
         self.params[position].grad = self.views[position]
 
     def release(self) -> None:
-        pass  # the parameters have views of the buffer
+        """End a backward: see that parameters have the reduced gradients, and keep no others."""
 
     def clear(self) -> None:
+        """Make all gradients zero that the parameters have from here."""
         # With the padding: what is left there would be in the next reductions of some communication hooks.
         self.wire.zero_()
-
-    def describe_size(self) -> str:
-        return f"{self.num_bytes / MIB:.2f}"
 
 
 def gradient_strides(param: Tensor) -> tuple[int, ...]:

@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import BucketCaps
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.reducer.bucket import Arrivals, Bucket, BufferedBucket, BufferLayout
-from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
+from lightning_bucketddp.reducer.lone_bucket import Bucket, InPlaceBucket, SparseBucket
+from lightning_bucketddp.wording import pluralize
 
 # Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.
 _GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
 
 
-@dataclass(frozen=True, slots=True)
 class Flags:
     """The spare elements at the end of the last bucket, which travel with the gradients.
 
     Attributes:
         elements: all of them.
         used: one per parameter of the module (Note: used-flags, in `launch_queue`).
-        digests: all others (Note: digests, in `nonfinite`); the next three are parts of them.
-        of_buckets: one per bucket.
-        of_losses: one per rank.
-        of_gradients: one per rank.
+        digests: all others (Note: digests, in `nonfinite`): one per bucket, one per rank of its loss, and one per rank
+            of its gradients.
     """
 
-    elements: Tensor
-    used: Tensor
-    digests: Tensor
-    of_buckets: Tensor
-    of_losses: Tensor
-    of_gradients: Tensor
-
-    @staticmethod
-    def count(*, num_params: int, num_buckets: int, num_ranks: int) -> int:
-        """Return how many elements there are."""
-        return num_params + num_buckets + 2 * num_ranks
-
-    @classmethod
-    def over(cls, elements: Tensor, *, num_params: int, num_buckets: int) -> Flags:
-        """Give meaning to `elements`, of which there are `count`."""
-        digests = elements[num_params:]
-        of_buckets, of_ranks = digests[:num_buckets], digests[num_buckets:]
-        num_ranks = of_ranks.numel() // 2
-        used = elements[:num_params]
-        return cls(elements, used, digests, of_buckets, of_ranks[:num_ranks], of_ranks[num_ranks:])
+    def __init__(self, elements: Tensor, *, num_params: int, num_buckets: int) -> None:
+        self.elements = elements
+        self.used = elements[:num_params]
+        self.digests = elements[num_params:]
+        self.of_buckets, of_ranks = self.digests[:num_buckets], self.digests[num_buckets:]
+        num_ranks = len(of_ranks) // 2
+        self.of_losses, self.of_gradients = of_ranks[:num_ranks], of_ranks[num_ranks:]
 
 
 class BucketMaker(Protocol):
@@ -88,11 +73,9 @@ class BucketSet:
         plan: which parameter goes where, by index into `params`.
         params: all parameters of the module, trainable or not.
         num_firings: how often the hook of a parameter fired in the backward that was observed.
-        num_ranks: how many ranks say something of themselves in the flags.
+        streams: on which they did.
         trainable: by parameter; buckets of which each rank keeps a share may hold others, too.
         maker: makes such buckets; None: there are none.
-        may_be_resized: a communication hook may resize the buffers.
-        alignment: the multiple, in elements, at which a gradient begins.
     """
 
     def __init__(
@@ -101,29 +84,27 @@ class BucketSet:
         *,
         params: Sequence[Tensor],
         num_firings: Mapping[int, int],
-        device: torch.device,
-        num_ranks: int,
+        streams: set[torch.cuda.Stream],
         trainable: Sequence[bool],
-        maker: BucketMaker | None = None,
-        may_be_resized: bool = False,
-        alignment: int = 1,
+        collectives: Collectives,
+        config: ReducerConfig,
+        maker: BucketMaker | None,
     ) -> None:
         self.plan = plan
         self.num_firings = num_firings
+        self.streams = streams
         self.buckets: list[Bucket] = []
         self.index_of_bucket: dict[int, int] = {}
-        self.streams: set[torch.cuda.Stream] = set()
         self.last_used = 0
         self.version = 0
+        device, may_be_resized = collectives.device, config.comm_hook is not None
+        gives_back = device.type in _GIVE_BACK_ON and not may_be_resized
         for index, spec in enumerate(plan):
             members = [params[i] for i in spec.members]
             trained = [i for i in spec.members if trainable[i]]
             arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in trained))
             is_last = index == len(plan) - 1
-            num_flags = (
-                Flags.count(num_params=len(params), num_buckets=len(plan), num_ranks=num_ranks) if is_last else 0
-            )
-            gives_back = device.type in _GIVE_BACK_ON and not may_be_resized
+            num_flags = len(params) + len(plan) + 2 * collectives.world_size if is_last else 0
             bucket: Bucket
             if spec.sparse:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
@@ -141,41 +122,27 @@ class BucketSet:
                     num_flags=num_flags,
                     device=device,
                     may_be_resized=may_be_resized,
-                    layout=BufferLayout.of(members, alignment=alignment),
+                    layout=BufferLayout.of(members, alignment=config.alignment),
                     gives_back=gives_back,
                 )
             self.buckets.append(bucket)
             self.index_of_bucket.update(dict.fromkeys(trained, index))
         last = self.buckets[-1]
         assert isinstance(last, BufferedBucket)  # `plan_buckets` never puts a sparse one last
-        self.flags = Flags.over(last.flags, num_params=len(params), num_buckets=len(plan))
+        self.flags = Flags(last.flags, num_params=len(params), num_buckets=len(plan))
         for bucket in self.buckets:
             if isinstance(bucket, BufferedBucket):
                 bucket.count_uses()
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
-        for bucket in self.buckets:
-            bucket.scale(factor)
-
-    def release(self) -> None:
-        """End a backward: see that parameters have the reduced gradients, and keep no others."""
-        for bucket in self.buckets:
-            bucket.release()
-
     def give_back(self) -> None:
-        """Let go of memory that no gradient is in."""
+        """Let go of memory that no gradient is in (Note: memory between steps)."""
         if len(self.streams) > 1:
             return  # one of them may still be reading what the allocator would give to another
         for bucket in self.buckets:
-            bucket.give_back()
-
-    def clear(self) -> None:
-        """Make all gradients zero."""
-        for bucket in self.buckets:
-            bucket.clear()
+            if isinstance(bucket, BufferedBucket):
+                bucket.give_back()
 
     def __str__(self) -> str:
-        sizes = [bucket.describe_size() for bucket in self.buckets]
-        buckets = "1 bucket" if len(sizes) == 1 else f"{len(sizes)} buckets"
+        sizes = ["sparse" if isinstance(one, SparseBucket) else f"{one.num_bytes / MIB:.2f}" for one in self.buckets]
+        buckets = pluralize(len(sizes), "bucket")
         return f"{len(self.index_of_bucket)} parameter tensors in {buckets} ({', '.join(sizes)} MiB)"

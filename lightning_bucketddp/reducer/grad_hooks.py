@@ -2,11 +2,8 @@
 
 Note: counted gradients
     A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
-    bucket, and each one as long as there is no plan.
-
-Note: told backwards
-    Only gradients of a backward that the reducer was told of are acted on. Other backwards, which users start for
-    pictures, adversarial examples or losses of their own, leave nothing behind but a count that has changed.
+    bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
+    which users start for pictures, adversarial examples or losses of their own, only change a count.
 
 Note: last hooks
     What users' hooks on a parameter make of a gradient is what is to be reduced, whenever they were registered. So when
@@ -19,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -53,16 +49,15 @@ class GradientHooks:
         self._unplanned = Arrivals(expected=0, pending=UNKNOWN)
         # By parameter; changed in place, because the hooks hold it.
         self._arrivals = [self._unplanned] * len(params)
-        self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()
+        self._handles: dict[int, RemovableHandle] = {}
         # The hooks of each parameter that has one of ours, and the key of ours.
         self._hooks_of: list[tuple[dict[int, Any], int]] = []
         for index, param in enumerate(params):
             _owners[param] = weakref.ref(self)
             if param.is_floating_point() or param.is_complex():
-                handle = hook_on_parameter(param, self._hook_for(index))
-                self._handles.append(handle)
-                self._hooked.add(index)
+                with _trainable(param):
+                    handle = param.register_post_accumulate_grad_hook(self._hook_for(index))  # type: ignore[no-untyped-call]
+                self._handles[index] = handle
                 self._hooks_of.append((param._post_accumulate_grad_hooks, handle.id))
 
     def begin(self, bucket_set: BucketSet | None) -> None:
@@ -73,14 +68,11 @@ class GradientHooks:
             if bucket_set is not None:
                 for param_index, bucket_index in bucket_set.index_of_bucket.items():
                     self._arrivals[param_index] = bucket_set.buckets[bucket_index].arrivals
-        self._move_behind_others()
-        for arrivals in self._all_arrivals():
-            arrivals.begin()
-
-    def _move_behind_others(self) -> None:
-        """Have our hooks run last (Note: last hooks)."""
-        for hooks, key in [each for each in self._hooks_of if len(each[0]) > 1]:
+        for hooks, key in [each for each in self._hooks_of if len(each[0]) > 1]:  # (Note: last hooks)
             hooks[key] = hooks.pop(key)  # not `move_to_end`, of which torch's loop in C sees nothing
+        for arrivals in self._all_arrivals():
+            arrivals.pending = arrivals.expected
+            arrivals.launched = False
 
     def expect_first(self) -> None:
         """Have the next gradient acted on, whichever it is: it begins a backward."""
@@ -110,15 +102,13 @@ class GradientHooks:
 
     def has_counted(self, param_index: int) -> bool:
         """Return whether this gradient may be one of those, or another in its bucket is."""
-        return param_index in self._hooked and self._arrivals[param_index].pending != UNKNOWN
+        return param_index in self._handles and self._arrivals[param_index].pending != UNKNOWN
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         self._hooks_of.clear()
-        self._hooked.clear()
         self._bucket_set = None
         self._arrivals[:] = [self._unplanned] * len(self._arrivals)
         for param in self._params:
@@ -142,11 +132,7 @@ class GradientHooks:
 
 
 def take_over(parameters: Mapping[str, Tensor]) -> None:
-    """Close whoever averages the gradients of these parameters already, so that they are not averaged twice.
-
-    Raises:
-        ValueError: if those are not the same parameters, but some of them, or others too.
-    """
+    """Close whoever averages the gradients of exactly these parameters already: they must not be averaged twice."""
     param_ids = {id(param) for param in parameters.values()}
     owners: dict[GradientHooks, str] = {}
     for name, param in parameters.items():
@@ -163,30 +149,14 @@ def take_over(parameters: Mapping[str, Tensor]) -> None:
         owner.close()
 
 
-def hook_on_parameter(param: Tensor, on_gradient: Callable[..., None]) -> RemovableHandle:
-    """Have `on_gradient` called whenever the gradient of `param` has arrived."""
-    with _trainable(param):
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-    return handle
+def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> tuple[Node, RemovableHandle]:
+    """Have `on_gradient` called by the node that adds up the gradient of `param`, until `param` is moved.
 
-
-@dataclass(frozen=True, slots=True)
-class NodeHook:
-    """A hook on the node that adds up the gradient of a parameter, for a while (Note: last hooks)."""
-
-    node: Node  # held, because its parameter does not hold it
-    handle: RemovableHandle
-
-    def remove(self) -> None:
-        """Take it off."""
-        self.handle.remove()
-
-
-def hook_on_node(param: Tensor, on_gradient: Callable[..., None]) -> NodeHook:
-    """Have `on_gradient` called when the gradient of `param` has arrived, until `param` is moved."""
+    The caller must hold the node, because its parameter does not (Note: last hooks).
+    """
     with _trainable(param):
         node = get_gradient_edge(param).node
-    return NodeHook(node, node.register_hook(on_gradient))
+    return node, node.register_hook(on_gradient)
 
 
 @contextmanager

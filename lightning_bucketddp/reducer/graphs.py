@@ -1,15 +1,4 @@
-"""Graphs that torch makes of a step: those that dynamo compiles, and those that CUDA captures.
-
-Note: captured steps
-    What is captured runs later, without Python, again and again. So the plan is that of the moment, nothing is read
-    back, and no event is recorded that the host asks for: there would be no host to act on it.
-
-Note: split graphs
-    A compiled graph hands over all its gradients when its backward ends, so a model compiled as a whole leaves nothing
-    to overlap with. dynamo cuts a graph into parts of about a bucket's size, each with a backward of its own, if a
-    `DistributedDataParallel` says that its forward is running while the graph is compiled. There is none here, so we
-    answer in its place. `torch._dynamo.config.optimize_ddp` decides as ever: dynamo asks nobody when it is off.
-"""
+"""Graphs that torch makes of a step: those that dynamo compiles, and those that CUDA captures."""
 
 from __future__ import annotations
 
@@ -26,7 +15,11 @@ from lightning_bucketddp.config import MIB, ReducerConfig
 
 
 def is_being_captured(device: torch.device) -> bool:
-    """Return whether work for `device` is captured now, instead of run (Note: captured steps)."""
+    """Return whether work for `device` is captured now, instead of run.
+
+    It runs later, without Python, again and again. So the plan is that of the moment, nothing is read back, and no
+    event is recorded that the host asks for: there would be no host to act on it.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -52,7 +45,12 @@ class _ForwardRunning:
 
 @contextmanager
 def graphs_split(config: ReducerConfig, *, world_size: int) -> Iterator[None]:
-    """Split graphs that are compiled inside into parts whose gradients arrive one part after the other."""
+    """Split graphs that are compiled inside into parts whose gradients arrive one part after the other.
+
+    A compiled graph hands over all its gradients when its backward ends, which leaves nothing to overlap with. dynamo
+    splits it, if `torch._dynamo.config.optimize_ddp` says so, where a `DistributedDataParallel` runs its forward
+    meanwhile: we answer in its place.
+    """
     if world_size == 1 or not config.overlap:
         yield
         return

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.reducer.bucket import Arrivals, PendingReduction, Reduction, gradient_strides
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, gradient_strides
 
 
 class InPlaceBucket:
@@ -20,12 +19,9 @@ class InPlaceBucket:
     def __init__(self, param: Tensor, *, arrivals: Arrivals) -> None:
         self.params = [param]
         self.arrivals = arrivals
+        self.num_bytes = param.nbytes
         self._strides = gradient_strides(param)
         self._gradient: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.params[0].nbytes
 
     @property
     def wire(self) -> Tensor:
@@ -56,27 +52,15 @@ class InPlaceBucket:
         if positions:
             self._gradient = self._new().zero_()
 
-    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
-        return reduction.start(self, index=index, is_last=is_last)
-
-    def scale(self, factor: float) -> None:
-        self.wire.mul_(factor)
-
     def attach(self, position: int) -> None:
         self.params[position].grad = self._gradient
 
     def release(self) -> None:
         self._gradient = None  # it is the parameter's
 
-    def give_back(self) -> None:
-        pass  # it has none of its own
-
     def clear(self) -> None:
         for gradient in self.gradients:
             gradient.zero_()
-
-    def describe_size(self) -> str:
-        return f"{self.num_bytes / MIB:.2f}"
 
     def _new(self) -> Tensor:
         param = self.params[0]
@@ -115,12 +99,6 @@ class SparseBucket:
         if positions:
             self.gradient = _empty_sparse(self.params[0])
 
-    def start(self, reduction: Reduction, *, index: int, is_last: bool) -> PendingReduction:
-        return reduction.start_sparse(self)
-
-    def scale(self, factor: float) -> None:
-        self.gradient = self.gradient * factor
-
     def attach(self, position: int) -> None:
         self.params[position].grad = self.gradient
 
@@ -128,15 +106,9 @@ class SparseBucket:
         if self.params[0].grad is not None:
             self.attach(0)
 
-    def give_back(self) -> None:
-        pass  # it keeps the last one only
-
     def clear(self) -> None:
         self.gradient = _empty_sparse(self.params[0])
         self.release()
-
-    def describe_size(self) -> str:
-        return "sparse"
 
 
 def _empty_sparse(param: Tensor) -> Tensor:
@@ -144,3 +116,11 @@ def _empty_sparse(param: Tensor) -> Tensor:
     indices = torch.empty((1, 0), dtype=torch.long, device=param.device)
     values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+
+
+# What all of them have: `params`, `arrivals`, `num_bytes` (of the gradients, in their own dtype), `numbers` (all
+# gradients in one tensor, as real numbers), `gradients` (by member), and the methods that `BufferedBucket` documents.
+Bucket = BufferedBucket | InPlaceBucket | SparseBucket
+# These have a `wire`, too, which travels (the `numbers`, and flags behind them), and `shares`: how they are divided
+# among the ranks; None: all of them keep all of it.
+DenseBucket = BufferedBucket | InPlaceBucket

@@ -7,22 +7,9 @@ Note: digests
     travels. A mean over the ranks leaves an element infinite or nan if one rank had it so, and finite otherwise. So all
     ranks come to the same conclusion from numbers that travel anyway, and have nothing to exchange even then.
 
-Note: names
-    The reduction has spread a number that is not finite to all ranks, where it is found in the gradient of the same
-    parameter. That is looked for in the buckets that the digests name, and only when there is something to say. What
-    mixes the parameters of a bucket has all of them named: clipping by norm (see the next note), or a communication
-    hook that is spared it.
-
-Note: when the host knows
-    Reading the digests makes the host wait for the device, in each step. With `raise` and `skip` it must, because what
-    comes next depends on it. With `warn` nothing does: on a GPU the digests are copied without waiting, and read when
-    the next backward begins. By then gradients may have been clipped, but the buckets are not filled again yet. On a
-    CPU reading is free, and done at the end of the backward.
-
-Note: where a step is withheld
-    Lightning runs forward and backward in the closure that it gives to the optimizer, so that only the end of the
-    closure tells whether a step may follow. An exception leads from there past optimizer, gradient clipping and
-    `on_before_optimizer_step` back to the strategy: none of them has done anything.
+    With `raise` and `skip` the host must wait for the device and read them, because what comes next depends on it. With
+    `warn` nothing does: on a GPU they are copied without waiting, and read when the next backward begins. By then
+    gradients may have been clipped, but the buckets are not filled again yet.
 """
 
 from __future__ import annotations
@@ -39,9 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.graphs import is_being_captured
+from lightning_bucketddp.reducer.lone_bucket import Bucket
 from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import list_names, list_ranks
@@ -77,7 +64,6 @@ class Finiteness:
     """Looks at losses and gradients of this rank, and at the digests of those of all ranks.
 
     Args:
-        config: what is looked at, and what is done when it is not finite.
         where: what to call the step that is being taken; None: count backwards.
         has_scaler: a GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
     """
@@ -124,9 +110,8 @@ class Finiteness:
         """Forget what an unfinished backward has left, and read what is still unread."""
         self._largest.clear()  # of one that has not ended
         self.catch_up(stats)
-        if self._nonfinite:
-            # A gradient that is gone spoils nothing any more.
-            self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
+        # A gradient that is gone cannot be stepped with any more.
+        self._nonfinite = {key: param for key, param in self._nonfinite.items() if param.grad is not None}
 
     def see_bucket(self, bucket: Bucket) -> None:
         """Look at what this rank contributes, bucket by bucket."""
@@ -150,20 +135,19 @@ class Finiteness:
             flags.of_losses[self._rank].copy_(self.loss_digest)
             self.loss_digest = None
 
-    def read(self, bucket_set: BucketSet, stats: ReducerStats) -> None:
-        """Act on the digests of all ranks, which came with the gradients: now or later."""
-        if self._response is not None:
-            self._act_on(bucket_set.flags.digests, bucket_set, stats)
+    def read(self, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
+        """Act, now or later, on the digests of all ranks, which came with the gradients.
 
-    def read_without_others(self, stats: ReducerStats) -> None:
-        """Act on the loss of a rank that is alone; nobody has looked at its gradients."""
-        if self.loss_digest is not None:
+        Without a `bucket_set`: on the loss of a rank that is alone; nobody has looked at its gradients.
+        """
+        if bucket_set is not None:
+            digests = bucket_set.flags.digests
+        elif self.loss_digest is not None:
             digests = torch.stack([self.loss_digest, torch.zeros_like(self.loss_digest)])
             self.loss_digest = None
-            self._act_on(digests, None, stats)
-
-    def _act_on(self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats) -> None:
-        if is_being_captured(self._device):
+        else:
+            return
+        if self._response is None or is_being_captured(self._device):
             return
         if not self.reads_late:
             self._judge(digests, bucket_set, stats)
@@ -178,7 +162,6 @@ class Finiteness:
         self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
 
     def catch_up(self, stats: ReducerStats) -> None:
-        """Read what has not been read."""
         unread, self._unread = self._unread, None
         if unread is not None and not is_being_captured(self._device):
             if unread.arrived is not None:
@@ -213,16 +196,24 @@ class Finiteness:
         if not losses and not ranks:
             return  # a sum of finite numbers that is none
         stats.num_nonfinite += 1
-        has_to_tell = self._response == "raise" or _is_power_of_ten(stats.num_nonfinite)
+        is_power_of_ten = str(stats.num_nonfinite).strip("0") == "1"
+        is_reported = self._response == "raise" or is_power_of_ten
         # A loss that is not finite has made all gradients so: their names would say nothing.
-        names = self._named(bucket_set, of_buckets) if bucket_set and has_to_tell and not losses else []
-        if bucket_set is not None and self._response == "skip":
-            self._mark_nonfinite(bucket_set)
-        if has_to_tell:
-            self._tell(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
+        names = self._named(bucket_set, of_buckets) if bucket_set and is_reported and not losses else []
+        if bucket_set is not None and self._response == "skip":  # no optimizer may use these gradients
+            for bucket in bucket_set.buckets:
+                bucket.clear()
+            params = [param for bucket in bucket_set.buckets for param in bucket.params]
+            self._nonfinite.update({id(param): param for param in params if param.grad is not None})
+        if is_reported:
+            self._report(where or self._here(stats), _explain(losses, ranks, names), stats.num_nonfinite)
 
     def _named(self, bucket_set: BucketSet, of_buckets: Sequence[float]) -> list[str]:
-        """Return the names of parameters whose gradients are not finite (Note: names)."""
+        """Return the names of parameters whose gradients are not finite; the reduction has spread these to all ranks.
+
+        What mixes the parameters of a bucket has all of them named: clipping by norm before a late reading, or a
+        communication hook that is spared what is not finite.
+        """
         named: list[str] = []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
@@ -236,25 +227,17 @@ class Finiteness:
                 named += [self._names[i] for i in found or plan.members]
         return named
 
-    def _mark_nonfinite(self, bucket_set: BucketSet) -> None:
-        """See to it that no optimizer uses these gradients."""
-        bucket_set.clear()
-        params = [param for bucket in bucket_set.buckets for param in bucket.params]
-        self._nonfinite.update({id(param): param for param in params if param.grad is not None})
-
-    def _tell(self, where: str, what: str, count: int) -> None:
+    def _report(self, where: str, what: str, count: int) -> None:
         if self._response == "raise":
             raise NonFiniteError(
                 f"Not finite in {where}: {what}. No optimizer has used it, the weights are as they were. To find the"
                 f" cause, {_WHAT_HELPS}; or pass `on_nonfinite='skip'` to the strategy to leave such steps out."
             )
-        if self._rank != 0:
-            return
-        so_far = "" if count == 1 else f" ({count} steps so far)"
-        outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
-        log.warning(
-            "bucketddp: not finite in %s%s: %s. %s To find the cause, %s.", where, so_far, what, outcome, _WHAT_HELPS
-        )
+        if self._rank == 0:
+            so_far = "" if count == 1 else f" ({count} steps so far)"
+            outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
+            message = "bucketddp: not finite in %s%s: %s. %s To find the cause, %s."
+            log.warning(message, where, so_far, what, outcome, _WHAT_HELPS)
 
 
 def _largest_of(numbers: Tensor, *, dtype: torch.dtype) -> Tensor | None:
@@ -271,9 +254,8 @@ def _largest_of(numbers: Tensor, *, dtype: torch.dtype) -> Tensor | None:
 
 def _digests(largest: Sequence[Tensor]) -> Tensor:
     """Return for each a number that is finite if, and only if, it is."""
-    dtypes = {number.dtype for number in largest}
-    if len(dtypes) == 1:
-        [dtype] = dtypes
+    dtype = largest[0].dtype
+    if all(number.dtype == dtype for number in largest):
         return (torch.stack(list(largest)) * _scale(dtype)).float()
     return torch.stack([(number * _scale(number.dtype)).float() for number in largest])
 
@@ -287,10 +269,6 @@ def _scale(dtype: torch.dtype) -> float:
     return _DIGEST_OF_LARGEST / _greatest(dtype)
 
 
-def _is_power_of_ten(count: int) -> bool:
-    return str(count).strip("0") == "1"
-
-
 def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str]) -> str:
     parts = []
     if losses:
@@ -302,7 +280,11 @@ def _explain(losses: dict[int, float], ranks: Sequence[int], names: Sequence[str
 
 
 class StepWithheld(Exception):
-    """Leads out of an optimizer's step (Note: where a step is withheld)."""
+    """Leads out of an optimizer's step.
+
+    Lightning runs forward and backward in the optimizer's closure. An exception leads from its end past optimizer,
+    gradient clipping and `on_before_optimizer_step` back to the strategy: none of them has done anything.
+    """
 
 
 def withhold_nonfinite(optimizer: Optimizer, checks: Iterable[Finiteness]) -> None:

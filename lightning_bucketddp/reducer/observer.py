@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,48 +13,30 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.reducer.bucket import PendingReduction
+from lightning_bucketddp.reducer.reduction import PendingReduction
 
 
 @dataclass(frozen=True, slots=True)
 class OuterStepStats:
-    """An exchange of weights between islands.
+    """An exchange of weights between islands."""
 
-    Attributes:
-        step: how many steps the optimizers had taken.
-        seconds: how long it took, with the time that the islands waited for each other.
-        num_bytes: what this rank gave to the network.
-    """
-
-    step: int
-    seconds: float
-    num_bytes: int
+    step: int  # how many the optimizers had taken
+    seconds: float  # with the time that the islands waited for each other
+    num_bytes: int  # that this rank gave to the network
 
 
 @dataclass(slots=True)
 class ReducerStats:
-    """Counters since the reducer was made.
+    """Counters since the reducer was made."""
 
-    Attributes:
-        num_backwards: synchronised backwards.
-        num_reductions: buckets reduced in them.
-        bytes_reduced: size of those buckets, in the gradients' own dtype.
-        num_plans: plans made; more than one when the set of trainable parameters changed, or a better
-            one was computed.
-        num_unused: gradients that were missing on this rank and filled in with zeros.
-        num_skipped: training steps that returned nothing, on all ranks together.
-        num_nonfinite: backwards in which a loss or a gradient was infinite or nan on some rank.
-        outer_steps: with `local_steps`, each exchange of weights between the islands.
-    """
-
-    num_backwards: int = 0
-    num_reductions: int = 0
-    bytes_reduced: int = 0
-    num_plans: int = 0
-    num_unused: int = 0
-    num_skipped: int = 0
-    num_nonfinite: int = 0
-    outer_steps: list[OuterStepStats] = field(default_factory=list)
+    num_backwards: int = 0  # synchronised ones
+    num_reductions: int = 0  # buckets reduced in them
+    bytes_reduced: int = 0  # size of those buckets, in the gradients' own dtype
+    num_plans: int = 0  # one for each set of trainable parameters, and if a better one was computed
+    num_unused: int = 0  # gradients that were missing on this rank and filled in with zeros
+    num_skipped: int = 0  # training steps that returned nothing, on all ranks together
+    num_nonfinite: int = 0  # backwards in which a loss or a gradient was infinite or nan on some rank
+    outer_steps: list[OuterStepStats] = field(default_factory=list)  # with `local_steps`
 
     @property
     def num_outer_steps(self) -> int:
@@ -64,10 +45,6 @@ class ReducerStats:
     @property
     def outer_bytes(self) -> int:
         return sum(one.num_bytes for one in self.outer_steps)
-
-    @property
-    def outer_s(self) -> float:
-        return sum(one.seconds for one in self.outer_steps)
 
 
 NOTHING = nullcontext()
@@ -107,28 +84,23 @@ class BackwardObserver:
         """Note that they are there."""
 
 
-class _Several(BackwardObserver):
-    """Tells several observers all that it is told."""
-
-    def __init__(self, observers: Sequence[BackwardObserver]) -> None:
-        for name in (name for name in vars(BackwardObserver) if not name.startswith("__")):
-            setattr(self, name, partial(_tell_all, [getattr(observer, name) for observer in observers]))
-
-
-def _tell_all(methods: Sequence[Callable[..., None]], *args: Any) -> None:
-    for method in methods:
-        method(*args)
-
-
 NO_OBSERVER = BackwardObserver()
 
 
 def all_of(*observers: BackwardObserver | None) -> BackwardObserver:
-    """Return one observer that tells all of `observers`."""
+    """Return one observer that tells all of `observers` what it is told."""
     present = [observer for observer in observers if observer is not None]
-    if len(present) > 1:
-        return _Several(present)
-    return present[0] if present else NO_OBSERVER
+    if len(present) < 2:
+        return present[0] if present else NO_OBSERVER
+
+    def tell_all(name: str, *args: Any) -> None:
+        for observer in present:
+            getattr(observer, name)(*args)
+
+    several = BackwardObserver()
+    for name in [name for name in vars(BackwardObserver) if not name.startswith("__")]:
+        setattr(several, name, partial(tell_all, name))
+    return several
 
 
 def profiler_span(name: str) -> AbstractContextManager[Any]:

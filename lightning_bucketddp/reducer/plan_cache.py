@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.config import MIB, ReducerConfig
+from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_bucketddp.reducer.bucket import LateGradientError, Reduction
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_choice, plan_buckets
+from lightning_bucketddp.reducer.bucket import LateGradientError
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.observer import Clock, ReducerStats, clock_of
-from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner, can_tune
+from lightning_bucketddp.reducer.plan_tuner import CostMeter, PlanTuner
+from lightning_bucketddp.reducer.reduction import Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 
@@ -32,63 +34,47 @@ _ALONE_FROM_BYTES = {"cpu": 4 * MIB, "accelerator": 32 * MIB}
 Trainable = tuple[bool, ...]
 
 
+@dataclass(eq=False)
 class PlanCache:
-    """Makes plans, remembers them, and changes to better ones (Note: tuning).
+    """Makes plans, remembers them, and changes to better ones (Note: tuning). Fields are arguments of `Reducer`."""
 
-    Args:
-        clock: what time is measured by; None: that of the parameters' device.
-        maker: plans and makes buckets in our place; None: there is none.
-    """
+    replicas: Replicas
+    config: ReducerConfig
+    reduction: Reduction
+    stats: ReducerStats
+    clock: Clock | None
+    say: Callable[[str], None]
+    maker: BucketMaker | None
+    description: str = "no plan yet"
+    # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
+    profile: Profile | None = None
+    tuning: str = ""
+    _bucket_sets: dict[Trainable, BucketSet] = field(default_factory=dict)
+    _better: dict[Trainable, Sequence[BucketSpec]] = field(default_factory=dict)
+    _tuners: dict[Trainable, PlanTuner] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        config: ReducerConfig,
-        *,
-        reduction: Reduction,
-        stats: ReducerStats,
-        clock: Clock | None,
-        say: Callable[[str], None],
-        maker: BucketMaker | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        parameters, sparse = self.replicas.parameters, self.replicas.sparse_names
+        may_be_alone = self.config.comm_hook is None
         self.specs = [
-            spec_of(
-                name,
-                param,
-                device=param.device,
-                sparse=name in replicas.sparse_names,
-                may_be_alone=config.comm_hook is None,
-            )
-            for name, param in replicas.parameters.items()
+            spec_of(name, param, device=param.device, sparse=name in sparse, may_be_alone=may_be_alone)
+            for name, param in parameters.items()
         ]
-        self.description = "no plan yet"
-        # What was measured last for `bucket_cap_mb="auto"`, and what was decided then, in words; on rank 0 only.
-        self.profile: Profile | None = None
-        self.tuning = ""
-        self._replicas = replicas
-        self._params = list(replicas.parameters.values())
-        self._config = config
-        self._collectives = replicas.collectives
-        self._stats = stats
-        self._say = say
-        self._maker = maker
-        self._clock = clock or clock_of(self._collectives.device)
-        self._meter = CostMeter(reduction, collectives=self._collectives, clock=self._clock)
-        self._bucket_sets: dict[Trainable, BucketSet] = {}
-        self._better: dict[Trainable, Sequence[BucketSpec]] = {}
-        self._tuners: dict[Trainable, PlanTuner] = {}
+        self._params = list(parameters.values())
+        self._collectives = self.replicas.collectives
+        self._clock = self.clock or clock_of(self._collectives.device)
+        self._meter = CostMeter(self.reduction, self._collectives, self._clock)
 
     def describe_outlook(self) -> str:
         """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
         members = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
         gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
-        if self._maker is not None:  # its optimizers, which are not known yet, have a say in it
+        if self.maker is not None:  # its optimizers, which are not known yet, have a say in it
             return gradients
-        plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self._config.caps)
+        plan = plan_buckets(self.specs, arrived=members, missing=[], caps=self.config.caps)
         return f"{pluralize(len(plan), 'bucket')} planned for {gradients},"
 
     def late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
-        """Return what to raise for a gradient that arrived after its bucket had left."""
         return LateGradientError(
             f"Gradient of `{self.specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
             f" {self._collectives.global_rank}). The parameter is used more often in this backward than in the first"
@@ -105,6 +91,7 @@ class PlanCache:
 
     def tuner(self, trainable: Trainable) -> PlanTuner | None:
         """Return the tuner of this set, as long as its plan may still change."""
+        # Hashing a set of thousands of parameters takes time, in every step: an empty dictionary is not asked.
         return self._tuners.get(trainable) if self._tuners else None
 
     def is_settled(self, trainable: Trainable) -> bool:
@@ -113,7 +100,6 @@ class PlanCache:
 
     def will_change(self, trainable: Trainable) -> bool:
         """Return whether the next `bucket_set` makes new buffers: who holds the old ones should let go of them."""
-        # Looking for a set of thousands of parameters takes time, in every step.
         return bool(self._better) and trainable in self._better
 
     def bucket_set(self, trainable: Trainable) -> BucketSet | None:
@@ -128,45 +114,49 @@ class PlanCache:
             self._place(trainable, self._better.pop(trainable), num_firings, streams, origin=origin)
         bucket_set = self._bucket_sets.get(trainable)
         if bucket_set is not None:
-            bucket_set.last_used = self._stats.num_backwards
+            bucket_set.last_used = self.stats.num_backwards
         return bucket_set
 
     def make(self, trainable: Trainable, order: Sequence[int], streams: set[torch.cuda.Stream]) -> BucketSet:
-        """Plan from what a backward has shown (Note: first backward, in `reducer`).
-
-        Args:
-            trainable: which parameters took part.
-            order: the parameters in the order in which their hooks fired, each as often as it did.
-            streams: on which they did.
-        """
-        self._replicas.agree()
+        """Plan from the `order` in which hooks fired in a backward, each as often as it did, and on which `streams`."""
+        self.replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
         arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
+        seen = set(arrived)
         # What is registered last usually gets its gradient first.
-        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in set(arrived)]
-        if self._maker is None:
-            plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self._config.caps)
+        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in seen]
+        if self.maker is None:
+            plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self.config.caps)
         else:
-            plan = self._maker.plan(
+            plan = self.maker.plan(
                 self.specs,
                 self._params,
                 arrived=arrived,
                 missing=missing,
-                caps=self._config.caps,
-                alignment=self._config.alignment,
+                caps=self.config.caps,
+                alignment=self.config.alignment,
             )
-        self._forget()
-        # Another plan would move optimizer state between ranks.
-        if self._maker is None and can_tune(self._config, self._collectives, plan):
+        oldest = self.stats.num_backwards - _FORGET_PLAN_AFTER
+        for unused in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
+            del self._bucket_sets[unused]
+            self._better.pop(unused, None)
+            if unused in self._tuners:
+                self._tuners.pop(unused).close()
+        # Another plan would move optimizer state between ranks; a communication hook keeps state by bucket; and who
+        # wants runs to repeat wants no plan that depends on time.
+        config = self.config
+        is_auto = config.bucket_cap_mb == AUTO and config.overlap and not torch.are_deterministic_algorithms_enabled()
+        is_free = self.maker is None and config.comm_hook is None and self._collectives.world_size > 1
+        if is_auto and is_free and has_choice(plan):
             self._tuners[trainable] = PlanTuner(
-                plan,
+                first_plan=plan,
                 params=self._params,
                 specs=self.specs,
                 collectives=self._collectives,
                 meter=self._meter,
                 clock=self._clock,
-                say=self._say,
-                reduce_dtype=self._config.reduce_dtype,
+                say=self.say,
+                reduce_dtype=self.config.reduce_dtype,
             )
         return self._place(trainable, plan, Counter(order), streams)
 
@@ -178,7 +168,7 @@ class PlanCache:
             self._better[trainable] = better
         if tuner.is_settled:
             if tuner.profile is not None:
-                self.profile, self.tuning = tuner.profile, tuner.story
+                self.profile, self.tuning = tuner.profile, tuner.decision
             del self._tuners[trainable]
 
     def _place(
@@ -194,34 +184,22 @@ class PlanCache:
             plan,
             params=self._params,
             num_firings=num_firings,
-            device=self._collectives.device,
-            num_ranks=self._collectives.world_size,
+            streams=streams,
             trainable=trainable,
-            maker=self._maker,
-            may_be_resized=self._config.comm_hook is not None,
-            alignment=self._config.alignment,
+            collectives=self._collectives,
+            config=self.config,
+            maker=self.maker,
         )
-        bucket_set.streams = streams
-        bucket_set.last_used = self._stats.num_backwards
-        self._stats.num_plans += 1
-        bucket_set.version = self._stats.num_plans
+        bucket_set.last_used = self.stats.num_backwards
+        self.stats.num_plans += 1
+        bucket_set.version = self.stats.num_plans
         self.description = f"{bucket_set}{origin}"
         if self._collectives.rank == 0:
-            log.info("bucketddp: plan %d: %s", self._stats.num_plans, self.description)
+            log.info("bucketddp: plan %d: %s", self.stats.num_plans, self.description)
         return bucket_set
-
-    def _forget(self) -> None:
-        """Drop what was not used for long."""
-        oldest = self._stats.num_backwards - _FORGET_PLAN_AFTER
-        for trainable in [key for key, known in self._bucket_sets.items() if known.last_used < oldest]:
-            del self._bucket_sets[trainable]
-            self._better.pop(trainable, None)
-            if trainable in self._tuners:
-                self._tuners.pop(trainable).close()
 
 
 def spec_of(name: str, param: Tensor, *, device: torch.device, sparse: bool, may_be_alone: bool) -> ParameterSpec:
-    """Return what a plan needs to know of a parameter that trains on `device`."""
     kind = f"{param.dtype} {device}"
     is_large = param.nbytes >= _ALONE_FROM_BYTES["cpu" if device.type == "cpu" else "accelerator"]
     return ParameterSpec(

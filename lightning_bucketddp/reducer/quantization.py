@@ -1,19 +1,17 @@
 """The mean of gradients that travel as int8: in blocks of 256, each with a scale of its own.
 
-Note: blocks
-    The largest number of a block, without its sign, becomes 127, and all others are rounded to the nearest multiple of
-    a 127th of it. So each is wrong by at most a 254th of the largest in its block. One that is not finite makes the
-    scale of its block infinite or nan, and so all of the block: none of them becomes a number.
+The largest number of a block, without its sign, becomes 127, and all others are rounded to the nearest multiple of a
+127th of it. One that is not finite makes the scale of its block infinite or nan, and so all of the block.
 
 Note: two exchanges
-    All ranks decode the same bytes, so replicas stay equal. Each rank gets its row of blocks (Note: blocks) of all
-    ranks, and gives their mean to all, as blocks again. Two ranks give each other all they have, and do not round the
-    mean; nor is it rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of
-    numbers that are not finite must not be mixed.
+    All ranks decode the same bytes, so replicas stay equal. Each rank gets its row of blocks of all ranks, and gives
+    their mean to all, as blocks again. Two ranks give each other all they have, and do not round the mean; nor is it
+    rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of numbers that are
+    not finite must not be mixed.
 
-Note: the second exchange
-    It begins when the first has ended on this rank, in the order of the buckets on all ranks (Note: one launch order).
-    A GPU waits in a stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
+
+    The second exchange begins when the first has ended on this rank, in bucket order on all ranks. A GPU waits in a
+    stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
     (docs/design/int8.md). On a host a thread waits, for one bucket after the other, and has connections of its own.
 """
 
@@ -26,7 +24,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,9 +34,8 @@ from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.config import BLOCK_NUMEL, MIB
 from lightning_bucketddp.planning.cost import Codec, Codecs
 from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.reducer.bucket import DenseBucket, PendingReduction
-from lightning_bucketddp.reducer.lone_bucket import SparseBucket
-from lightning_bucketddp.reducer.reduction import PendingSparseMean
+from lightning_bucketddp.reducer.lone_bucket import DenseBucket
+from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 
 # A little less than a 127th: the largest number that a dtype has must not become infinite.
 _SCALE_OF_LARGEST = (1 - 2**-22) / 127
@@ -76,12 +72,10 @@ class Blocks:
         self._parts = list(self._divide(numel, row_numel))
 
     def encode(self, numbers: Tensor) -> None:
-        """Take over `numbers`, row by row."""
         for part in self._parts:
             _encode(part.of(numbers), part.integers, part.scales)
 
     def decode(self, numbers: Tensor) -> None:
-        """Overwrite `numbers`, row by row."""
         for part in self._parts:
             torch.mul(part.integers, part.scales, out=part.of(numbers))
 
@@ -91,7 +85,6 @@ class Blocks:
             _encode(mean, self._integers[row, blocks], self._scales[row, blocks])
 
     def decode_mean(self, numbers: Tensor) -> None:
-        """Overwrite `numbers` with the mean of all rows."""
         for blocks, mean in self.means():
             part = numbers[blocks.start * BLOCK_NUMEL :][: mean.numel()]
             part.copy_(mean.view(-1)[: part.numel()])
@@ -142,12 +135,16 @@ class _Part:
 
 
 def _encode(numbers: Tensor, integers: Tensor, scales: Tensor) -> None:
-    torch.mul(_largest(numbers).clamp_(min=_SMALLEST), _SCALE_OF_LARGEST, out=scales)
+    # The largest number of each block without its sign; nan if there is one.
+    if numbers.is_cpu:  # where this takes a sixth of the time
+        largest = torch.maximum(numbers.amax(-1, keepdim=True), -numbers.amin(-1, keepdim=True)).float()
+    else:
+        largest = torch.linalg.vector_norm(numbers, math.inf, dim=-1, keepdim=True).float()
+    torch.mul(largest.clamp_(min=_SMALLEST), _SCALE_OF_LARGEST, out=scales)
     integers.copy_(torch.mul(numbers, scales.reciprocal()).round_())
 
 
 def _sum(integers: Tensor, scales: Tensor) -> Tensor:
-    """Return the sum of all rows."""
     if not integers.is_cpu:
         return torch.mul(integers, scales).sum(0)
     total = torch.mul(integers[0], scales[0])  # a host does it row by row in half of the time
@@ -156,168 +153,50 @@ def _sum(integers: Tensor, scales: Tensor) -> Tensor:
     return total
 
 
-def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest number of each block without its sign, in fp32; nan if there is one."""
-    if numbers.is_cpu:  # where this takes a sixth of the time
-        return torch.maximum(numbers.amax(-1, keepdim=True), -numbers.amin(-1, keepdim=True)).float()
-    largest: Tensor = torch.linalg.vector_norm(numbers, math.inf, dim=-1, keepdim=True)
-    return largest.float()
-
-
-class QuantizedMeanReduction:
+class QuantizedMeanReduction(Reduction):
     """The mean over the ranks; gradients travel as `int8`, in blocks. They arrive in their own dtype."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._on: _OnDevice | _OnHost = (
-            _OnDevice(collectives) if collectives.device.type == "cuda" else _OnHost(collectives)
-        )
+        super().__init__(collectives)
         self._exchanges: WeakKeyDictionary[DenseBucket, _Exchange] = WeakKeyDictionary()
-
-    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
-        numbers = bucket.numbers
-        flags = bucket.wire[numbers.numel() :]
-        pending_flags = self._collectives.start_mean(flags) if flags.numel() else None
-        if not numbers.numel():
-            return _PendingQuantized(flags.nbytes, None, pending_flags)
-        exchange = self._exchanges.get(bucket)
-        if exchange is None:
-            exchange = self._exchanges[bucket] = _exchange_of(self._collectives, numbers.numel(), bucket.shares)
-        first = exchange.start_first(numbers)
-        transfer, finish = self._on.follow(first, exchange, numbers)
-        return _PendingQuantized(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
-
-    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
-        return PendingSparseMean(self._collectives, bucket)
-
-    def close(self) -> None:
-        self._on.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingQuantized:
-    bytes_sent: int
-    transfer: Pending | None
-    flags: Pending | None
-    finish: Callable[[], None] | None = None
-    has_ended = False
-
-    def wait(self) -> None:
-        if self.transfer is not None:
-            self.transfer.wait()
-        if self.finish is not None:
-            self.finish()
-        if self.flags is not None:
-            self.flags.wait()
-
-
-class _Exchange(Protocol):
-    """How the ranks come to the mean of one bucket (Note: two exchanges)."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """What is given to the network, as an all-reduce counts it."""
-
-    def start_first(self, numbers: Tensor) -> Pending:
-        """Start to send what this rank has."""
-
-    def finish(self, numbers: Tensor) -> None:
-        """Overwrite `numbers`, or this rank's share of them, with the mean."""
-
-
-def _exchange_of(collectives: Collectives, numel: int, shares: Shares | None) -> _Exchange:
-    if shares is not None:
-        return _ForShares(collectives, numel, shares)
-    return _ForAll(collectives, numel) if collectives.world_size > 2 else _ForTwo(collectives, numel)
-
-
-class _ForAll:
-    """Each rank computes the mean of one row, and gives it to all."""
-
-    def __init__(self, collectives: Collectives, numel: int) -> None:
-        self._collectives = collectives
-        num_ranks = collectives.world_size
-        row_numel = -(-numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
-        make_rows = partial(Blocks, num_rows=num_ranks, row_numel=row_numel, device=collectives.device)
-        self._sent, self._received = make_rows(numel), make_rows(num_ranks * row_numel)
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent.bytes.nbytes
-
-    def start_first(self, numbers: Tensor) -> Pending:
-        self._sent.encode(numbers)
-        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=None)
-
-    def start_second(self, collectives: Collectives) -> Pending:
-        """Start to give all ranks the mean of the rows that have come."""
-        self._sent.encode_mean(self._received, row=collectives.rank)
-        return collectives.start_exchange_of_shares(self._sent.bytes, owner=None)
-
-    def finish(self, numbers: Tensor) -> None:
-        self._sent.decode(numbers)
-
-
-class _ForTwo:
-    """Both ranks get all that the other has, which is as much as two exchanges of halves, and rounded once."""
-
-    def __init__(self, collectives: Collectives, numel: int) -> None:
-        self._collectives = collectives
-        num_ranks, device = collectives.world_size, collectives.device
-        self._all = Blocks(num_ranks * numel, num_rows=num_ranks, row_numel=numel, device=device)
-        own = self._all.bytes.view(num_ranks, -1)[collectives.rank]
-        self._own = Blocks(numel, num_rows=1, row_numel=numel, device=device, memory=own)
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._own.bytes.nbytes
-
-    def start_first(self, numbers: Tensor) -> Pending:
-        self._own.encode(numbers)
-        return self._collectives.start_exchange_of_shares(self._all.bytes, owner=None)
-
-    def finish(self, numbers: Tensor) -> None:
-        self._all.decode_mean(numbers)
-
-
-class _ForShares:
-    """Each rank keeps the mean of its share, which is rounded once."""
-
-    def __init__(self, collectives: Collectives, numel: int, shares: Shares) -> None:
-        self._collectives = collectives
-        self._owner = shares.owner
-        self._share = slice(*shares.bounds(numel)[collectives.rank])
-        num_ranks = collectives.world_size
-        row_numel = numel // num_ranks if shares.owner is None else numel
-        self._receives = shares.owner in (None, collectives.rank)
-        sent, received = num_ranks if shares.owner is None else 1, num_ranks if self._receives else 0
-        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=collectives.device)
-        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=collectives.device)
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent.bytes.nbytes // 2  # (Note: halves, in `cost`)
-
-    def start_first(self, numbers: Tensor) -> Pending:
-        self._sent.encode(numbers)
-        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
-
-    def finish(self, numbers: Tensor) -> None:
-        if self._receives:
-            self._received.decode_mean(numbers[self._share])
-
-
-class _OnHost:
-    """Goes on with what is in host memory (Note: the second exchange)."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._follow_ups, self._worker = collectives, None
-        if collectives.world_size > 2:
+        # Who goes on after the first exchange.
+        self._stream: torch.cuda.Stream | None = None
+        self._worker: Worker | None = None
+        if collectives.device.type == "cuda":
+            self._stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
+        elif collectives.world_size > 2:
             self._follow_ups = collectives.follow_up_group()
             self._worker = Worker("bucketddp-quantized")
 
-    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
+    def start_dense(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        numbers = bucket.numbers
+        flags = bucket.wire[numbers.numel() :]
+        pending_flags = self.collectives.start_mean(flags) if flags.numel() else None
+        if not numbers.numel():
+            return PendingReduction(flags.nbytes, None, pending_flags)
+        exchange = self._exchanges.get(bucket)
+        if exchange is None:
+            if bucket.shares is not None:
+                exchange = _ForShares(self.collectives, numbers.numel(), bucket.shares)
+            else:
+                kind = _ForAll if self.collectives.world_size > 2 else _ForTwo
+                exchange = kind(self.collectives, numbers.numel())
+            self._exchanges[bucket] = exchange
+        first = exchange.start_first(numbers)
+        transfer, finish = self._follow(first, exchange, numbers)
+        return PendingReduction(flags.nbytes + exchange.bytes_sent, transfer, pending_flags, finish)
+
+    def _follow(
+        self, first: Pending, exchange: _Exchange, numbers: Tensor
+    ) -> tuple[Pending, Callable[[], None] | None]:
         """Start what follows the first exchange; return its end, and what is left to do then."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                first.wait()
+                if isinstance(exchange, _ForAll):
+                    exchange.start_second(self.collectives).wait()
+                exchange.finish(numbers)
+                return self._stream.record_event(), None
         finish = partial(exchange.finish, numbers)
         if self._worker is None or not isinstance(exchange, _ForAll):
             return first, finish
@@ -341,25 +220,74 @@ class _Following:
         self.started.result().wait()
 
 
-class _OnDevice:
-    """Goes on with what is in the memory of a GPU, in a stream of its own (Note: the second exchange)."""
+class _ForAll:
+    """Each rank computes the mean of one row, and gives it to all (Note: two exchanges)."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, numel: int) -> None:
         self._collectives = collectives
-        self._stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
+        num_ranks = collectives.world_size
+        row_numel = -(-numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
+        make_rows = partial(Blocks, num_rows=num_ranks, row_numel=row_numel, device=collectives.device)
+        self._sent, self._received = make_rows(numel), make_rows(num_ranks * row_numel)
+        self.bytes_sent = self._sent.bytes.nbytes
 
-    def follow(self, first: Pending, exchange: _Exchange, numbers: Tensor) -> tuple[Pending, Callable[[], None] | None]:
-        """Queue what follows the first exchange; return its end, and what is left to do then."""
-        with torch.cuda.stream(self._stream):
-            first.wait()
-            if isinstance(exchange, _ForAll):
-                exchange.start_second(self._collectives).wait()
-            exchange.finish(numbers)
-            return self._stream.record_event(), None
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._sent.encode(numbers)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=None)
 
-    def close(self) -> None:
-        pass
+    def start_second(self, collectives: Collectives) -> Pending:
+        """Start to give all ranks the mean of the rows that have come."""
+        self._sent.encode_mean(self._received, row=collectives.rank)
+        return collectives.start_exchange_of_shares(self._sent.bytes, owner=None)
 
+    def finish(self, numbers: Tensor) -> None:
+        self._sent.decode(numbers)
+
+
+class _ForTwo:
+    """Both ranks get all that the other has, which is as much as two exchanges of halves, and rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int) -> None:
+        self._collectives = collectives
+        num_ranks, device = collectives.world_size, collectives.device
+        self._all = Blocks(num_ranks * numel, num_rows=num_ranks, row_numel=numel, device=device)
+        own = self._all.bytes.view(num_ranks, -1)[collectives.rank]
+        self._own = Blocks(numel, num_rows=1, row_numel=numel, device=device, memory=own)
+        self.bytes_sent = self._own.bytes.nbytes
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._own.encode(numbers)
+        return self._collectives.start_exchange_of_shares(self._all.bytes, owner=None)
+
+    def finish(self, numbers: Tensor) -> None:
+        self._all.decode_mean(numbers)
+
+
+class _ForShares:
+    """Each rank keeps the mean of its share, which is rounded once."""
+
+    def __init__(self, collectives: Collectives, numel: int, shares: Shares) -> None:
+        self._collectives = collectives
+        self._owner = shares.owner
+        self._share = slice(*shares.bounds(numel)[collectives.rank])
+        num_ranks = collectives.world_size
+        row_numel = numel // num_ranks if shares.owner is None else numel
+        self._receives = shares.owner in (None, collectives.rank)
+        sent, received = num_ranks if shares.owner is None else 1, num_ranks if self._receives else 0
+        self._sent = Blocks(numel, num_rows=sent, row_numel=row_numel, device=collectives.device)
+        self._received = Blocks(received * row_numel, num_rows=received, row_numel=row_numel, device=collectives.device)
+        self.bytes_sent = self._sent.bytes.nbytes // 2  # (Note: halves, in `cost`)
+
+    def start_first(self, numbers: Tensor) -> Pending:
+        self._sent.encode(numbers)
+        return self._collectives.start_exchange_of_parts(self._received.bytes, self._sent.bytes, owner=self._owner)
+
+    def finish(self, numbers: Tensor) -> None:
+        if self._receives:
+            self._received.decode_mean(numbers[self._share])
+
+
+_Exchange = _ForAll | _ForTwo | _ForShares
 
 # Of an H200, for a plan that is made where there is no GPU: benchmarks/results/wires_h200_202611.md.
 GPU_CODECS: Codecs = {
@@ -381,7 +309,16 @@ def measure_codecs(device: torch.device) -> Codecs:
     sent, received = (Blocks(numel, num_rows=_NUM_RANKS, row_numel=row_numel, device=device) for _ in range(2))
 
     def s_per_byte(action: Callable[[], object]) -> float:
-        return _seconds(action, device) / numbers.nbytes
+        """Measure several in a row, so that waiting for the device hardly counts."""
+
+        def act() -> None:
+            for _ in range(_NUM_IN_A_ROW):
+                action()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        seconds = timeit.repeat(act, number=1, repeat=1 + _NUM_MEASURED)[1:]
+        return statistics.median(seconds) / _NUM_IN_A_ROW / numbers.nbytes
 
     cast = Codec(s_per_byte(lambda: halves.copy_(numbers)), s_per_byte(lambda: numbers.copy_(halves)))
     encode = s_per_byte(lambda: sent.encode(numbers))
@@ -392,15 +329,3 @@ def measure_codecs(device: torch.device) -> Codecs:
     is_gpu = device.type == "cuda"
     int8 = Codec(encode, 0.0, mean + decode) if is_gpu else Codec(encode, mean + decode)
     return {"bf16": cast, "fp16": cast, "int8": int8}
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return the time of one `action`, of several in a row, so that waiting for the device hardly counts."""
-
-    def act() -> None:
-        for _ in range(_NUM_IN_A_ROW):
-            action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return statistics.median(timeit.repeat(act, number=1, repeat=1 + _NUM_MEASURED)[1:]) / _NUM_IN_A_ROW

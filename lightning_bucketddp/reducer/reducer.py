@@ -1,13 +1,14 @@
-"""From gradients to averaged gradients: where a backward begins, and what each gradient leads to.
+"""From gradients to averaged gradients: where a backward begins, what each gradient leads to, and how it ends.
 
 Note: first backward
     The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
     hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
     trainable parameters.
 
-Note: one rank
-    A rank that is alone has nothing to exchange. Unless something is to be done with its gradients all the same, it has
-    no hooks, no buckets and no copies of gradients.
+Note: failed backwards
+    When a backward raises on a rank, nobody may step: the others have gradients in which that rank's are missing. So it
+    does not take part in what is left of the exchange, and the others, who wait for it, learn why. Whoever marks a
+    backward sees to that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +27,24 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
-from lightning_bucketddp.planning.plan import ParameterSpec
-from lightning_bucketddp.reducer.backward_pass import BackwardEnd, BackwardPass, CapturedBackward
-from lightning_bucketddp.reducer.bucket import Reduction
+from lightning_bucketddp.reducer.backward_pass import BackwardPass, CapturedBackward
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
 from lightning_bucketddp.reducer.graphs import is_being_captured
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
-from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, Clock, ReducerStats, all_of
+from lightning_bucketddp.reducer.observer import (
+    NO_OBSERVER,
+    BackwardObserver,
+    Clock,
+    ReducerStats,
+    all_of,
+    profiler_span,
+)
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction
-from lightning_bucketddp.reducer.weighting import EqualWeights
+from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, Reduction
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -48,6 +55,7 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
+        weighting: how much each rank counts; None: all of them the same, always.
         maker: plans and makes buckets in our place; None: there is none.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
@@ -59,7 +67,7 @@ class Reducer:
         replicas: Replicas,
         config: ReducerConfig,
         *,
-        weighting: EqualWeights | None = None,
+        weighting: Weighting | None = None,
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
@@ -72,14 +80,12 @@ class Reducer:
         # Another one is set while a step is recorded.
         self.observer: BackwardObserver = NO_OBSERVER
         self.replicas = replicas
-        self._config = config
-        self._weighting = weighting or EqualWeights()
+        self._weighting = weighting
         self._maker = maker
         self._say = say
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        reduces_by_itself = config.comm_hook is None
-        of_gradients = self._collectives.gradient_group() if reduces_by_itself else self._collectives
+        of_gradients = self._collectives.gradient_group() if config.comm_hook is None else self._collectives
         self._reduction = reduction = reduction_of(config, of_gradients)
         # All buckets wait for the end of a backward.
         self._holds = not config.overlap
@@ -89,33 +95,32 @@ class Reducer:
         self._plan_cache = PlanCache(
             replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, maker=maker
         )
+        # What plans know of each parameter; a plan's members are indices into this.
+        self.specs = self._plan_cache.specs
+        self._device = self._collectives.device
         self._new_queue = partial(
             LaunchQueue,
             reduction=reduction,
-            collectives=self._collectives,
+            device=self._device,
             finiteness=self.finiteness,
             stats=self.stats,
             foreign=self._foreign,
         )
-        self._end = BackwardEnd(
-            replicas,
-            self._plan_cache,
-            new_queue=self._new_queue,
-            weighting=self._weighting,
-            finiteness=self.finiteness,
-            stats=self.stats,
-        )
+        # Recorded when gradients are final.
+        self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
         self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._captured: CapturedBackward | None = None
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
-        self._is_passthrough = (
+        # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
+        self.is_alone = (
             self._collectives.world_size == 1 and config.comm_hook is None and config.trains_on and weighting is None
         )
+        self.uses_hook = config.comm_hook is not None
         take_over(replicas.parameters)
-        self._hooks = GradientHooks([] if self._is_passthrough else self._params, self._act_on_gradient, self.close)
+        self._hooks = GradientHooks([] if self.is_alone else self._params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
@@ -137,14 +142,8 @@ class Reducer:
         return self._plan_cache.describe_outlook()
 
     def describe_backward(self) -> str:
-        """Return in words which bucket a backward has come to."""
         queue = None if self._backward is None else self._backward.queue
-        return "" if queue is None else queue.describe(self._plan_cache.specs)
-
-    @property
-    def specs(self) -> list[ParameterSpec]:
-        """What plans know of each parameter; a plan's members are indices into this."""
-        return self._plan_cache.specs
+        return "" if queue is None else queue.describe(self.specs)
 
     @property
     def profile(self) -> Profile | None:
@@ -153,13 +152,13 @@ class Reducer:
 
     @property
     def tuning(self) -> str:
-        """What was tried and decided then, in words."""
         return self._plan_cache.tuning
 
     @property
     def has_exchanged(self) -> bool:
         """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
-        return self._end.has_exchanged and (self._maker is None or self._maker.have_arrived)
+        are_final = self._exchanged is None or bool(self._exchanged.query())
+        return are_final and (self._maker is None or self._maker.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,7 +171,7 @@ class Reducer:
 
     def give_back_memory(self) -> None:
         """Let go of buffers that no gradient is in: a forward, or a backward, begins (Note: memory between steps)."""
-        if is_being_captured(self._collectives.device):
+        if is_being_captured(self._device):
             self._keeps_memory = True  # what was captured goes on to use it
         if self.bucket_set is not None and not self._keeps_memory:
             self.bucket_set.give_back()
@@ -182,16 +181,13 @@ class Reducer:
         """Run one backward inside; afterwards its gradients are final, even if no parameter took part in it.
 
         Backwards that do not run inside are not synchronised. If one that does raises, this rank leaves the exchange
-        (Note: failed backwards, in `backward_pass`).
-
-        Args:
-            takes_part: the module certainly takes part, on all ranks; otherwise its first gradient tells.
+        (Note: failed backwards). `takes_part`: the module certainly does, on all ranks; otherwise a gradient tells.
         """
-        if self._is_passthrough:
-            if self._captured is not None:
-                self._captured.trainable = self._trainable()
-                yield
-                return
+        if self.is_alone and self._captured is not None:
+            self._captured.trainable = self._trainable()
+            yield
+            return
+        if self.is_alone:
             self.finiteness.begin(self.stats)
             yield
             self._finish_alone()
@@ -213,15 +209,33 @@ class Reducer:
             raise
         self._finish()
 
+    def _finish_alone(self) -> None:
+        if self._no_sync_depth == 0:
+            self.stats.num_backwards += 1
+            with torch.no_grad():
+                self.finiteness.read(None, self.stats)
+
+    def _refuse_after_failure(self) -> None:
+        if self.has_failed or not self._collectives.is_open:
+            raise RuntimeError(
+                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
+                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
+                " catch that exception, or raise it before the backward."
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._backward = None
+        self._hooks.reset()
+        # Also if no gradient has come here yet: on other ranks some may have. What is captured has not begun to run.
+        if self._no_sync_depth == 0 and self._captured is None:
+            self._failure = f"{type(error).__name__}: {error}"
+
     @contextmanager
     def captured(self, loss_digest: Tensor | None) -> Iterator[CapturedBackward]:
         """Run one backward inside that exchanges gradients and nothing else: what is left is done by `replay`.
 
         The ranks may do this in the same step only, and one that captures nothing runs its backward inside, too. What
-        the context gives is complete at its end.
-
-        Args:
-            loss_digest: of the losses before, which have not been exchanged; None: there are none.
+        the context gives is complete at its end. `loss_digest` is that of the losses before, not exchanged yet.
         """
         stats, digest = replace(self.stats), self.finiteness.loss_digest
         self.finiteness.loss_digest = loss_digest
@@ -235,55 +249,64 @@ class Reducer:
                 setattr(self.stats, field.name, getattr(stats, field.name))
 
     @property
-    def is_alone(self) -> bool:
-        """Whether there is nothing to be done with gradients (Note: one rank)."""
-        return self._is_passthrough
-
-    @property
-    def uses_hook(self) -> bool:
-        """Whether a communication hook reduces gradients."""
-        return self._config.comm_hook is not None
-
-    def num_hooks(self, param: Tensor) -> int:
-        """Return how many hooks of ours this parameter has."""
-        return int(not self._is_passthrough and id(param) in self._index_of)
-
-    @property
     def is_settled(self) -> bool:
         """Whether what is trainable now has a plan, and no better one is being looked for."""
-        return self._is_passthrough or self._plan_cache.is_settled(self._trainable())
+        return self.is_alone or self._plan_cache.is_settled(self._trainable())
 
     def can_replay(self, captured: CapturedBackward) -> bool:
         """Return whether the plan, and what is trainable, are what they were then."""
         trainable = self._trainable()
-        if self._is_passthrough or trainable != captured.trainable:
+        if self.is_alone or trainable != captured.trainable:
             return trainable == captured.trainable
         return self.is_settled and self._plan_cache.bucket_set(trainable) is captured.bucket_set
 
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple([param.requires_grad for param in self._params])
+    def num_hooks(self, param: Tensor) -> int:
+        """Return how many hooks of ours this parameter has."""
+        return int(not self.is_alone and id(param) in self._index_of)
 
     def replay(self, captured: CapturedBackward, run: Callable[[], None]) -> None:
         """Do around `run`, which replays a captured backward, what the host does around one."""
         self._refuse_after_failure()
         self.finiteness.begin(self.stats)
-        if self._is_passthrough:
+        if self.is_alone:
             run()
             self._finish_alone()
             return
         if self._maker is not None:
             self._maker.begin_backward()
-        some_miss = captured.syncs and self._weighting.some_miss
-        has_changed = self._weighting.begin(self._params, syncs=captured.syncs, trainable=captured.trainable)
-        factor = self._end.factor(captured.trainable) if has_changed else None
+        weighting, factor, some_miss = self._weighting, None, False
+        if weighting is not None:
+            some_miss = captured.syncs and weighting.some_miss
+            if weighting.begin(self._params, syncs=captured.syncs, trainable=captured.trainable):
+                factor = self._factor(captured.trainable)
         try:
             run()
         except BaseException as error:
             self._fail(error)
             raise
         self.finiteness.loss_digest = captured.loss_digest
-        if captured.syncs:
-            self._end.finish_replayed(captured, factor=factor, some_miss=some_miss)
+        if not captured.syncs:
+            return
+        factor = self._factor(captured.trainable) if factor is None else factor
+        assert captured.bucket_set is not None
+        buckets = captured.bucket_set.buckets
+        with torch.no_grad():
+            if weighting is not None:
+                weighting.compare_missing([], some_miss=some_miss)
+            if factor != 1:
+                for bucket in buckets:
+                    bucket.numbers.mul_(factor)
+            if weighting is not None:
+                weighting.end()
+            self.stats.num_backwards += 1
+            self.stats.num_reductions += len(buckets)
+            self.stats.bytes_reduced += sum(bucket.num_bytes for bucket in buckets)
+            if self._exchanged is not None:
+                self._exchanged.record()
+            self.finiteness.read(captured.bucket_set, self.stats)
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple([param.requires_grad for param in self._params])
 
     @property
     def has_failed(self) -> bool:
@@ -297,7 +320,6 @@ class Reducer:
 
     @property
     def is_synchronised(self) -> bool:
-        """Whether backwards that begin now are synchronised (`no_sync`)."""
         return self._no_sync_depth == 0
 
     def own_gradients(self, params: Iterable[Tensor]) -> list[str]:
@@ -306,13 +328,6 @@ class Reducer:
             return []
         indices = [self._index_of.get(id(param)) for param in params if param.grad is not None]
         return [self.specs[i].name for i in indices if i is not None and self._hooks.has_counted(i)]
-
-    def _finish_alone(self) -> None:
-        """End a backward of a rank that is alone (Note: one rank)."""
-        if self._no_sync_depth == 0:
-            self.stats.num_backwards += 1
-            with torch.no_grad():
-                self.finiteness.read_without_others(self.stats)
 
     def _act_on_gradient(self, index: int) -> None:
         """Handle a gradient that completes a bucket, or any as long as there is no plan."""
@@ -325,7 +340,9 @@ class Reducer:
             return  # frozen since the forward: autograd calls its hook, but gives it no gradient
         bucket_set = backward.bucket_set
         if bucket_set is None:
-            self._see_arrival(index, backward)
+            backward.arrived.append(index)
+            if self._device.type == "cuda":
+                backward.streams.add(torch.cuda.current_stream(self._device))
             return
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
@@ -340,42 +357,44 @@ class Reducer:
             backward.queue.launch_complete()
 
     def _begin(self) -> BackwardPass:
+        captured = self._captured
         with self._foreign.left_out():
-            if self._captured is None:
+            if captured is None:
                 self.finiteness.begin(self.stats)
             self.give_back_memory()
-            if self._maker is not None and self._captured is None:
+            if self._maker is not None and captured is None:
                 self._maker.begin_backward()
         trainable = self._trainable()
         syncs = self._no_sync_depth == 0
-        has_changed = self._captured is None and self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        weighting = self._weighting if captured is None else None
+        has_changed = weighting is not None and weighting.begin(self._params, syncs=syncs, trainable=trainable)
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self._plan_cache.bucket_set(trainable)
         # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
-        factor = self._end.factor(trainable) if has_changed and bucket_set is not None else None
+        factor = self._factor(trainable) if has_changed and bucket_set is not None else None
         tuner = self._plan_cache.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
-        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._collectives.device)
+        is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._device)
         observer = all_of(tuner, self.observer if is_recorded else None)
+        queue = None
+        if syncs and bucket_set is not None:
+            queue = self._new_queue(bucket_set=bucket_set, observer=observer, num_foreign=self._num_foreign)
         self._backward = BackwardPass(
-            trainable,
-            syncs,
-            observer,
+            trainable=trainable,
+            syncs=syncs,
+            observer=observer,
             is_tuned=tuner is not None,
             bucket_set=bucket_set,
-            queue=self._new_queue(bucket_set, observer=observer, num_foreign=self._num_foreign)
-            if syncs and bucket_set is not None
-            else None,
-            factor=1.0 if self._captured is not None else factor,
-            some_miss=syncs and self._weighting.some_miss,
-            captured=self._captured,
+            queue=queue,
+            factor=factor if captured is None else 1.0,
+            some_miss=syncs and weighting is not None and weighting.some_miss,
+            captured=captured,
         )
-        if self._captured is not None:
-            self._captured.trainable, self._captured.syncs = trainable, syncs
-            self._captured.bucket_set = bucket_set
+        if captured is not None:
+            captured.trainable, captured.syncs, captured.bucket_set = trainable, syncs, bucket_set
         observer.backward_began()
         return self._backward
 
@@ -397,37 +416,62 @@ class Reducer:
                 "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
             )
 
-    def _see_arrival(self, param_index: int, backward: BackwardPass) -> None:
-        backward.arrived.append(param_index)
-        if self._collectives.device.type == "cuda":
-            backward.streams.add(torch.cuda.current_stream(self._collectives.device))
+    def _factor(self, trainable: tuple[bool, ...]) -> float:
+        """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
+        if self._weighting is None:
+            return 1.0
+        factor = self._weighting.factor(self.stats)
+        if self._weighting.trainable_differs:
+            self.replicas.refuse_trainable(trainable)
+        return factor
 
     def _finish(self) -> None:
+        """End a backward that has ended well on this rank."""
         backward, self._backward = self._backward, None
         try:
-            if backward is None or not backward.syncs:
-                return
-            with self._foreign.left_out():
-                self._end.finish(backward)
+            if backward is not None and backward.syncs:
+                with self._foreign.left_out():
+                    self._make_final(backward)
         finally:
             self._hooks.reset()
             if backward is not None:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
-    def _fail(self, error: BaseException) -> None:
-        self._backward = None
-        self._hooks.reset()
-        # Also if no gradient has come here yet: on other ranks some may have. What is captured has not begun to run.
-        if self._no_sync_depth == 0 and self._captured is None:
-            self._failure = f"{type(error).__name__}: {error}"
+    def _make_final(self, backward: BackwardPass) -> None:
+        """Make the gradients of a backward final, with all ranks."""
+        backward.observer.backward_ended()
+        # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
+        factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
+        with torch.no_grad(), profiler_span("bucketddp::finish"):
+            if any(backward.trainable):
+                self._reduce_rest(backward, factor)
+            if backward.captured is not None:
+                return
+            if self._weighting is not None:
+                self._weighting.end()
+        backward.observer.gradients_final()
+        if backward.bucket_set is None:
+            return
+        self.stats.num_backwards += 1
+        if self._exchanged is not None and not is_being_captured(self._device):
+            self._exchanged.record()
+        with torch.no_grad():
+            self.finiteness.read(backward.bucket_set, self.stats)
+            if backward.is_tuned:
+                self._plan_cache.end_backward(backward.trainable)
 
-    def _refuse_after_failure(self) -> None:
-        if self.has_failed or not self._collectives.is_open:
-            raise RuntimeError(
-                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
-                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
-                " catch that exception, or raise it before the backward."
-            )
+    def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
+        if backward.queue is None:
+            backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
+            backward.queue = self._new_queue(bucket_set=backward.bucket_set, observer=backward.observer)
+        backward.queue.launch_rest()
+        weighting, missing = self._weighting, backward.queue.missing
+        if backward.captured is not None:
+            backward.captured.missing = list(missing)
+            backward.queue.wait(factor=factor, all_miss_the_same=True)
+            return
+        same = weighting is not None and weighting.compare_missing(missing, some_miss=backward.some_miss)
+        backward.queue.wait(factor=factor, all_miss_the_same=same)
 
 
 def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:

@@ -1,13 +1,13 @@
-"""How the gradients of a bucket become those that every rank shall have, of all of it or of its share.
+"""How the gradients of a bucket become those that every rank shall have: of all of it, or of its share.
 
-A new way to reduce (fewer bits, a part for each rank) is a class with the two methods of `bucket.Reduction`, in a file
-of its own.
+A new way to reduce (fewer bits, a part for each rank) is a subclass of `Reduction`, in a file of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,136 +15,118 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import BufferedBucket, DenseBucket, PendingReduction
-from lightning_bucketddp.reducer.lone_bucket import SparseBucket
-
-
-class MeanReduction:
-    """The mean over the ranks.
-
-    Args:
-        dtype: what travels; None: the gradients' own dtype. They arrive in their own dtype in any case.
-    """
-
-    def __init__(self, collectives: Collectives, *, dtype: torch.dtype | None = None) -> None:
-        self._collectives = collectives
-        self._dtype = dtype
-        self._cast_wires: WeakKeyDictionary[DenseBucket, Tensor] = WeakKeyDictionary()
-
-    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
-        own = bucket.wire
-        if self._dtype is None or self._dtype == own.dtype:
-            return self._start_mean(bucket, own)
-        if bucket not in self._cast_wires:
-            self._cast_wires[bucket] = torch.empty_like(own, dtype=self._dtype)
-        wire = self._cast_wires[bucket].copy_(own)
-        return _PendingCast(self._start_mean(bucket, wire), wire, own)
-
-    def _start_mean(self, bucket: DenseBucket, wire: Tensor) -> _PendingMean:
-        if bucket.shares is None:
-            return _PendingMean(wire.nbytes, self._collectives.start_mean(wire))
-        num_numbers = bucket.numbers.numel()
-        # Every rank needs all flags.
-        flags = self._collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
-        transfer = self._collectives.start_mean_of_share(wire[:num_numbers], owner=bucket.shares.owner)
-        saved = num_numbers * wire.itemsize // 2 if self._collectives.scatters else 0
-        return _PendingMean(wire.nbytes - saved, transfer, flags)
-
-    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
-        return PendingSparseMean(self._collectives, bucket)
-
-    def close(self) -> None:
-        pass
+from lightning_bucketddp.reducer.bucket import BufferedBucket
+from lightning_bucketddp.reducer.lone_bucket import Bucket, DenseBucket, SparseBucket
 
 
 @dataclass(slots=True)  # not frozen, which takes longer to make
-class _PendingMean:
-    bytes_sent: int
-    transfer: Pending
-    flags: Pending | None = None
-    has_ended = False
+class PendingReduction:
+    """A reduction in flight."""
+
+    bytes_sent: int  # to the network, or given to a communication hook; of a reduce-scatter the half (Note: halves)
+    transfer: Pending | None  # ends when the network has done its part; None: that is not known before `wait` returns
+    flags: Pending | None = None  # where they travel on their own
+    finish: Callable[[], object] | None = None  # what is left to do then
+    has_ended: bool = False  # when it was started
 
     def wait(self) -> None:
+        """Make the result usable: block the host on CPU, the current stream on GPU."""
         if self.flags is not None:
             self.flags.wait()
-        self.transfer.wait()
+        if self.transfer is not None:
+            self.transfer.wait()
+        if self.finish is not None:
+            self.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingCast:
-    mean: _PendingMean
-    wire: Tensor
-    own: Tensor
-    has_ended = False
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.mean.bytes_sent
-
-    @property
-    def transfer(self) -> Pending:
-        return self.mean.transfer
-
-    def wait(self) -> None:
-        self.mean.wait()
-        self.own.copy_(self.wire)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingSparseMean:
-    """The mean of a sparse gradient: rows of all ranks side by side, equal rows added.
-
-    Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
-    """
+@dataclass(eq=False)
+class Reduction:
+    """Starts to reduce buckets in place; all ranks start the same buckets in the same order."""
 
     collectives: Collectives
-    bucket: SparseBucket
-    transfer = None
-    has_ended = False
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.bucket.num_bytes
+    def start(self, bucket: Bucket, *, index: int, is_last: bool) -> PendingReduction:
+        """Start to reduce a bucket."""
+        if isinstance(bucket, SparseBucket):
+            # Everything happens in `wait`, because the sizes have to be known first; all ranks wait in bucket order.
+            return PendingReduction(bucket.num_bytes, None, finish=partial(_average_rows, bucket, self.collectives))
+        return self.start_dense(bucket, index=index, is_last=is_last)
 
-    def wait(self) -> None:
-        gradient = self.bucket.gradient
-        indices = torch.cat(self.collectives.gather_rows(gradient.indices().t()))
-        values = torch.cat(self.collectives.gather_rows(gradient.values()))
-        total = torch.sparse_coo_tensor(indices.t(), values, gradient.shape).coalesce()
-        self.bucket.gradient = torch.sparse_coo_tensor(
-            total.indices(), total.values() / self.collectives.world_size, gradient.shape, is_coalesced=True
-        )
+    def start_dense(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        """Start to reduce a bucket whose gradients lie side by side in memory."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Start nothing more."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommHookReduction:
+def _average_rows(bucket: SparseBucket, collectives: Collectives) -> None:
+    """Average a sparse gradient: rows of all ranks side by side, equal rows added."""
+    gradient = bucket.gradient
+    indices = torch.cat(collectives.gather_rows(gradient.indices().t()))
+    values = torch.cat(collectives.gather_rows(gradient.values()))
+    total = torch.sparse_coo_tensor(indices.t(), values, gradient.shape).coalesce()
+    bucket.gradient = torch.sparse_coo_tensor(
+        total.indices(), total.values() / collectives.world_size, gradient.shape, is_coalesced=True
+    )
+
+
+@dataclass(eq=False)
+class MeanReduction(Reduction):
+    """The mean over the ranks. Gradients travel as `dtype` (None: their own), and arrive in their own in any case."""
+
+    dtype: torch.dtype | None = None
+    _cast_wires: WeakKeyDictionary[DenseBucket, Tensor] = field(default_factory=WeakKeyDictionary)
+
+    def start_dense(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+        own = wire = bucket.wire
+        finish: Callable[[], object] | None = None
+        if self.dtype is not None and self.dtype != own.dtype:
+            if bucket not in self._cast_wires:
+                self._cast_wires[bucket] = torch.empty_like(own, dtype=self.dtype)
+            wire = self._cast_wires[bucket].copy_(own)
+            finish = partial(own.copy_, wire)
+        if bucket.shares is None:
+            return PendingReduction(wire.nbytes, self.collectives.start_mean(wire), finish=finish)
+        num_numbers = bucket.numbers.numel()
+        # Every rank needs all flags.
+        flags = self.collectives.start_mean(wire[num_numbers:]) if len(wire) > num_numbers else None
+        transfer = self.collectives.start_mean_of_share(wire[:num_numbers], owner=bucket.shares.owner)
+        saved = num_numbers * wire.itemsize // 2 if self.collectives.scatters else 0
+        return PendingReduction(wire.nbytes - saved, transfer, flags, finish)
+
+
+@dataclass(eq=False)
+class CommHookReduction(Reduction):
     """Whatever a communication hook makes of a bucket. Sparse gradients are averaged, as without a hook."""
 
-    collectives: Collectives
     hook: Callable[..., Any]
     state: object
 
-    def start(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
+    def start_dense(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
         assert isinstance(bucket, BufferedBucket)  # a hook may want to keep or to resize the buffer
         # The hook may compress what it sends, so the flags travel on their own; it may also resize the buffer (batched
         # PowerSGD does), which moves the memory that they lie in.
         flags = bucket.flags.clone()
         mean_of_flags = self.collectives.start_mean(flags) if flags.numel() else None
-        view = GradBucket(bucket, index=index, is_last=is_last)
-        future = self.hook(self.state, view)
+        future = self.hook(self.state, GradBucket(bucket, index=index, is_last=is_last))
         is_on_host = self.collectives.device.type == "cpu"
         if is_on_host:
             # gloo runs a hook's callbacks in its few threads, where PowerSGD's start collectives and wait for them:
             # with two buckets on the way their order is not the same on all ranks, and no thread may be left for them.
             # NCCL's callbacks have run by now, in this thread.
             future.wait()
-        return _PendingHook(bucket, future, flags, mean_of_flags, has_ended=is_on_host)
 
-    def start_sparse(self, bucket: SparseBucket) -> PendingReduction:
-        return PendingSparseMean(self.collectives, bucket)
+        def take_result() -> None:
+            reduced = future.wait()
+            # torch's own hooks return the tensor or a list of one.
+            reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            if reduced.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(reduced.view_as(bucket.buffer))
+            if mean_of_flags is not None:
+                bucket.flags.copy_(flags)
 
-    def close(self) -> None:
-        pass
+        return PendingReduction(bucket.num_bytes, future, mean_of_flags, take_result, has_ended=is_on_host)
 
 
 class GradBucket:
@@ -175,26 +157,3 @@ class GradBucket:
 
     def is_last(self) -> bool:
         return self._is_last
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingHook:
-    bucket: BufferedBucket
-    transfer: torch.futures.Future[Any]
-    flags: Tensor
-    mean_of_flags: Pending | None
-    has_ended: bool
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.bucket.num_bytes
-
-    def wait(self) -> None:
-        reduced = self.transfer.wait()
-        # torch's own hooks return the tensor or a list of one.
-        reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
-        if reduced.data_ptr() != self.bucket.buffer.data_ptr():
-            self.bucket.buffer.copy_(reduced.view_as(self.bucket.buffer))
-        if self.mean_of_flags is not None:
-            self.mean_of_flags.wait()
-            self.bucket.flags.copy_(self.flags)

@@ -1,29 +1,22 @@
 """How much each rank's gradients count in the mean.
 
 Note: weighted mean
-    Each micro-batch comes with a weight. What is wanted is the sum of the weighted gradients over the sum of the
-    weights, over all ranks and all micro-batches of a step. Losses are multiplied by their weights before backward;
-    the reduction takes the plain mean over the ranks; and because all ranks exchange the sums of their weights while
-    backward runs, one factor per step makes that mean the weighted one. It is exactly 1 when nobody weighs or skips.
-
-    The factor is for the gradients of this step alone. What an earlier backward has already made final (two losses,
-    one after the other) is put aside meanwhile.
+    Losses are multiplied by the weights of their micro-batches before backward, the reduction takes the plain mean over
+    the ranks, and all ranks exchange the sums of their weights while backward runs: one factor per step makes that mean
+    the weighted one, over all ranks and micro-batches. It is exactly 1 when nobody weighs or skips. It is for the
+    gradients of this step alone: what an earlier backward has made final (two losses, one after the other) is put aside
+    meanwhile.
 
 Note: one set of trainable parameters
     Buckets of different sets must not meet: gloo ends the process, NCCL waits or adds up what does not belong together.
     Each rank tells its set when a backward begins and looks at the others' when it ends, or at once if its own has
     changed. So a rank whose set has changed alone launches nothing, and all ranks learn of it before they wait.
-
-Note: gradients that all ranks miss
-    A parameter that was used on no rank keeps its `.grad`. The device knows that from the used-flags, and asking it
-    takes the host as long as all that the device has still to do. So when some rank has missed a gradient, all ranks
-    compare in the next backwards what they miss, host to host, and only where that differs is the device asked.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -31,34 +24,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.reducer.observer import ReducerStats
 
 
-class EqualWeights:
-    """Every rank counts the same, always: there is nothing to agree on."""
-
-    nobody_contributed = False
-    trainable_differs = False
-    # Whether a rank has missed a gradient in the backward before the last.
-    some_miss = False
-
-    def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
-        """Begin a backward; return whether `factor` must be asked for before anything is launched."""
-        return False
-
-    def factor(self, stats: ReducerStats) -> float:
-        """Return what the plain mean over the ranks has to be multiplied by."""
-        return 1.0
-
-    def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
-        """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
-
-        All ranks call it with the same `some_miss`: what that was when the backward began.
-        """
-        return False
-
-    def end(self) -> None:
-        """Give back what was put aside: the gradients of the step are final."""
-
-
-class Weighting(EqualWeights):
+class Weighting:
     """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
 
     Args:
@@ -69,7 +35,7 @@ class Weighting(EqualWeights):
     def __init__(self, exchange: StepExchange, *, by_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
-        self.some_miss = False
+        self.some_miss = False  # whether a rank has missed a gradient in the backward before the last
         self._num_missing = 0
         self._trainable: tuple[bool, ...] | None = None
         self._trainable_id = 0
@@ -93,7 +59,8 @@ class Weighting(EqualWeights):
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
         """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.
 
-        `factor` must be asked for at once if the set has changed (Note: one set of trainable parameters).
+        Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
+        of trainable parameters).
         """
         if self._by_weight and self._put_aside is None:
             self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
@@ -118,6 +85,7 @@ class Weighting(EqualWeights):
         return has_changed
 
     def factor(self, stats: ReducerStats) -> float:
+        """Return what the plain mean over the ranks has to be multiplied by."""
         told = self._exchange.receive()
         self.some_miss = told.greatest.num_missing > 0
         self.trainable_differs = told.least.trainable != told.greatest.trainable
@@ -125,13 +93,18 @@ class Weighting(EqualWeights):
         self.nobody_contributed = told.weight == 0 and told.full_weight > 0
         return told.full_weight / told.weight if told.weight > 0 else 1.0
 
-    def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
+    def compare_missing(self, missing: Collection[int], *, some_miss: bool) -> bool:
+        """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
+
+        All ranks call it with the same `some_miss`: what that was when the backward began.
+        """
         self._num_missing = len(missing)
         if not some_miss:
-            return False
+            return False  # else host to host: reading the used-flags would wait for all that the device has to do
         return self._exchange.start_comparison(_id_of(repr(sorted(missing)).encode())).wait()
 
     def end(self) -> None:
+        """Give back what was put aside: the gradients of the step are final."""
         for param, earlier in self._put_aside or ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None

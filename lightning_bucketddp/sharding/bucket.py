@@ -1,11 +1,4 @@
-"""Buckets of which each rank keeps a share: its part of the averaged gradients, and of the weights to step.
-
-Note: pieces
-    A bucket is cut into as many equal slices as there are ranks. What lies in this rank's slice of a parameter is a
-    *piece*: a parameter of one dimension over the same memory, whose gradient is the same range of the bucket. An
-    optimizer that works element by element steps the pieces, and so the parameters themselves: nothing is copied, and
-    its state is that of the share. For other optimizers a rank owns all of a bucket, and its parameters are the pieces.
-"""
+"""Buckets of which each rank keeps a share: its part of the averaged gradients, and of the weights to step."""
 
 from __future__ import annotations
 
@@ -28,12 +21,12 @@ from lightning_bucketddp.sharding.gradient import Division, NormsOfAll, ShardedG
 class Shard:
     """A parameter, and which of its elements each rank steps.
 
-    Args:
-        ranges: by rank, in memory order.
-        rank: this one.
+    A bucket is cut into equal slices, one per rank. What lies in this rank's slice of a parameter is a *piece*: a
+    parameter of one dimension over the same memory, whose gradient is the same range of the bucket. An optimizer that
+    works element by element steps the pieces, and has their state only. For others a rank owns all of a bucket.
 
     Attributes:
-        own: this rank's range.
+        ranges: by rank, in memory order; `own` is this rank's.
         piece: what is stepped here; the parameter itself if this rank owns it whole; None: nothing of it.
         weights: the memory of `piece`, in its order.
     """
@@ -57,11 +50,7 @@ class Shard:
         return flat(whole)[start:stop]
 
     def follow_param(self) -> None:
-        """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`).
-
-        Raises:
-            RuntimeError: if its elements lie there in another order, or are others: state lies as it did.
-        """
+        """Have the piece lie in the parameter's memory, which may be another by now (`module.to`, `assign=True`)."""
         if self.param.stride() != self._strides:
             raise RuntimeError(
                 f"The memory format of `{self.name}` has changed from strides {self._strides} to {self.param.stride()}"
@@ -93,31 +82,28 @@ class ShardedLayout:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """What the buckets of an optimizer have in common.
-
-    Attributes:
-        norms: of all gradients that are divided.
-        buckets: in which the gradients of each layout are now.
-        is_partial: a step has begun and not ended, or failed: the weights are not those of one step.
-        observer: is told of exchanges of weights; another one than this is set while steps are recorded.
-    """
+    """What the buckets of an optimizer have in common."""
 
     collectives: Collectives
     norms: NormsOfAll
+    # In which the gradients of each layout are now.
     buckets: dict[ShardedLayout, ShardedBucket] = field(default_factory=dict)
+    # A step has begun and not ended, or failed: the weights are not those of one step.
     is_partial: bool = False
-    observer: BackwardObserver = NO_OBSERVER
+    observer: BackwardObserver = NO_OBSERVER  # another one is set while steps are recorded
     _exchanged: Any = None
 
     @property
     def has_exchanged(self) -> bool:
-        """Whether the weights of the last step are there on the device, too."""
+        """Whether the weights of the last step have arrived on the device, too."""
         return not self.is_partial and (self._exchanged is None or bool(self._exchanged.query()))
 
     def exchange_weights(self) -> None:
         """Give all ranks the weights that each has stepped."""
         # On all ranks the same buckets in the same order: after an averaged backward they have the same gradients.
-        stepped = [bucket for bucket in self.buckets.values() if bucket.has_gradients]
+        stepped = [
+            bucket for bucket in self.buckets.values() if any(shard.param.grad is not None for shard in bucket.shards)
+        ]
         with torch.no_grad():
             transfers = [bucket.start_gather() for bucket in stepped]
             for bucket, transfer in zip(stepped, transfers, strict=True):
@@ -131,36 +117,23 @@ class Gathering:
 
 
 class ShardedBucket:
-    """What both kinds of buckets below do: keep a share of gradients, and exchange weights."""
+    """What both kinds of buckets below do: keep a share of gradients, and exchange weights.
 
-    params: list[Tensor]
-    numbers: Any
-    attach: Callable[[int], None]
+    Their `gradients` are this rank's part of each gradient.
+    """
+
     layout: ShardedLayout
     shards: Sequence[Shard]
     gathering: Gathering
     division: Division
-
-    def own_gradient(self, position: int) -> Tensor:
-        """Return this rank's part of the gradient of a member."""
-        raise NotImplementedError
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of each gradient, by member; none if they are gone."""
-        return [self.own_gradient(position) for position in range(len(self.shards))]
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a step changes weights of members."""
-        return any(shard.param.grad is not None for shard in self.shards)
+    # The gradients, as real numbers in one tensor.
+    _averaged: Callable[[], Tensor]
+    # The weights, likewise; and what is done when those of all ranks are there.
+    _weights_to_gather: Callable[[], Tensor]
+    _take_weights: Callable[[], None]
 
     def divided_gradients(self) -> list[ShardedGradient]:
-        """Return the gradients of members that are divided.
-
-        Raises:
-            ShardedGradientError: if one was kept from an earlier backward: what it was is gone.
-        """
+        """Return the gradients of members that are divided; refuse one of an earlier backward: what it was is gone."""
         gradients = [shard.param.grad for shard in self.layout.shards]
         divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
         for one in divided:
@@ -176,13 +149,12 @@ class ShardedBucket:
 
     def gather_gradients(self) -> None:
         """Give all ranks the gradients that each has averaged: a backward is to add to them, as without sharding."""
-        numbers = self._averaged()
-        self.gathering.collectives.start_exchange_of_shares(numbers, owner=self.layout.shares.owner).wait()
+        averaged = self._averaged()
+        self.gathering.collectives.start_exchange_of_shares(averaged, owner=self.layout.shares.owner).wait()
         self.division.is_divided = False
         self.gathering.norms.forget()
 
     def start_gather(self) -> Pending:
-        """Start giving all ranks the weights that each has stepped."""
         weights = self._weights_to_gather()
         transfer = self.gathering.collectives.start_exchange_of_shares(weights, owner=self.layout.shares.owner)
         self.gathering.observer.gather_started(self, transfer, weights.nbytes)
@@ -194,16 +166,6 @@ class ShardedBucket:
         transfer.wait()
         self._take_weights()
         self.gathering.observer.gather_ended(self)
-
-    def _averaged(self) -> Tensor:
-        """Return the gradients, as real numbers in one tensor."""
-        raise NotImplementedError
-
-    def _weights_to_gather(self) -> Tensor:
-        raise NotImplementedError
-
-    def _take_weights(self) -> None:
-        raise NotImplementedError
 
 
 class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
@@ -243,8 +205,9 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         self._share = slice(*layout.shares.bounds(self.numbers.numel())[gathering.collectives.rank])
         self._share_of_gradients = self.numbers[:0]
 
-    def own_gradient(self, position: int) -> Tensor:
-        return self._own[position]
+    @property
+    def gradients(self) -> list[Tensor]:
+        return self._own
 
     def _view(self, buffer: Tensor, position: int) -> Tensor:
         shard, offset = self.shards[position], self._offsets[position]
@@ -267,7 +230,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         return [position for position in missing if position not in self._idle] if idle else missing
 
     def _take_out(self, position: int) -> Tensor | None:
-        """Take the gradient from a member; return it, in memory of its own."""
+        """Take the gradient from a member; return it, in memory of its own: `collect` counts references to views."""
         gradient, self.params[position].grad = self.params[position].grad, None
         return gradient.plain().clone() if isinstance(gradient, ShardedGradient) else gradient
 
@@ -279,8 +242,7 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         self._keep_share()
 
     def _averaged(self) -> Tensor:
-        numbers: Tensor = self.numbers
-        return numbers
+        return self.numbers
 
     def _weights_to_gather(self) -> Tensor:
         # The gradients stay, as without sharding: until somebody sets them to None.
@@ -288,14 +250,18 @@ class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
         places = [place for place, shard in enumerate(self.shards) if shard.piece is not None]
         if places:
             torch._foreach_copy_([self._own[n] for n in places], [self.shards[n].weights for n in places])
-        numbers: Tensor = self.numbers
-        return numbers
+        return self.numbers
 
     def _take_weights(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             torch._foreach_copy_([param.detach() for param in self.params], self.views)
         self.numbers[self._share].copy_(self._share_of_gradients)
         self._share_of_gradients = self.numbers[:0]
+
+
+def _as_reals(tensor: Tensor) -> Tensor:
+    numbers = flat(tensor)
+    return torch.view_as_real(numbers).view(-1) if numbers.is_complex() else numbers
 
 
 class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
@@ -307,10 +273,11 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
         self.division = Division(gathering.collectives, gathering.norms)
         super().__init__(layout.shards[0].param, arrivals=arrivals)
 
-    def own_gradient(self, position: int) -> Tensor:
+    @property
+    def gradients(self) -> list[Tensor]:
         # Not kept: it would hold the memory of a gradient that is gone.
-        gradient = self.params[position].grad
-        return gradient.own if isinstance(gradient, ShardedGradient) else torch.empty(0)
+        gradient = self.params[0].grad
+        return [gradient.own if isinstance(gradient, ShardedGradient) else torch.empty(0)]
 
     def collect(self) -> list[int]:
         self.division = Division(self.gathering.collectives, self.gathering.norms)
@@ -333,12 +300,10 @@ class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     def _averaged(self) -> Tensor:
         gradient = self.params[0].grad
         assert isinstance(gradient, ShardedGradient)  # or it is not divided
-        numbers = flat(gradient.plain())
-        return torch.view_as_real(numbers).view(-1) if numbers.is_complex() else numbers
+        return _as_reals(gradient.plain())
 
     def _weights_to_gather(self) -> Tensor:
-        weights = flat(self.params[0].detach())
-        return torch.view_as_real(weights).view(-1) if weights.is_complex() else weights
+        return _as_reals(self.params[0].detach())
 
     def _take_weights(self) -> None:
         pass  # they have come to where they belong

@@ -1,11 +1,10 @@
 """Which optimizers can be divided among ranks, and how: by elements, by whole parameters, or not at all.
 
-Note: tried on small tensors
-    No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
-    gradients and DoG with the way from the first weights: each rank would have a different one, without an error.
-    So only those are taken that are known, or whose author says what they do (`elementwise`, `per_parameter`). All but
-    torch's own are tried before training begins: a twin steps small tensors together, others step parts of them, and
-    the weights must be the same. That is no proof, but it finds what is wrong in the first steps.
+No optimizer tells whether its step computes a number over several parameters, as LAMB does with the norm of all
+gradients: each rank would have a different one, without an error. So only those are taken that are known, or whose
+author says what they do (`elementwise`, `per_parameter`). All but torch's own are tried before training begins: a twin
+steps small tensors together, others step parts of them, and the weights must be the same. That is no proof, but it
+finds what is wrong in the first steps.
 """
 
 from __future__ import annotations
@@ -55,13 +54,9 @@ _NO_CLAIM = "Use another optimizer, or `shard_optimizer=False`"
 
 
 def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool:
-    """Return whether ranks may have any part of a parameter; if not, each has whole ones.
+    """Return whether ranks may have any part of a parameter; if not, or with `whole_parameters`, each has whole ones.
 
-    Args:
-        whole_parameters: they have in any case.
-
-    Raises:
-        ValueError: if neither gives the same numbers; the text says why.
+    Raises a ValueError that says why if neither gives the same numbers.
     """
     if (reason := _explain_refusal(optimizer)) is not None:
         raise _refusal(optimizer, reason, _NO_CLAIM)
@@ -71,20 +66,16 @@ def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool
         return False
     name = type(optimizer).__name__
     claims_elements = bool(getattr(optimizer, "elementwise", False))
-    if claims_elements or getattr(optimizer, "per_parameter", False) or name in _PER_PARAMETER_NAMES:
-        if not whole_parameters and (claims_elements or name in _ELEMENTWISE_NAMES):
-            reason = _try(optimizer, by_elements=True)
-            if reason is None or claims_elements:
-                return _taken(optimizer, reason)
-        return not _taken(optimizer, _try(optimizer, by_elements=False))
     reason = "it is not known whether its step computes anything over several parameters, of which each rank has some"
+    if claims_elements or getattr(optimizer, "per_parameter", False) or name in _PER_PARAMETER_NAMES:
+        by_elements = not whole_parameters and (claims_elements or name in _ELEMENTWISE_NAMES)
+        reason = _try(optimizer, by_elements=by_elements)
+        if reason is not None and by_elements and not claims_elements:
+            by_elements = False
+            reason = _try(optimizer, by_elements=False)
+        if reason is None:
+            return by_elements
     raise _refusal(optimizer, reason, _CLAIMS)
-
-
-def _taken(optimizer: Optimizer, reason: str | None) -> bool:
-    if reason is not None:
-        raise _refusal(optimizer, reason, _CLAIMS)
-    return True
 
 
 def _refusal(optimizer: Optimizer, reason: str, remedy: str) -> ValueError:
@@ -120,17 +111,22 @@ def _is_of(optimizer: Optimizer, known: type[Optimizer]) -> bool:
     return methods <= {("step", inspect.unwrap(known.step))}
 
 
-# --- Note: tried on small tensors
-
-
 def _try(optimizer: Optimizer, *, by_elements: bool) -> str | None:
     """Return what speaks against dividing `optimizer`, by trying it on small tensors; None: nothing does."""
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(0)
         trial = _Trial(optimizer, device)
+        places = range(len(trial.tensors))
+        shares: list[list[slice]]
+        if by_elements:  # halves of each tensor
+            halves = [tensor.numel() // 2 for tensor in trial.tensors]
+            shares = [[slice(0, half) for half in halves], [slice(half, None) for half in halves]]
+        else:  # each second tensor
+            shares = [[slice(None if place % 2 == turn else 0) for place in places] for turn in (0, 1)]
         try:
-            whole, divided = trial.step_whole(), trial.step_elements() if by_elements else trial.step_parameters()
+            whole = trial.step([slice(None) for _ in places])
+            divided = [torch.cat(parts) for parts in zip(*map(trial.step, shares), strict=True)]
         except Exception as error:
             return f"a step of it on small tensors, without a closure, has raised `{type(error).__name__}: {error}`"
     way = _distance(whole, [tensor.flatten() for tensor in trial.tensors])
@@ -149,23 +145,8 @@ class _Trial:
         self.tensors = [0.02 * torch.randn(shape).to(device) for shape in shapes]
         self._gradients = [[scale * torch.randn(shape).to(device) for shape in shapes] for scale in _SCALES]
 
-    def step_whole(self) -> list[Tensor]:
-        """Return the elements of each tensor after steps of all of them."""
-        return self._step([slice(None)] * len(self.tensors))
-
-    def step_elements(self) -> list[Tensor]:
-        """Return the same after steps of halves, by two optimizers."""
-        halves = [tensor.numel() // 2 for tensor in self.tensors]
-        both = self._step([slice(half) for half in halves]), self._step([slice(half, None) for half in halves])
-        return [torch.cat(parts) for parts in zip(*both, strict=True)]
-
-    def step_parameters(self) -> list[Tensor]:
-        """Return the same after steps of each second tensor, by two optimizers."""
-        places = range(len(self.tensors))
-        both = [self._step([slice(None) if place % 2 == turn else slice(0) for place in places]) for turn in (0, 1)]
-        return [torch.cat(parts) for parts in zip(*both, strict=True)]
-
-    def _step(self, parts: Sequence[slice]) -> list[Tensor]:
+    def step(self, parts: Sequence[slice]) -> list[Tensor]:
+        """Return these parts of the tensors, in one dimension, after steps of them by a twin."""
         params = [nn.Parameter(_part(tensor, part)) for tensor, part in zip(self.tensors, parts, strict=True)]
         memory = [param.data_ptr() for param in params]
         twin = self._twin(params)
@@ -195,19 +176,14 @@ class _Trial:
             elif name not in ("step", "state", "param_groups"):  # a scheduler has wrapped its step
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         twin.state = defaultdict(dict)
-        twin.param_groups = [
-            {**_settings(group, memo), "params": [param for param in own if param.numel()]}
-            for (group, _), own in zip(self._groups, mine, strict=True)
-        ]
+        twin.param_groups = []
+        for (group, _), own in zip(self._groups, mine, strict=True):
+            settings = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+            lr = settings.get("lr")
+            if lr is not None and not lr:  # a warm-up begins with no rate: nothing would happen
+                settings["lr"] = lr + (settings.get("initial_lr") or 0.01)
+            twin.param_groups.append({**settings, "params": [param for param in own if param.numel()]})
         return twin
-
-
-def _settings(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    settings = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
-    lr = settings.get("lr")
-    if lr is not None and not lr:  # a warm-up begins with no rate: nothing would happen
-        settings["lr"] = lr + (settings.get("initial_lr") or 0.01)
-    return settings
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:

@@ -23,20 +23,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 _OF_NO_NUMBERS = {
     *("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_quantized"),
     *("requires_grad", "grad", "grad_fn", "ndim", "nbytes", "itemsize", "_version", "_backward_hooks", "data"),
-    *(
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "storage_offset",
-        "is_contiguous",
-        "requires_grad_",
-        "detach_",
-        "type",
-        "detach",
-    ),
+    *("size", "stride", "dim", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
+    *("requires_grad_", "detach_", "type", "detach"),
     *("is_floating_point", "is_complex", "get_device", "data_ptr", "untyped_storage", "register_hook", "__len__"),
     *("__hash__", "is_same_size", "is_coalesced", "has_names", "is_inference", "is_pinned"),
     "_has_compatible_shallow_copy_type",
@@ -63,8 +51,7 @@ class ShardedGradientError(RuntimeError):
 class NormsOfAll:
     """The norms of all divided gradients, which are asked for together: torch asks for one after the other.
 
-    Args:
-        divided: returns the gradients, on all ranks the same ones in the same order.
+    `divided` returns the gradients, on all ranks the same ones in the same order.
     """
 
     def __init__(self, collectives: Collectives, divided: Callable[[], Sequence[ShardedGradient]]) -> None:
@@ -83,23 +70,21 @@ class NormsOfAll:
             divided = list(self._divided())
             if all(one.division is not gradient.division for one in divided):
                 refuse(gradient, "norm")  # one of before
-            for one, norm in zip(divided, self._ask(divided, order), strict=True):
+            for one, norm in zip(divided, self._compute(divided, order), strict=True):
                 self._known[order, one.division, one.param_name] = norm
         return self._known[key]
 
-    def _ask(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
-        # torch knows no maximum of nothing.
-        parts = [_as_precise_as_float(one.own if len(one.own) else one.own.new_zeros(1)) for one in divided]
+    def _compute(self, divided: Sequence[ShardedGradient], order: float) -> Tensor:
+        # `_foreach_norm(inf)` rejects empty tensors.
+        parts = [one.own if len(one.own) else one.own.new_zeros(1) for one in divided]
+        parts = [part.float() if part.dtype.itemsize < 4 else part for part in parts]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts, order)])
         if math.isinf(order):
             self._collectives.maximum(norms)
             return norms
-        if order == 0:
-            self._collectives.sum(norms)
-            return norms
-        powers = norms**order
+        powers = norms if order == 0 else norms**order
         self._collectives.sum(powers)
-        return powers ** (1 / order)
+        return powers if order == 0 else powers ** (1 / order)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,16 +97,10 @@ class Division:
 
 
 class ShardedGradient(Tensor):
-    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient).
+    """A gradient in a bucket of which each rank keeps a share (Note: a divided gradient)."""
 
-    Attributes:
-        division: that of the bucket.
-        own: this rank's share, in memory order, as an ordinary tensor over the same memory; it may be empty.
-        param_name: of the parameter.
-    """
-
-    division: Division
-    own: Tensor
+    division: Division  # that of the bucket
+    own: Tensor  # this rank's share, in memory order: an ordinary tensor over the same memory, which may be empty
     param_name: str
 
     @staticmethod
@@ -132,7 +111,6 @@ class ShardedGradient(Tensor):
         return sharded
 
     def plain(self) -> Tensor:
-        """Return an ordinary tensor over the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -211,9 +189,9 @@ def refuse(gradient: ShardedGradient, name: str) -> NoReturn:
     )
 
 
-def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
+def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the norm of each gradient, those that are divided completed with the other ranks."""
-    order = float(order)
+    order = float(ord)
     norms = []
     for gradient in gradients:
         if not (isinstance(gradient, ShardedGradient) and gradient.division.is_divided):
@@ -222,11 +200,7 @@ def _norms(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
         if order < 0:
             refuse(gradient, f"norm {order}")
         norms.append(gradient.division.norms.of(gradient, order).to(gradient.dtype.to_real()))
-    return norms
-
-
-def _foreach_norm(gradients: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [norm if dtype is None else norm.to(dtype) for norm in _norms(gradients, ord)]
+    return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
 def _norm(
@@ -239,18 +213,13 @@ def _norm(
     *,
     ord: Any = None,
 ) -> Tensor:
+    """Stand for `torch.norm`, whose order is `p`, and for `torch.linalg.norm` and `vector_norm`, where it is `ord`."""
     order = p if ord is None else ord
     order = 2.0 if order in (None, "fro") else order
     if dim is not None or keepdim or out is not None or isinstance(order, str):
         assert isinstance(gradient, ShardedGradient)
         refuse(gradient, "norm")
     return _foreach_norm([gradient], order, dtype)[0]
-
-
-def _vector_norm(
-    gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return _norm(gradient, ord, dim, keepdim, dtype=dtype)
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -262,14 +231,10 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
     divided[0].division.norms.forget()
 
 
-def _as_precise_as_float(gradient: Tensor) -> Tensor:
-    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
-
-
 _COMPLETED_WITH_OTHERS: dict[str, Callable[..., Any]] = {
     "_foreach_norm": _foreach_norm,
     "norm": _norm,
-    "linalg_norm": _vector_norm,
-    "linalg_vector_norm": _vector_norm,
+    "linalg_norm": _norm,
+    "linalg_vector_norm": _norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }

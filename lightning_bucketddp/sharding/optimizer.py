@@ -1,11 +1,10 @@
 """An optimizer that steps this rank's part of its parameters, and has the state of that part only.
 
 Note: sharded steps
-    An optimizer has its parameters, as ever, but while it steps: then it has this rank's pieces of them (Note: pieces,
-    in `bucket`), and so the state of those. Whatever else looks at its parameter groups sees parameters:
-    schedulers, clipping, `zero_grad`, `toggle_optimizer`, callbacks that add a group, hooks around the step. The step
-    ends with an exchange of weights: when it returns, and for all hooks after it, each rank has all of them, in the
-    memory where they have always been.
+    While an optimizer steps it has this rank's pieces of its parameters (`bucket.Shard`), and so the state of those.
+    Whatever else looks at its parameter groups sees parameters: schedulers, clipping, `zero_grad`, `toggle_optimizer`,
+    callbacks that add a group, hooks around the step. The step ends with an exchange of weights: when it returns, and
+    for all hooks after it, each rank has all of them, in the memory where they have always been.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ from lightning_bucketddp.sharding.gradient import ShardedGradient
 class ShardedOptimizer:
     """An optimizer that steps this rank's pieces only (Note: sharded steps).
 
-    Args:
-        is_elementwise: pieces may be any parts of parameters, otherwise they are whole ones.
-
-    Attributes:
-        shards: by parameter.
-        loaded: state from a checkpoint, by position of the parameter, that is cut when the first layout is made.
+    `is_elementwise`: pieces may be any parts of parameters, otherwise they are whole ones.
     """
 
     def __init__(self, optimizer: Optimizer, gathering: Gathering, *, is_elementwise: bool) -> None:
@@ -40,6 +34,7 @@ class ShardedOptimizer:
         self.is_elementwise = is_elementwise
         self.gathering = gathering
         self.shards: dict[nn.Parameter, Shard] = {}
+        # State from a checkpoint, by position of the parameter, that is cut when the first layout is made.
         self.loaded: dict[int, Any] = {}
         self.loads = [0] * gathering.collectives.world_size
         self._whole: list[list[nn.Parameter]] | None = None
@@ -94,22 +89,23 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """The size of the state on this rank."""
         return sum(map(_size_of, self.optimizer.state.values()))
 
     @property
     def whole_state_bytes(self) -> int:
-        """What it would be without the others, reckoned from the parameters of which this rank has something."""
+        """What it would be undivided, estimated from the parameters of which this rank has something."""
         pieces = [shard.piece for shard in self.shards.values() if shard.piece is not None]
-        own = sum([piece.nbytes for piece in pieces])
-        of_own = sum([_size_of(self.optimizer.state.get(piece, {})) for piece in pieces])
-        whole = sum([shard.param.nbytes for shard in self.shards.values()])
+        own = sum(piece.nbytes for piece in pieces)
+        of_own = sum(_size_of(self.optimizer.state.get(piece, {})) for piece in pieces)
+        whole = sum(shard.param.nbytes for shard in self.shards.values())
         return self.state_bytes - of_own + (round(of_own * whole / own) if own else 0)
 
     def show_pieces(self) -> None:
-        """Have the optimizer see this rank's pieces, and their gradients."""
+        """Replace `param_groups` by this rank's pieces, with their gradients, for the duration of a step."""
         assert self._whole is None
-        self._take_loaded()
+        params = self.params if self.loaded else []
+        for place in [place for place in self.loaded if params[place] not in self.shards]:
+            self.optimizer.state[params[place]] = self._on_device(self.loaded.pop(place), params[place])
         for bucket in self.gathering.buckets.values():
             bucket.divided_gradients()  # none is refused
         self._whole = [group["params"] for group in self.optimizer.param_groups]
@@ -118,7 +114,6 @@ class ShardedOptimizer:
         self.gathering.is_partial = True  # until weights are exchanged
 
     def show_parameters(self) -> None:
-        """Have the optimizer see the parameters again."""
         if self._whole is None:
             return
         for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
@@ -150,21 +145,14 @@ class ShardedOptimizer:
             if whole and shard.piece is not None:
                 self.optimizer.state[shard.piece] = self._own_part(whole, shard)
 
-    def _take_loaded(self) -> None:
-        """Give parameters that are not divided their state from a checkpoint."""
-        if self.loaded:
-            params = self.params
-            for place in [place for place in self.loaded if params[place] not in self.shards]:
-                self.optimizer.state[params[place]] = self._on_device(self.loaded.pop(place), params[place])
-
     def _own_part(self, state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
         """Return what this rank keeps of the state of a parameter."""
-        is_cut = shard.piece is not shard.param
-        own = {
-            # Not a view: it would keep all of it in memory.
-            key: shard.cut(_laid_out_as(shard.param, value)).clone() if is_cut and _is_whole(value, shard) else value
-            for key, value in state.items()
-        }
+        own = dict(state)
+        for key, value in state.items():
+            is_whole = isinstance(value, Tensor) and value.shape == shard.param.shape
+            if is_whole and shard.piece is not shard.param:
+                # Not a view: it would keep all of it in memory.
+                own[key] = shard.cut(_laid_out_as(shard.param, value)).clone()
         return self._on_device(own, shard.param)
 
     def _on_device(self, state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -191,7 +179,11 @@ class ShardedOptimizer:
                 param.grad = plain = gradient.plain()
                 self._divided[param] = plain, gradient
         else:
-            shard.piece.grad = gradient.own if isinstance(gradient, ShardedGradient) else _cut_if_any(shard, gradient)
+            if isinstance(gradient, ShardedGradient):
+                gradient = gradient.own
+            elif gradient is not None:  # the user has set it
+                gradient = shard.cut(_laid_out_as(param, gradient))
+            shard.piece.grad = gradient
         return shard.piece
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,17 +234,8 @@ def _size_of(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
 
 
-def _cut_if_any(shard: Shard, gradient: Tensor | None) -> Tensor | None:
-    """Return this rank's part of a gradient that the user has set."""
-    return None if gradient is None else shard.cut(_laid_out_as(shard.param, gradient))
-
-
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
     """Return `tensor` with its elements in the memory order of `param`."""
     if tensor.stride() == param.stride():
         return tensor
     return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _is_whole(value: Any, shard: Shard) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.param.shape

@@ -41,11 +41,7 @@ _SMALLEST_OWNED_BYTES = MIB
 
 
 class Shards:
-    """All optimizers of a run whose state is divided, and the buckets of their parameters (Note: layouts stay).
-
-    Args:
-        whole_parameters: divide by whole parameters in any case.
-    """
+    """All optimizers of a run whose state is divided, and the buckets of their parameters (Note: layouts stay)."""
 
     def __init__(self, collectives: Collectives, *, whole_parameters: bool) -> None:
         self.optimizers: list[ShardedOptimizer] = []
@@ -56,21 +52,13 @@ class Shards:
         self._norms = NormsOfAll(collectives, self._divided_gradients)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Divide the state of `optimizer` from now on.
-
-        Raises:
-            ValueError: if that cannot give the same numbers; the text says why.
-        """
+        """Divide the state of `optimizer` from now on; raise a ValueError if that cannot give the same numbers."""
         is_elementwise = divides_by_elements(optimizer, whole_parameters=self._whole_parameters)
         gathering = Gathering(self._collectives, self._norms)
         self.optimizers.append(ShardedOptimizer(optimizer, gathering, is_elementwise=is_elementwise))
 
     def forget(self, params: Collection[Tensor]) -> None:
-        """Divide `params`, of a module that is set up again, for other optimizers than before.
-
-        Raises:
-            ValueError: if they have been trained: their state would stay with the optimizer of before.
-        """
+        """Divide `params`, of a module that is set up again, for other optimizers than before."""
         for known in [known for known in self.optimizers if not set(known.params).isdisjoint(params)]:
             if known.shards:
                 raise ValueError(
@@ -86,22 +74,18 @@ class Shards:
         return next((known for known in self.optimizers if any(known.optimizer is one for one in inner)), None)
 
     def divides(self, param: Tensor) -> bool:
-        """Return whether the state of `param` is divided."""
         return param in self._layout_of
 
     def observe(self, observer: BackwardObserver) -> None:
-        """Have `observer` told of exchanges of weights."""
         for known in self.optimizers:
             known.gathering.observer = observer
 
     def close(self) -> None:
-        """Divide nothing any more."""
         for known in self.optimizers:
             known.close()
         self.optimizers.clear()
 
     def describe(self) -> str:
-        """Return in one line what is divided, and how much memory that saves here."""
         return (
             f"optimizer state divided among {self._collectives.world_size} ranks: {self.state_bytes / MIB:.1f} MiB here"
             f" instead of {self.whole_state_bytes / MIB:.1f} MiB"
@@ -109,12 +93,10 @@ class Shards:
 
     @property
     def state_bytes(self) -> int:
-        """The size of all optimizers' state on this rank."""
         return sum(known.state_bytes for known in self.optimizers)
 
     @property
     def whole_state_bytes(self) -> int:
-        """What it would be if nothing were divided."""
         return sum(known.whole_state_bytes for known in self.optimizers)
 
     @property
@@ -191,30 +173,32 @@ class Shards:
         caps: BucketCaps,
         alignment: int,
     ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay).
-
-        In the others a gradient begins at a multiple of `alignment` elements.
-        """
+        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay)."""
         self._find_owners()
         known = self._known_buckets(params, trained={params[i] for i in (*arrived, *missing)})
-        dividers = [self._divider(spec, param) for spec, param in zip(specs, params, strict=True)]
-        marked = [self._mark(*each) for each in zip(specs, params, dividers, strict=True)]
-
-        def plan_new(*, owned: bool, caps: BucketCaps) -> list[BucketSpec]:
-            """Plan for those that a rank owns whole, or for all others."""
-            is_new = [
-                params[i] not in self._layout_of and (divider is not None and not divider.is_elementwise) == owned
-                for i, divider in enumerate(dividers)
-            ]
+        # The optimizer that divides a parameter, which shares buckets only with others of it; None: all ranks step it.
+        dividers: list[ShardedOptimizer | None] = []
+        marked: list[ParameterSpec] = []
+        for spec, param in zip(specs, params, strict=True):
+            is_dense = gradient_strides(param) == param.stride() and param.numel() > 0
+            divider = self._optimizer_of.get(param) if is_dense and not spec.sparse else None
+            dividers.append(divider)
+            marked.append(spec if divider is None else self._mark(spec, param, divider))
+        # By whole parameters: a rank owns all of a bucket.
+        is_owned = [divider is not None and not divider.is_elementwise for divider in dividers]
+        num_owned_bytes = sum(spec.num_bytes for spec, owned in zip(specs, is_owned, strict=True) if owned)
+        even = max(num_owned_bytes // (_BUCKETS_PER_OWNER * self._collectives.world_size), _SMALLEST_OWNED_BYTES)
+        caps_of_owned = BucketCaps(tuple(min(cap, even) for cap in caps.by_position), last=caps.last)
+        new: list[BucketSpec] = []
+        for owned, caps_of_these in ((False, caps), (True, caps_of_owned)):
+            these = {i for i, param in enumerate(params) if param not in self._layout_of and is_owned[i] == owned}
             plan = plan_buckets(
-                marked, arrived=[i for i in arrived if is_new[i]], missing=[i for i in missing if is_new[i]], caps=caps
+                marked,
+                arrived=[i for i in arrived if i in these],
+                missing=[i for i in missing if i in these],
+                caps=caps_of_these,
             )
-            return [bucket for bucket in plan if bucket.members]
-
-        num_owned_bytes = sum(
-            spec.num_bytes for spec, by in zip(specs, dividers, strict=True) if by is not None and not by.is_elementwise
-        )
-        new = plan_new(owned=False, caps=caps) + plan_new(owned=True, caps=self._caps_of_owned(num_owned_bytes, caps))
+            new += [bucket for bucket in plan if bucket.members]
         new = self._divide(new, specs, dividers)
         for bucket in new:
             if bucket.sharded is not None:
@@ -255,23 +239,11 @@ class Shards:
             if any(shard.param in trained for shard in layout.shards)
         ]
 
-    def _divider(self, spec: ParameterSpec, param: nn.Parameter) -> ShardedOptimizer | None:
-        """Return the optimizer that divides `param`; None: it is stepped by all ranks."""
-        is_dense = gradient_strides(param) == param.stride() and param.numel() > 0
-        return self._optimizer_of.get(param) if is_dense and not spec.sparse else None
-
-    def _mark(self, spec: ParameterSpec, param: nn.Parameter, divider: ShardedOptimizer | None) -> ParameterSpec:
-        """Have a parameter share buckets only with others that its optimizer divides."""
-        if divider is None:
-            return spec
+    def _mark(self, spec: ParameterSpec, param: nn.Parameter, divider: ShardedOptimizer) -> ParameterSpec:
         num_reals = param.numel() * (2 if param.is_complex() else 1)
         has_equal_slices = not divider.is_elementwise or num_reals % self._collectives.world_size == 0
         kind = f"{spec.kind} optimizer {self.optimizers.index(divider)}"
         return replace(spec, kind=kind, alone=spec.alone and has_equal_slices)
-
-    def _caps_of_owned(self, num_bytes: int, caps: BucketCaps) -> BucketCaps:
-        even = max(num_bytes // (_BUCKETS_PER_OWNER * self._collectives.world_size), _SMALLEST_OWNED_BYTES)
-        return BucketCaps(tuple(min(cap, even) for cap in caps.by_position), last=caps.last)
 
     def _divide(
         self, plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec], dividers: Sequence[ShardedOptimizer | None]
@@ -305,15 +277,10 @@ class Shards:
         buffer = BufferLayout([0], params[0].numel())
         if not bucket.alone:
             buffer = BufferLayout.of(params, bucket.sharded, alignment=alignment)
-        shards = [
-            Shard(
-                name,
-                param,
-                bucket.sharded.ranges(offset, param.numel(), of=buffer.numel),
-                rank=self._collectives.rank,
-            )
-            for (name, param), offset in zip(members, buffer.offsets, strict=True)
-        ]
+        shards = []
+        for (name, param), offset in zip(members, buffer.offsets, strict=True):
+            ranges = bucket.sharded.ranges(offset, param.numel(), of=buffer.numel)
+            shards.append(Shard(name, param, ranges, rank=self._collectives.rank))
         layout = ShardedLayout(shards, buffer, bucket.sharded, bucket.alone)
         self._layout_of.update(dict.fromkeys(params, layout))
         divider.adopt(shards)

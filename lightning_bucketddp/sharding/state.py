@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -33,31 +34,18 @@ def gather_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             state[place] = optimizer.state[param]
         elif shard is not None and (of_ranks := {r: own.pop(place) for r, own in enumerate(by_rank) if place in own}):
             state[place] = _put_together(of_ranks, shard)
-    return {"state": dict(sorted(state.items())), "param_groups": _groups(sharded)}
+    places = itertools.count()
+    groups = [{**group, "params": [next(places) for _ in group["params"]]} for group in optimizer.param_groups]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def _put_together(of_ranks: dict[int, dict[str, Any]], shard: Shard) -> dict[str, Any]:
     """Return the state of one parameter, from the parts that ranks have of it."""
-    first = next(iter(of_ranks.values()))
-    return {
-        key: _join([own[key] for own in of_ranks.values()], shard) if _is_cut(value, shard, list(of_ranks)) else value
-        for key, value in first.items()
-    }
-
-
-def _is_cut(value: Any, shard: Shard, ranks: list[int]) -> bool:
-    start, stop = shard.ranges[ranks[0]]
-    return isinstance(value, Tensor) and value.shape == (stop - start,) and stop - start < shard.param.numel()
-
-
-def _join(parts: list[Tensor], shard: Shard) -> Tensor:
-    return torch.cat(parts).as_strided(shard.param.shape, shard.param.stride())
-
-
-def _groups(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
-    groups, place = [], 0
-    for group in sharded.optimizer.param_groups:
-        places = list(range(place, place + len(group["params"])))
-        groups.append({**group, "params": places})
-        place += len(places)
-    return groups
+    first_rank, whole = next(iter(of_ranks.items()))
+    start, stop = shard.ranges[first_rank]
+    for key, value in whole.items():
+        is_cut = isinstance(value, Tensor) and value.shape == (stop - start,) and stop - start < shard.param.numel()
+        if is_cut:
+            parts = torch.cat([own[key] for own in of_ranks.values()])
+            whole[key] = parts.as_strided(shard.param.shape, shard.param.stride())
+    return whole

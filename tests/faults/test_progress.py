@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.faults.progress import OPTIMIZER, SAVING, Progress
-from lightning_bucketddp.reducer.reduction import _PendingMean
+from lightning_bucketddp.reducer.reduction import PendingReduction
 from tests.support.programs import REPOSITORY
 
 
@@ -46,10 +46,10 @@ def test_a_rank_that_waits_for_a_bucket_is_seen_to_wait() -> None:
 
     threading.Timer(0.3, look).start()
     # As torch's own: neither `wait` has a frame in Python.
-    _PendingMean(0, SimpleNamespace(wait=lock.acquire)).wait()
+    PendingReduction(0, SimpleNamespace(wait=lock.acquire)).wait()
     assert seen == [True]
     with pytest.raises(RuntimeError) as raised:
-        _PendingMean(0, SimpleNamespace(wait=partial(torch.ones(3).view, 7))).wait()
+        PendingReduction(0, SimpleNamespace(wait=partial(torch.ones(3).view, 7))).wait()
     assert progress.was_waiting(raised.value)
 
 

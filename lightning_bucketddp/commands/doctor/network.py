@@ -21,11 +21,10 @@ from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Th
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
 from lightning_bucketddp.planning.wire import WORTH_8_BITS
-from lightning_bucketddp.reducer.bucket import Reduction
 from lightning_bucketddp.reducer.observer import Clock, clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import MeanReduction
+from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 
 _NETWORK = Theme("Network")
 _PORTS = Theme("Ports")

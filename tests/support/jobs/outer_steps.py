@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.local_steps import outer_step
 from lightning_bucketddp.local_steps.islands import make_islands
-from lightning_bucketddp.local_steps.outer_step import OuterConfig, OuterStep
+from lightning_bucketddp.local_steps.outer_step import OuterStep
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from tests.support.ranks import device
 
@@ -36,14 +37,14 @@ def step_beside_sgd(*, num_islands: int, counted: list[int], chunk_numbers: int)
     assert islands is not None
     ours, reference = _parameters(), _parameters()
     sgd = torch.optim.SGD(reference.values(), lr=0.7, momentum=0.9, nesterov=True)
-    config = OuterConfig()
+    option = LocalSteps(1)
     with patch.object(outer_step, "_CHUNK_NUMBERS", chunk_numbers):
-        outer = OuterStep(ours, islands, MeanReduction(islands.peers), config)
+        outer = OuterStep(ours, islands, MeanReduction(islands.peers), option)
         differences = []
         for step in range(3):
             if step == 2:
                 momentum = outer.gather_momentum()
-                outer = OuterStep(ours, islands, MeanReduction(islands.peers), config)
+                outer = OuterStep(ours, islands, MeanReduction(islands.peers), option)
                 outer.set_momentum(momentum)
             mine = _change(ours, island=islands.index, step=step)
             for name, param in ours.items():
@@ -63,7 +64,7 @@ def refuse_gaps() -> str:
     assert islands is not None
     gappy = torch.zeros(4, 6, device=device())[:, :3]
     try:
-        OuterStep({"w": gappy}, islands, MeanReduction(islands.peers), OuterConfig())
+        OuterStep({"w": gappy}, islands, MeanReduction(islands.peers), LocalSteps(1))
     except ValueError as error:
         return str(error)
     return ""
