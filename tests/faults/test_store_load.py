@@ -7,14 +7,18 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_bucketddp.comm.connections import Connections
+from lightning_bucketddp.comm.process_group import StoreAccess
+from lightning_bucketddp.faults import watchdog as watchdog_module
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.heartbeat import StragglerDetector
-from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
+from lightning_bucketddp.faults.watchdog import RunContext, Watchdog
 from tests.support.cases import for_each
 
 
@@ -43,7 +47,7 @@ def asked_until_ranks_are_known(world_size: int, num_local: int) -> int:
     others = channel_of(store, world_size=world_size)
     for rank in range(world_size):
         others.rank = rank
-        others.introduce(identity(), place=place() if rank < num_local else f"host {rank // num_local}")
+        introduce(others, pid=os.getpid(), place=place() if rank < num_local else f"host {rank // num_local}")
     others.close()
     channel = channel_of(store, world_size=world_size)
     local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
@@ -64,10 +68,10 @@ def test_a_rank_that_has_not_introduced_itself_is_looked_for() -> None:
     store = CountedStore()
     here, there = (channel_of(store, rank=rank, world_size=2) for rank in (0, 1))
     local_ranks = LocalRanks(here, exit_status_of=lambda _: None)
-    here.introduce(identity(), place=place())
+    introduce(here, pid=os.getpid(), place=place())
     local_ranks.discover()
     assert not local_ranks.are_known
-    there.introduce({**identity(), "pid": os.getppid()}, place=place())
+    introduce(there, pid=os.getppid(), place=place())
     store.asked.clear()
     local_ranks.discover()
     assert store.asked["get"] == 1  # the first one is known
@@ -86,26 +90,29 @@ def test_all_ranks_together_ask_no_more_than_the_store_can_answer(world_size: in
     channel.close()
 
 
-def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
+def watchdog_of(store: Any, ticked: threading.Semaphore, *, world_size: int) -> Watchdog:
     def tick() -> tuple[int, ...]:
         ticked.release()
         return ()
 
-    actions = WatchdogActions(
-        cut=lambda: None,
-        interrupt=lambda: None,
-        signals_received=tick,
+    context = RunContext(
+        rank=0,
+        world_size=world_size,
+        timeout_s=1800,
+        stall_warning_s=600,
+        abort_device=lambda: None,
         exit_status_of=lambda _: None,
-        store_rank=None,
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    return Watchdog(channel, Progress(waiting_in=(__file__,)), actions, stall_warning_s=600, timeout_s=1800)
+    access = StoreAccess(store, host=None, port=None, name="run", is_held_by_rank_zero=False)
+    progress = Progress(waiting_in=(__file__,))
+    return Watchdog(access, progress, context, interrupt=lambda: None, signals_received=tick)
 
 
 def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> None:
     store, ticked = CountedStore(), threading.Semaphore(0)
-    watchdog = watchdog_of(channel_of(store, world_size=5_000_000), ticked)  # it asks every 40 minutes
+    watchdog = watchdog_of(store, ticked, world_size=5_000_000)  # it asks every 40 minutes
     watchdog.start()
     ticked.acquire()
     ticked.acquire()  # the first look is over
@@ -116,14 +123,15 @@ def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> 
     watchdog.stop()
 
 
-def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
-    channel, ticked = channel_of(HashStore(), world_size=2), threading.Semaphore(0)
-    watchdog = watchdog_of(channel, ticked)
+def test_a_rank_that_does_not_listen_blames_whom_others_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "cut_connections", lambda **_: None)  # they are those of the tests
+    ticked = threading.Semaphore(0)
+    watchdog = watchdog_of(HashStore(), ticked, world_size=2)
     watchdog.start()
     ticked.acquire()
-    watchdog._stragglers.listens = False
+    watchdog._monitor.wait.listens = False
     blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
-    threading.Timer(0.3, channel.report, [blamed]).start()
+    threading.Timer(0.3, watchdog._channel.report, [blamed]).start()
     assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed
     watchdog.stop()
 
@@ -136,12 +144,14 @@ def test_few_of_the_ranks_that_wait_listen_to_all_before_a_time_out() -> None:
         progress = Progress(waiting_in=(__file__,))
         progress.follow_this_thread()
         progress.since -= 10
-        detector = StragglerDetector(channel, progress, warn_after_s=0.1, timeout_s=1)
-        detector.waits_too_long()
-        assert detector.nears_timeout()
-        detector.anticipate_timeout()
-        assert not detector.nears_timeout()
-        listening.append(detector.listens)
+        local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
+        guarded = GuardedStore(channel, local_ranks, Connections(), store_rank=None)
+        monitor = HeartbeatMonitor(guarded, progress, warn_after_s=0.1, timeout_s=1)
+        monitor.update_wait()
+        assert monitor.nears_timeout()
+        monitor.anticipate_timeout()
+        assert not monitor.nears_timeout()
+        listening.append(monitor.wait.listens)
         channel.close()
     assert listening == [True] * 4 + [False] * 16
 
@@ -150,10 +160,10 @@ def test_heartbeats_of_all_ranks_are_read_at_once() -> None:
     store = CountedStore()
     ranks = [channel_of(store, rank=rank, world_size=20) for rank in range(20)]
     for rank in ranks[:-1]:
-        rank.beat({"count": rank.rank})
+        rank.set(f"beat/{rank.rank}", {"count": rank.rank})
     missing_one = {rank: {"count": rank} for rank in range(1, 19)}
     assert ranks[0].last_beats() == missing_one
-    ranks[-1].beat({"count": 19})
+    ranks[-1].set("beat/19", {"count": 19})
     store.asked.clear()
     assert ranks[0].last_beats() == {**missing_one, 19: {"count": 19}}
     assert store.asked.total() == 2
