@@ -35,11 +35,11 @@ from benchmarks.command import write
 from benchmarks.ports import own_port
 from benchmarks.report import Table
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.process_group import StoreAccess
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.watchdog import RunContext, Watchdog
+from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.startup.rendezvous import Rendezvous
@@ -219,19 +219,17 @@ def time_phases(rank: int, world_size: int, port: int, watch_s: float) -> dict[s
     with phases.during("1,000 questions to the store"):
         for _ in range(1000):
             counting.check(["run/failure"])
-    access = StoreAccess(CountingStore(store.clone(), phases.asked), None, None, "run", is_held_by_rank_zero=True)
-    context = RunContext(
-        rank=rank,
-        world_size=world_size,
-        timeout_s=1800,
-        stall_warning_s=600,
-        abort_device=_nothing,
+    channel = SideChannel(CountingStore(store.clone(), phases.asked), name="run", rank=rank, world_size=world_size)
+    actions = WatchdogActions(
+        cut=_nothing,
+        interrupt=_nothing,
+        signals_received=lambda: (),
         exit_status_of=lambda _: None,
+        store_rank=0,
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    progress = Progress(waiting_in=())
-    watchdog = Watchdog(access, progress, context, interrupt=_nothing, signals_received=lambda: ())
+    watchdog = Watchdog(channel, Progress(waiting_in=()), actions, stall_warning_s=600, timeout_s=1800)
     with phases.during(f"watchdog, first {watch_s:g} s"):
         watchdog.start()
         time.sleep(watch_s)

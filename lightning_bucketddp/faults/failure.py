@@ -39,27 +39,16 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of a run, as every rank learns it.
-
-    Attributes:
-        rank: which rank failed.
-        kind: how it failed.
-        what: the exception, the way it died, or what it is stuck in; in words.
-        where: what it was doing.
-        process: its host and process.
-        signal: what it has received; 0 if no signal stopped it.
-        stack: where it was in the program.
-        hosts: the addresses of those that cannot end their connections themselves, with spaces between them.
-    """
+    """The first failure of a run, as every rank learns it."""
 
     rank: int
     kind: Kind
-    what: str
-    where: str = ""
-    process: str = ""
-    signal: int = 0
-    stack: str = ""
-    hosts: str = ""
+    what: str  # the exception, the way it died, or what it is stuck in; in words
+    where: str = ""  # what it was doing
+    process: str = ""  # its host and process
+    signal: int = 0  # what it has received; 0 if no signal stopped it
+    stack: str = ""  # where it was in the program
+    hosts: str = ""  # the addresses of those that cannot end their connections themselves, with spaces between them
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ _BEAT_EVERY_S = 1.0
 # In intervals between two heartbeats: so long that a rank that lives has sent another one.
 _SILENCE = 2.5
 # So long before the time-out, and the silence, the ranks are listened to for the first time, so that their silence
-# shows by then. That a rank waits is noticed a moment after it has begun to.
+# shows by then.
 _LISTEN_BEFORE_S = 1.5
 # So many ranks listen to all others before a time-out, for all that wait.
 _NUM_LISTENERS = 4
@@ -40,37 +40,23 @@ _STOPPED = "its process is stopped (by SIGSTOP or a debugger) and cannot be aske
 _PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+")
 
 _Heartbeats: TypeAlias = dict[int, dict[str, Any]]
-# What a heartbeat holds. Others are not from a rank: the store has no password.
-_TYPES: dict[str, Any] = {
-    "count": int,
-    "where": str,
-    "seconds": int | float,
-    "waits": bool,
-    "process": str,
-    "addresses": list,
-    "stack": str,
-}
+# What a heartbeat holds. Others are untrusted input: the store has no password.
+_TYPES: dict[str, Any] = dict.fromkeys(("where", "process", "stack"), str)
+_TYPES |= {"count": int, "seconds": int | float, "waits": bool, "addresses": list}
 
 
 @dataclass(slots=True)
 class Wait:
-    """What belongs to one wait of this rank, and ends with the phase in which it waits.
+    """What belongs to one wait of this rank, and ends with the phase in which it waits."""
 
-    Attributes:
-        phase: the number of the phase; -1: this rank does not wait.
-        since: when it was noticed.
-        looks_at: when this rank looks for one that stands still.
-        listens: whether this rank listens to all, and not enough others that wait do.
-        heard: the heartbeats shortly before the time-out, and when they were read; None: not yet.
-        last_counts: of each rank the count in its last heartbeat, and since when it has been so.
-    """
-
-    phase: int
+    phase: int  # the number of the phase; -1: this rank does not wait
     since: float
-    looks_at: float
+    looks_at: float  # when this rank looks for one that stands still
     has_warned: bool = False
-    listens: bool = True
+    listens: bool = True  # to all ranks; False: enough others that wait do
+    # The heartbeats shortly before the time-out, and when they were read; None: not yet.
     heard: tuple[_Heartbeats, float] | None = None
+    # By rank: the count in its last heartbeat, and since when it has been so.
     last_counts: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -135,11 +121,13 @@ class HeartbeatMonitor:
         if self.wait.phase != -1:
             waited_s = time.monotonic() - self.wait.since
             if waited_s > self._warn_after_s and not self.wait.has_warned:
-                self._store.ask_or_do_without(self._warn)
+                self._warn()
             if self.nears_timeout():
                 self._store.ask(self.anticipate_timeout)
             if self.looks_for_stall:
-                stalled = self._store.ask_or_do_without(self.find_stalled)
+                stalled = self._store.ask(self.find_stalled)
+                if not self._store.can_ask:
+                    stalled = next(iter(self._stopped()), None)
                 if stalled is not None:
                     waited = f"the others have waited for longer than `stall_s`, {self._stall_timeout_s:g} s"
                     return replace(stalled, what=f"{stalled.what}; {waited}")
@@ -169,14 +157,12 @@ class HeartbeatMonitor:
         """Return whether it is time to `find_stalled`."""
         return self.wait.phase != -1 and time.monotonic() > self.wait.looks_at
 
-    def find_stalled(self, frozen: Sequence[int], *, can_ask: bool) -> Failure | None:
+    def find_stalled(self) -> Failure | None:
         """Return a rank that has stood still for `stall_timeout_s`, as long as this one has waited; None: none has.
 
         A rank that goes from phase to phase does not stand still, nor one that waits, too.
         """
         now = time.monotonic()
-        if not can_ask:
-            return next(iter(self.find_stragglers(frozen, can_ask=False)), None)
         counts = self.wait.last_counts
         what = f"stall in {self._progress.describe()}"
         if not counts and not self._channel.is_among_first(_NUM_LISTENERS, what):
@@ -187,20 +173,15 @@ class HeartbeatMonitor:
             if counts.get(rank, (0, now))[0] != beat["count"]:
                 counts[rank] = beat["count"], now
             if now - counts[rank][1] > max(self._silence_s, min(self._stall_timeout_s, _STANDS_STILL_S)):
-                return _silent(rank, beat, frozen)
+                return self._silent(rank, beat)
             if not beat["waits"] and beat["seconds"] > self._stall_timeout_s:
                 return _behind(rank, beat)
         return None
 
-    def find_stragglers(self, frozen: Sequence[int], *, can_ask: bool) -> list[Failure]:
-        """Return the ranks that do not wait: those that cannot answer, and then those that do something else.
-
-        `frozen` are the ranks on this host whose processes are stopped; with `can_ask` the store answers.
-        """
-        if not can_ask:
-            return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in frozen]
+    def find_stragglers(self) -> list[Failure]:
+        """Return the ranks that do not wait: those that cannot answer, and then those that do something else."""
         beats, silent = self._listen_for_silence(*(self.wait.heard or (self._listen(), time.monotonic())))
-        behind = [_silent(rank, beats[rank], frozen) for rank in silent]
+        behind = [self._silent(rank, beats[rank]) for rank in silent]
         behind += [_behind(rank, beat) for rank, beat in beats.items() if not beat["waits"] and rank not in silent]
         # Or else all of them wait, each in a collective that not all of them call.
         return behind or [_behind(rank, beat) for rank, beat in beats.items()]
@@ -224,7 +205,7 @@ class HeartbeatMonitor:
         if own.kind is Kind.STALLED:
             stragglers: list[Failure] = []
             if self.wait.listens:
-                stragglers = self._store.ask_or_do_without(self.find_stragglers)
+                stragglers = self._store.ask(self.find_stragglers) or self._stopped()
             elif (blamed := self._store.ask(self._await_failure)) is not None:
                 failure = blamed
             if stragglers:
@@ -235,13 +216,13 @@ class HeartbeatMonitor:
             failure = lost or replace(failure, kind=Kind.RAISED)
         return failure
 
-    def _warn(self, frozen: Sequence[int], *, can_ask: bool) -> None:
+    def _warn(self) -> None:
         """Log which ranks this one waits for, unless another rank that waits has done so already."""
         self.wait.has_warned = True
         where, rank = self._progress.describe(), self._channel.rank
-        if can_ask and self._channel.first(f"warned of {where}", rank) != rank:
+        if self._store.ask(lambda: self._channel.first(f"warned of {where}", rank)) not in (rank, None):
             return
-        stragglers = self.find_stragglers(frozen, can_ask=can_ask)
+        stragglers = self._store.ask(self.find_stragglers) or self._stopped()
         named = "\n".join(map(Failure.describe, stragglers[:_NUM_NAMED])) or "No rank is known to be behind."
         num_more = len(stragglers) - _NUM_NAMED
         more = f"\n{num_more} more ranks are behind." if num_more > 0 else ""
@@ -318,6 +299,16 @@ class HeartbeatMonitor:
         beats = self._listen()
         return beats, [rank for rank, beat in beats.items() if before.get(rank, beat)["count"] == beat["count"]]
 
+    def _stopped(self) -> list[Failure]:
+        """Return the ranks whose processes are known to be stopped, also without the store."""
+        return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in self._store.frozen_ranks()]
+
+    def _silent(self, rank: int, beat: dict[str, Any]) -> Failure:
+        what = _STOPPED if rank in self._store.frozen_ranks() else "it no longer answers"
+        what = f"{what}; it was last heard of in {beat['where']}"
+        hosts = " ".join(map(str, beat["addresses"]))
+        return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"], hosts=hosts)
+
     def _listen(self) -> _Heartbeats:
         return {
             rank: beat
@@ -331,10 +322,3 @@ def _behind(rank: int, beat: dict[str, Any]) -> Failure:
     what = "it waits, too, but in another collective" if beat["waits"] else is_there
     place = {key: beat[key] for key in ("where", "process", "stack")}
     return Failure(rank=rank, kind=Kind.STALLED, what=what, **place)
-
-
-def _silent(rank: int, beat: dict[str, Any], frozen: Sequence[int]) -> Failure:
-    what = _STOPPED if rank in frozen else "it no longer answers"
-    what = f"{what}; it was last heard of in {beat['where']}"
-    hosts = " ".join(map(str, beat["addresses"]))
-    return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"], hosts=hosts)

@@ -121,7 +121,6 @@ class LocalRanks:
         return None
 
     def numbers(self) -> list[int]:
-        """Return the ranks on this host, without this one."""
         return list(self._processes)
 
     def gone(self) -> list[int]:
@@ -129,7 +128,6 @@ class LocalRanks:
         return [rank for rank, process in self._processes.items() if process.has_ended or process.is_frozen]
 
     def frozen(self) -> list[int]:
-        """Return the ranks whose processes are frozen."""
         return [rank for rank, process in self._processes.items() if process.is_frozen]
 
     def kill_frozen(self) -> None:
@@ -139,7 +137,6 @@ class LocalRanks:
                 signal.pidfd_send_signal(self._processes[rank].handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the handles."""
         for process in self._processes.values():
             os.close(process.handle)
         self._processes.clear()
@@ -148,11 +145,7 @@ class LocalRanks:
 class GuardedStore:
     """Asks the store only while it answers.
 
-    Args:
-        store_rank: the rank whose process holds the store; None if no rank's does.
-
-    Attributes:
-        is_lost: whether the connection to the store is broken, for good.
+    `store_rank` is the rank whose process holds the store; None if no rank's does.
     """
 
     def __init__(
@@ -161,7 +154,7 @@ class GuardedStore:
         self.channel = channel
         self.local_ranks = local_ranks
         self.connections = connections
-        self.is_lost = False
+        self.is_lost = False  # the connection to the store is broken, for good
         self._store_rank = store_rank
 
         def is_silent() -> bool:
@@ -172,7 +165,6 @@ class GuardedStore:
 
     @property
     def can_ask(self) -> bool:
-        """Return whether the store answers."""
         return not self.is_lost and not self.is_silent
 
     @property
@@ -201,10 +193,3 @@ class GuardedStore:
                 self.is_lost = True
                 log.debug("bucketddp: rank %d has lost the store: %s", self.channel.rank, error)
         return None
-
-    def ask_or_do_without(self, act: Callable[..., _Answer]) -> _Answer:
-        """Return what `act` does, given the frozen ranks and whether the store answers, which may end meanwhile."""
-        if self.can_ask:
-            with suppress(StoreSilentError):
-                return act(self.frozen_ranks(), can_ask=True)
-        return act(self.frozen_ranks(), can_ask=False)

@@ -2,10 +2,9 @@
 
 Note: no garbage collection
     To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
-    and a tensor among it lets go of the GIL. The other thread then goes on and leaves the frame that is being looked
-    at, which corrupts memory; or it wants the list of threads, which `sys._current_frames` has locked, and both wait
-    for ever (python/cpython#106883). So no garbage is collected meanwhile, and a thread whose phases are short, as in a
-    healthy run, is not looked at.
+    and a tensor among it lets go of the GIL. The other thread then leaves the frame that is being looked at, which
+    corrupts memory; or both wait for ever for the list of threads (python/cpython#106883). So no garbage is collected
+    meanwhile, and a thread whose phases are short, as in a healthy run, is not looked at.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Progress:
         self.enter(outer)
 
     def describe_origin(self, error: BaseException) -> str:
-        """Return in which phase `error`, or what it was raised from, was raised; where nobody knows, the one of now."""
+        """Return in which phase `error`, or what it was raised from, was raised; if not known, the current one."""
         cause: BaseException | None = error
         while cause is not None:
             if _RAISED_IN in vars(cause):

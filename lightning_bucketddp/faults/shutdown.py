@@ -1,4 +1,11 @@
-"""Ending the thread that trains, and which rank saves then (docs/design/failure-protocol.md, docs/design/saver.md)."""
+"""Ending the thread that trains (docs/design/failure-protocol.md), and which rank saves then.
+
+Note: one saver
+    At most one rank saves. Each rank that ends waits for the lower ones, as long as they may come, and then claims to
+    be the saver; the store keeps the first claim. If the store has died with rank zero, whoever makes a file first is
+    the saver, in the directory of the checkpoints. The rank whose exception ends the run saves only if it is rank zero:
+    it may be in the middle of a step (docs/design/saver.md).
+"""
 
 from __future__ import annotations
 
@@ -82,14 +89,9 @@ class Shutdown:
 
 
 class SaverElection:
-    """Finds the rank that saves for all: at most one.
+    """Finds the rank that saves for all (Note: one saver).
 
-    Each rank that ends waits for the lower ones, as long as they may come, and then claims to be the saver; the store
-    keeps the first claim. If the store has died with rank zero, the rank that makes a file first is the saver. The rank
-    whose exception ends the run saves only if it is rank zero: it may be in the middle of a step.
-
-    Args:
-        claim_file: returns whether this rank is the first to make a file for this run.
+    `claim_file` returns whether this rank is the first to make a file for this run.
     """
 
     def __init__(self, store: GuardedStore, *, claim_file: Callable[[str], bool]) -> None:
@@ -97,17 +99,12 @@ class SaverElection:
         self._channel = store.channel
         self._local_ranks = store.local_ranks
         self._claim_file = claim_file
-        self._is_own: bool | None = None  # None: not known yet
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether it is known which rank saves."""
-        return self._is_own is not None
+        self.is_own: bool | None = None  # whether the saver is this rank; None: not known yet
 
     def look(self) -> None:
-        """See whether a rank is the saver by now."""
-        if self._is_own is None and (saver := self._channel.get("saver", int)) is not None:
-            self._is_own = saver == self._channel.rank
+        """Check whether a rank is the saver by now."""
+        if self.is_own is None and (saver := self._channel.get("saver", int)) is not None:
+            self.is_own = saver == self._channel.rank
 
     def is_won(self, failure: Failure) -> bool:
         """Return whether this rank, which ends after `failure`, is the saver. May wait for ranks that are lower."""
@@ -115,15 +112,15 @@ class SaverElection:
         if failure.kind is Kind.RAISED and failure.rank == rank != 0:
             return False
         deadline = time.monotonic() + _COMES_WITHIN_S
-        while not self.is_settled and time.monotonic() < deadline and self._may_lower_rank_come(failure):
+        while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
             time.sleep(self._channel.interval(_LOOKS_EVERY_S))
             self._store.ask(self.look)
-        if self._is_own is None:
+        if self.is_own is None:
             saver = self._store.ask(lambda: self._channel.first("saver", rank))
             # On the other side of a network that is cut, ranks may find the store gone, and save as well.
             needs_file = saver is None or (saver == rank and failure.kind is Kind.LOST)
-            self._is_own = self._claim_file(self._channel.run_id) if needs_file else saver == rank
-        return self._is_own
+            self.is_own = self._claim_file(self._channel.run_id) if needs_file else saver == rank
+        return self.is_own
 
     def _may_lower_rank_come(self, failure: Failure) -> bool:
         lower = set(range(self._channel.rank)).difference(self._local_ranks.gone())

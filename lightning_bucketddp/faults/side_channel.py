@@ -36,14 +36,12 @@ class SideChannel:
 
     Over a connection of its own: a thread that waits for an answer of the store keeps others waiting. And by a thread
     of its own: the process of the store may be stopped after it was asked, and then the one that asks waits for ever.
-
-    Attributes:
-        is_silent: asked while a question waits: whether the store cannot answer. If so there is a `StoreSilentError`.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        # Asked while a question waits: whether the store cannot answer. Then there is a `StoreSilentError`.
         self.is_silent: Callable[[], bool] = lambda: False
         self._store = store
         self._name = name
@@ -71,7 +69,6 @@ class SideChannel:
         self._worker.close()
 
     def set(self, key: str, value: Any) -> None:
-        """Write `value`."""
         self._ask(lambda: self._store.set(self._key(key), json.dumps(value)))
 
     def first(self, key: str, value: _Value) -> _Value | None:

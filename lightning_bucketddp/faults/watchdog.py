@@ -1,9 +1,8 @@
 """The watchdog: a thread that notices when a run is over for any rank, and ends it on this one.
 
-Note: together or abort
-    If all ranks raise within a moment, they have raised together: the process group is as it was, and callbacks may use
-    it. Otherwise they abort: each rank cuts its connections, which ends every collective, and no rank waits for another
-    any more. The first rank to write its decision to the store decides for all (docs/design/failure-protocol.md).
+If all ranks raise within a moment, they have raised together: the process group is as it was, and callbacks may use it.
+Otherwise they abort: each rank cuts its connections, which ends every collective, and no rank waits for another any
+more. The first rank to write its decision to the store decides for all (docs/design/failure-protocol.md).
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from lightning_bucketddp.comm.connections import Connections, cut_connections
-from lightning_bucketddp.comm.process_group import StoreAccess
+from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
@@ -47,80 +45,47 @@ _SETTLED_WITHIN_S = 4.0
 _LEARNED_WITHIN_S = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """What a run has around it.
+@dataclass(frozen=True)
+class WatchdogActions:
+    """How the watchdog learns of signals and processes, and how it ends what waits."""
 
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        timeout_s: how long a collective may take, and a rank to end.
-        stall_warning_s: how long a rank may wait for others before a warning.
-        stall_timeout_s: how long a rank may stand still while others wait for it.
-        abort_device: ends what waits on a device.
-        exit_status_of: returns how the process of a rank ended, if this process has started it.
-        launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
-        claim_file: returns whether this process is the first to make a file for the run of this name.
-    """
-
-    rank: int
-    world_size: int
-    timeout_s: float
-    stall_warning_s: float
-    stall_timeout_s: float = math.inf
-    abort_device: Callable[[], None]
-    exit_status_of: Callable[[int], int | None]
-    launcher_pid: int | None
-    claim_file: Callable[[str], bool]
+    cut: Callable[[], None]  # ends every collective of this process, now and from now on
+    interrupt: Callable[[], None]  # makes the training thread raise wherever it is
+    # Returns the signals that shall stop the run and have come since the last call, whether or not Python has run their
+    # handlers (Note: signals in a collective).
+    signals_received: Callable[[], Sequence[int]]
+    exit_status_of: Callable[[int], int | None]  # how the process of a rank ended, if this process has started it
+    store_rank: int | None  # the rank whose process holds the store; None if no rank's does
+    launcher_pid: int | None  # the process that has started the ranks and is none itself; they stop if it is gone
+    claim_file: Callable[[str], bool]  # whether this process is the first to make a file for the run of this name
+    connections: Connections = field(default_factory=Connections)  # to other hosts
 
 
 class Watchdog:
-    """Watches a run from its set-up to its end.
-
-    Args:
-        access: to the store; one that nothing else uses.
-        interrupt: makes the training thread raise wherever it is.
-        signals_received: returns the signals that shall stop the run and have come since the last call, whether or not
-            Python has run their handlers (Note: signals in a collective).
-    """
+    """Watches a run from its set-up to its end; the time-outs are those of `HeartbeatMonitor` and `Shutdown`."""
 
     def __init__(
         self,
-        access: StoreAccess,
+        channel: SideChannel,
         progress: Progress,
-        context: RunContext,
+        actions: WatchdogActions,
         *,
-        interrupt: Callable[[], None],
-        signals_received: Callable[[], Sequence[int]],
+        stall_warning_s: float,
+        timeout_s: float,
+        stall_timeout_s: float = math.inf,
     ) -> None:
-        # Runs follow each other in one process group; each rank counts its own.
-        run = f"bucketddp/{access.name}"
-        name = f"{run}/{access.store.add(f'{run}/num_runs/{context.rank}', 1)}"
-        channel = SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
-
-        def cut() -> None:
-            cut_connections(except_port=access.port)
-            context.abort_device()
-
         self.stop_signal = 0
         self._channel = channel
         self._progress = progress
-        self._context = context
-        self._signals_received = signals_received
-        self._local_ranks = LocalRanks(channel, exit_status_of=context.exit_status_of)
-        self._connections = Connections(access.port)
-        self._store_rank = 0 if access.is_held_by_rank_zero else None
-        self._store = GuardedStore(channel, self._local_ranks, self._connections, store_rank=self._store_rank)
+        self._actions = actions
+        self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
+        self._store = GuardedStore(channel, self._local_ranks, actions.connections, store_rank=actions.store_rank)
         self._monitor = HeartbeatMonitor(
-            self._store,
-            progress,
-            warn_after_s=context.stall_warning_s,
-            timeout_s=context.timeout_s,
-            stall_timeout_s=context.stall_timeout_s,
+            self._store, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
-        self._saver = SaverElection(self._store, claim_file=context.claim_file)
+        self._saver = SaverElection(self._store, claim_file=actions.claim_file)
         self._shutdown = Shutdown(
-            progress, cut=cut, interrupt=interrupt, rank=context.rank, timeout_s=context.timeout_s
+            progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
         self._failure: Failure | None = None
         self._decision: str | None = None
@@ -175,7 +140,6 @@ class Watchdog:
 
     @property
     def have_aborted(self) -> bool:
-        """Return whether the ranks have aborted (Note: together or abort)."""
         return self._shutdown.has_aborted
 
     @property
@@ -203,7 +167,8 @@ class Watchdog:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
         self._shutdown.raised_at = time.monotonic()
         is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
-        if is_consequence and _is_timeout(error):
+        text = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
+        if is_consequence and ("timed out" in text or "timeout" in text):
             own = replace(own, kind=Kind.STALLED)
         elif is_consequence:
             own = replace(own, kind=Kind.LOST)
@@ -236,7 +201,7 @@ class Watchdog:
             self._asked_at = time.monotonic() if asks else self._asked_at
             is_woken = self._wake.wait(tick_s)
             self._wake.clear()
-        if self._failure is not None and self._store_rank == self._channel.rank:
+        if self._failure is not None and self._actions.store_rank == self._channel.rank:
             self._store.ask(self._let_others_learn)
         self._store.ask(lambda: self._channel.set(f"left/{self._channel.rank}", 1))
         self._channel.close()
@@ -252,9 +217,9 @@ class Watchdog:
             time.sleep(_FIRST_TICK_S)
 
     def _look(self, *, asks: bool) -> None:
-        for number in self._signals_received():
+        for number in self._actions.signals_received():
             self._notice_signal(number)
-        if self._context.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
+        if self._actions.launcher_pid not in (None, os.getppid()) and not self.stop_signal:
             log.warning("bucketddp: the process that has started rank %d is gone; all ranks stop.", self._channel.rank)
             self.request_stop(signal.SIGTERM)
         if asks:
@@ -284,7 +249,7 @@ class Watchdog:
         if self._failure is not None:
             self._decision = self._decision or channel.get("decision", str)
             self._saver.look()
-            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_settled):
+            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
                 channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
         if not self._all_know_of_stop:
@@ -364,10 +329,6 @@ class Watchdog:
         self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
         self._shutdown.abort(self._failure)
         # Nobody does at the other end of these, or it is not noticed here.
-        of_store = {self._connections.store_host} if self._store.is_silent else set()
-        self._connections.cut_to({*self._failure.hosts.split(), *of_store})
-
-
-def _is_timeout(error: BaseException) -> bool:
-    said = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
-    return "timed out" in said or "timeout" in said
+        connections = self._actions.connections
+        of_store = {connections.store_host} if self._store.is_silent else set()
+        connections.cut_to({*self._failure.hosts.split(), *of_store})

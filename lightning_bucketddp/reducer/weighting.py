@@ -129,7 +129,7 @@ class Weighting(EqualWeights):
         self._num_missing = len(missing)
         if not some_miss:
             return False
-        return self._exchange.start_comparison(_id_of(repr(sorted(missing)).encode())).wait()
+        return self._exchange.compare(_id_of(repr(sorted(missing)).encode()))
 
     def end(self) -> None:
         for param, earlier in self._put_aside or ():

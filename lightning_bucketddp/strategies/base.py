@@ -28,7 +28,6 @@ from lightning_bucketddp.comm.network import SETTINGS, gloo_interface, more_sock
 from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.watchdog import RunContext
 from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_info
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -37,7 +36,7 @@ from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.sharding.state import gather_optimizer_state
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
-from lightning_bucketddp.strategies.fault_handling import FaultHandler
+from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
 from lightning_bucketddp.strategies.launchers import HoldsPort
 from lightning_bucketddp.strategies.options import (
     StartMethod,
@@ -291,15 +290,18 @@ class StrategyBase:
         context = RunContext(
             rank=self.global_rank,
             world_size=self.world_size,
-            timeout_s=(self._timeout or default_pg_timeout).total_seconds(),
-            stall_warning_s=self.options.timeouts.stall_warning_s,
-            stall_timeout_s=self.options.timeouts.stall_s or math.inf,
+            timeout=self._timeout,
             abort_device=abort_device,
             exit_status_of=exit_status_of,
             launcher_pid=_launcher_pid(self._start_method),
             claim_file=claim,
         )
-        self._fault_handler = FaultHandler(self._progress, context)
+        self._fault_handler = FaultHandler(
+            self._progress,
+            context,
+            stall_warning_s=self.options.timeouts.stall_warning_s,
+            stall_timeout_s=self.options.timeouts.stall_s or math.inf,
+        )
         self._fault_handler.begin()
         return self._fault_handler
 

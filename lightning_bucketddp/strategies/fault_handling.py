@@ -15,14 +15,24 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lightning_bucketddp.comm.process_group import access_store, leave_process_group
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.comm.connections import Connections, cut_connections
+from lightning_bucketddp.comm.process_group import (
+    StoreAccess,
+    access_store,
+    leave_process_group,
+)
 from lightning_bucketddp.faults.failure import Kind
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
-from lightning_bucketddp.faults.watchdog import RunContext, Watchdog
+from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -32,25 +42,66 @@ if TYPE_CHECKING:
 _LIBRARIES_END_WITHIN_S = 3.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What a run has around it.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long a collective may take; None: torch's default.
+        abort_device: ends what waits on a device.
+        exit_status_of: how a process that this one has started for a rank ended.
+        launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
+        claim_file: whether this rank is the first to make a file for the run of this name.
+    """
+
+    rank: int
+    world_size: int
+    timeout: timedelta | None
+    abort_device: Callable[[], None]
+    exit_status_of: Callable[[int], int | None]
+    launcher_pid: int | None
+    claim_file: Callable[[str], bool]
+
+
 class FaultHandler:
     """The end of one run, from the moment that there is a process group."""
 
-    def __init__(self, progress: Progress, context: RunContext) -> None:
+    def __init__(
+        self, progress: Progress, context: RunContext, *, stall_warning_s: float, stall_timeout_s: float
+    ) -> None:
         self.signals: StopSignals | None = None
         self._interrupts: InterruptSignals | None = None
         self._wakeup = SignalWakeup()
         self._rank = context.rank
         self._is_over = False
         self._take_out_hook: Callable[[], None] = lambda: None
-        # Whether this rank saves for all (see `SaverElection`); None: the ranks have not aborted: rank zero does.
+        # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
         self.is_saver: bool | None = None
+        self._access = access_store()
+
+        def cut() -> None:
+            cut_connections(except_port=self._access.port)
+            context.abort_device()
+
         self._progress = progress
         self._watchdog = Watchdog(
-            access_store(),
+            _channel(self._access, context),
             progress,
-            context,
-            interrupt=self._interrupt,
-            signals_received=self._signals_received,
+            WatchdogActions(
+                cut=cut,
+                interrupt=self._interrupt,
+                signals_received=self._signals_received,
+                exit_status_of=context.exit_status_of,
+                store_rank=0 if self._access.is_held_by_rank_zero else None,
+                launcher_pid=context.launcher_pid,
+                claim_file=context.claim_file,
+                connections=Connections(self._access.port),
+            ),
+            stall_warning_s=stall_warning_s,
+            timeout_s=(context.timeout or default_pg_timeout).total_seconds(),
+            stall_timeout_s=stall_timeout_s,
         )
 
     def begin(self) -> None:
@@ -167,6 +218,14 @@ def partial_step(path: object, *, newest: object = None) -> str:
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
         f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
     )
+
+
+def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
+    # Runs follow each other in one process group; each rank counts its own.
+    run = f"bucketddp/{access.name}"
+    number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
+    name = f"{run}/{number}"
+    return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
 
 
 def lost_shards(path: object, *, newest: object = None) -> str:

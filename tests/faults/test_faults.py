@@ -269,7 +269,7 @@ def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     assert stalls.nears_timeout()
     stalls.anticipate_timeout()
     threading.Timer(0.5, there.set, ["beat/1", {**beat, "count": 2}]).start()
-    [behind] = stalls.find_stragglers([], can_ask=True)
+    [behind] = stalls.find_stragglers()
     assert behind.what == "it has been there for 10 s"
     here.close()
     there.close()
@@ -326,11 +326,11 @@ def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_wa
     assert stalls.looks_for_stall
     beat = {"where": "validation", "process": "", "addresses": [], "stack": ""}
     there.set("beat/1", {**beat, "count": 1, "seconds": 0.05, "waits": False})
-    assert stalls.find_stalled([], can_ask=True) is None
+    assert stalls.find_stalled() is None
     there.set("beat/1", {**beat, "count": 2, "seconds": 50, "waits": True})
-    assert stalls.find_stalled([], can_ask=True) is None
+    assert stalls.find_stalled() is None
     there.set("beat/1", {**beat, "count": 3, "seconds": 50, "waits": False})
-    stalled = stalls.find_stalled([], can_ask=True)
+    stalled = stalls.find_stalled()
     assert stalled is not None
     assert stalled.describe() == "Rank 1 is stuck in validation: it has been there for 50 s."
     progress.enter("forward")  # it waits no more

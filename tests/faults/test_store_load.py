@@ -7,18 +7,15 @@ import threading
 from collections import Counter
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.connections import Connections
-from lightning_bucketddp.comm.process_group import StoreAccess
-from lightning_bucketddp.faults import watchdog as watchdog_module
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
 from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
-from lightning_bucketddp.faults.watchdog import RunContext, Watchdog
+from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 from tests.support.cases import for_each
 
 
@@ -90,29 +87,26 @@ def test_all_ranks_together_ask_no_more_than_the_store_can_answer(world_size: in
     channel.close()
 
 
-def watchdog_of(store: Any, ticked: threading.Semaphore, *, world_size: int) -> Watchdog:
+def watchdog_of(channel: SideChannel, ticked: threading.Semaphore) -> Watchdog:
     def tick() -> tuple[int, ...]:
         ticked.release()
         return ()
 
-    context = RunContext(
-        rank=0,
-        world_size=world_size,
-        timeout_s=1800,
-        stall_warning_s=600,
-        abort_device=lambda: None,
+    actions = WatchdogActions(
+        cut=lambda: None,
+        interrupt=lambda: None,
+        signals_received=tick,
         exit_status_of=lambda _: None,
+        store_rank=None,
         launcher_pid=None,
         claim_file=lambda _: False,
     )
-    access = StoreAccess(store, host=None, port=None, name="run", is_held_by_rank_zero=False)
-    progress = Progress(waiting_in=(__file__,))
-    return Watchdog(access, progress, context, interrupt=lambda: None, signals_received=tick)
+    return Watchdog(channel, Progress(waiting_in=(__file__,)), actions, stall_warning_s=600, timeout_s=1800)
 
 
 def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> None:
     store, ticked = CountedStore(), threading.Semaphore(0)
-    watchdog = watchdog_of(store, ticked, world_size=5_000_000)  # it asks every 40 minutes
+    watchdog = watchdog_of(channel_of(store, world_size=5_000_000), ticked)  # it asks every 40 minutes
     watchdog.start()
     ticked.acquire()
     ticked.acquire()  # the first look is over
@@ -123,15 +117,14 @@ def test_a_rank_among_very_many_looks_at_its_host_without_asking_the_store() -> 
     watchdog.stop()
 
 
-def test_a_rank_that_does_not_listen_blames_whom_others_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "cut_connections", lambda **_: None)  # they are those of the tests
-    ticked = threading.Semaphore(0)
-    watchdog = watchdog_of(HashStore(), ticked, world_size=2)
+def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
+    channel, ticked = channel_of(HashStore(), world_size=2), threading.Semaphore(0)
+    watchdog = watchdog_of(channel, ticked)
     watchdog.start()
     ticked.acquire()
     watchdog._monitor.wait.listens = False
     blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
-    threading.Timer(0.3, watchdog._channel.report, [blamed]).start()
+    threading.Timer(0.3, channel.report, [blamed]).start()
     assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed
     watchdog.stop()
 
