@@ -250,7 +250,7 @@ class Rendezvous:
             missing = [0] if rdzv is None else rdzv.missing()
             what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
         if present := [] if rdzv is None else rdzv.present():
-            what += f" {len(present)} did, from host {list_some(sorted({info.host for info in present}))}."
+            what += f" {len(present)} did, from host {list_some(sorted({printable(info.host) for info in present}))}."
         return (
             f"{what} Look at the output of the missing ranks; check that every node was started, with the same"
             " `devices` and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes"
