@@ -28,7 +28,6 @@ class StoreAccess:
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody holds the store."""
         if self.host is None or self.port is None:
             return True
         try:
@@ -93,7 +92,6 @@ class ForeignCollectives:
         self._counted_up_to = 0
 
     def count(self) -> int:
-        """Return how many there were so far."""
         launched = self._num_launched()
         self.num_seen += launched - self._counted_up_to
         self._counted_up_to = launched

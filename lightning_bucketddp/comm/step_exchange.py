@@ -88,12 +88,8 @@ class StepExchange:
     of waiting in different collectives for each other.
 
     What a signal handler sets here goes out with the next message, so that all ranks learn of it in the same step.
-    `digest` goes out with the next message of a step. When messages with different digests have come in,
-    `digests_differ` is set; whoever reads that resets it. `batch_digest` goes out in the same way, and those that have
-    come in are `batch_digests`, by rank.
-
-    Args:
-        has_alert: asked before each message whether it has to alert the others.
+    `digest` and `batch_digest` go out with the next message of a step. `has_alert` is asked before each message whether
+    it has to alert the others.
     """
 
     def __init__(self, collectives: Collectives, *, has_alert: Callable[[], bool] = lambda: False) -> None:
@@ -103,15 +99,13 @@ class StepExchange:
         self.wants_requeue = False
         self.all_stop_by = 0
         self.all_requeue = False
-        # Some rank has alerted all of them; whoever acts on it resets it.
-        self.is_alerted = False
+        self.is_alerted = False  # by some rank; whoever acts on it resets it
         self._has_alert = has_alert
         self.digest = 0
-        self.digests_differ = False
+        self.digests_differ = False  # whoever reads that resets it
         self.batch_digest = 0
-        self.batch_digests: list[int] = []
-        # By rank in the messages: the rank in the run.
-        self.global_ranks = collectives.global_ranks
+        self.batch_digests: list[int] = []  # those that have come in, by rank
+        self.global_ranks = collectives.global_ranks  # by rank in the messages: the rank in the run
         self._hosts: Collectives | None = collectives.host_group()
         self._in_flight: deque[PendingGather] = deque()
         self._newest = CombinedMessages()

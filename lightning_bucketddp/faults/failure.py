@@ -52,7 +52,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
-        """Return the failure of this process, which has raised `error`."""
         return cls(
             rank=rank,
             kind=Kind.RAISED,
@@ -110,7 +109,6 @@ def _is_library(file: str) -> bool:
 
 
 def this_process() -> str:
-    """Return the number of this process and the name of its host, in words."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -18,15 +18,14 @@ from lightning_bucketddp.faults.progress import Progress
 log = logging.getLogger(__name__)
 
 _BEAT_EVERY_S = 1.0
-# In intervals between two heartbeats: so long that a rank that lives has sent another one.
+# In intervals between two heartbeats: a rank that lives has sent another one by then.
 _SILENCE = 2.5
-# So long before the time-out, and the silence, the ranks are listened to for the first time, so that their silence
-# shows by then.
+# The ranks are listened to for the first time so long before the time-out that their silence shows by then.
 _LISTEN_BEFORE_S = 1.5
-# So many ranks listen to all others before a time-out, for all that wait.
+# How many ranks listen to all others before a time-out, for all that wait.
 _NUM_LISTENERS = 4
 _NUM_NAMED = 4
-# A rank that is heard no more may only be in a library that keeps Python's lock: it has stood still after this.
+# A rank that is silent may only be in a library that keeps the GIL: it counts as standing still after this.
 _STANDS_STILL_S = 10.0
 # The end of a collective may reach one rank so much later than another.
 _ELSEWHERE_S = 4.0
@@ -189,7 +188,7 @@ class HeartbeatMonitor:
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return the ranks that are not in `phase`, like this one, if they all wait: then none of them comes there.
 
-        Enough ranks ask, and no more, of those that do so for the same reason, which is `what`.
+        Only the first few ranks that ask for the reason `what` get an answer.
         """
         if what not in self._asked:
             self._asked = {what: self._channel.is_among_first(_NUM_LISTENERS, what)}
@@ -262,9 +261,9 @@ class HeartbeatMonitor:
         return Failure(rank=0, kind=Kind.LOST, what=what, hosts=store_host)
 
     def _find_lost(self, hosts: Collection[str], why: str, *, has_broken: bool) -> Failure | None:
-        """Return the loss of a rank whose host is one of `hosts`, preferably of one that is heard no more.
+        """Return the loss of a rank on one of `hosts`, preferably a silent one; None if `hosts` are no rank's.
 
-        If a connection `has_broken`, of any rank that is heard no more. None: there is none, and `hosts` are no rank's.
+        If a connection `has_broken`, any rank that is silent is taken for lost.
         """
         beats, silent = self._listen_for_silence(self._listen(), time.monotonic())
         there = {rank: sorted(set(hosts).intersection(beat["addresses"])) for rank, beat in beats.items()}
@@ -282,17 +281,14 @@ class HeartbeatMonitor:
         return None
 
     def _await_failure(self) -> Failure | None:
-        """Return the failure that those report who listen to all ranks; None if they do not in time."""
+        """Return the failure that the listening ranks report; None if they do not in time."""
         deadline = time.monotonic() + _BLAMED_WITHIN_S
         while (failure := self._channel.failure()) is None and time.monotonic() < deadline:
             time.sleep(min(self._channel.interval(_LOOKS_EVERY_S), _BLAMED_WITHIN_S))
         return failure
 
     def _listen_for_silence(self, before: _Heartbeats, read_at: float) -> tuple[_Heartbeats, list[int]]:
-        """Return the newest heartbeats, and the ranks that have sent none since those `before` were read.
-
-        Waits until that is long enough ago to tell.
-        """
+        """Wait long enough to tell; return the newest heartbeats, and the ranks that have sent none since `before`."""
         while (left_s := read_at + self._silence_s - time.monotonic()) > 0:
             self.beat()  # others may listen, too
             time.sleep(min(left_s, self._beat_every_s / 2))

@@ -21,7 +21,7 @@ from types import FrameType
 
 from lightning_bucketddp.faults.failure import format_stack
 
-# Phases that are named in several files, in the words of the messages.
+# Phases that several files name.
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
@@ -74,7 +74,6 @@ class Progress:
         self.raise_if_over()
 
     def raise_if_over(self) -> None:
-        """Raise if the run is over."""
         if self.end_with is not None:
             raise self.end_with()
 
@@ -118,7 +117,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return how long this phase has lasted."""
         return time.monotonic() - self.since
 
     def describe(self) -> str:
@@ -151,7 +149,6 @@ class Progress:
         return False
 
     def stack(self) -> str:
-        """Return the stack of the training thread."""
         frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)]
         return format_stack(traceback.StackSummary.extract(iter(frames[::-1])))
 

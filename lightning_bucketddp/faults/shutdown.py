@@ -31,12 +31,7 @@ class Shutdown:
 
     It ends, in this order: at its next collective, which fails; at the beginning of its next phase; by an exception
     that a signal raises wherever its program is; by leaving the process at once. The last two spare a rank that is
-    writing a checkpoint or in the middle of an optimizer's step.
-
-    Args:
-        cut: ends every collective of this process, now and from now on.
-        interrupt: makes the training thread raise wherever it is.
-        timeout_s: how long callbacks may take, once the thread has raised.
+    writing a checkpoint or in the middle of an optimizer's step. Callbacks may take `timeout_s`.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class SideChannel:
     @property
     def run_id(self) -> str:
         """A name of this run, of 16 hex digits, that no other has and that is the same on all ranks."""
-        # A digest, as the name of a file: a part of our own name is from the store (untrusted input).
+        # A digest, fit for the name of a file: a part of our own name is from the store (untrusted input).
         return hashlib.blake2b(self._name.encode(), digest_size=8).hexdigest()
 
     def interval(self, at_least: float) -> float:
@@ -115,7 +115,6 @@ class SideChannel:
         return first or failure
 
     def failure(self) -> Failure | None:
-        """Return the first failure; None if there was none."""
         return Failure.from_dict(self.get("failure", dict))
 
     def _key(self, key: str) -> str:

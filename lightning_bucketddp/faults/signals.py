@@ -47,7 +47,6 @@ class SignalWakeup:
             _DESCRIPTOR.add(self._numbers)
 
     def uninstall(self) -> None:
-        """Stop listening."""
         _DESCRIPTOR.remove(self._numbers)
 
     def received(self) -> list[int]:
@@ -161,7 +160,6 @@ class StopSignals:
         self._trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
     def restore_handlers(self) -> None:
-        """Give Lightning its own back."""
         self._restore()
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
@@ -240,7 +238,6 @@ class InterruptSignals:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def restore_handlers(self) -> None:
-        """Give Python its own back."""
         if _is_main_thread() and self._is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

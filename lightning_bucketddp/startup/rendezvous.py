@@ -73,7 +73,6 @@ class RendezvousRound:
 
     @classmethod
     def find(cls, store: Store) -> RendezvousRound | None:
-        """Return the newest round; None if there is none."""
         return cls(store, RankInfo.from_json(store.get("round"))) if store.check(["round"]) else None
 
     def post(self, store: Store) -> None:
@@ -100,7 +99,6 @@ class RendezvousRound:
         self._keys.compare_set("objection", "", json.dumps(why))
 
     def objection(self) -> str | None:
-        """Return the first objection; None if there is none."""
         return printable(str(_parse(self._keys.get("objection")))) if self._keys.check(["objection"]) else None
 
     def decide(self, why_not: str | None) -> None:
@@ -132,13 +130,11 @@ class RendezvousRound:
         return [rank for rank in range(self.host.world_size) if not self._keys.check([f"joined/{rank}"])]
 
     def present(self) -> list[RankInfo]:
-        """Return the ranks that have joined."""
         ranks = set(range(self.host.world_size)).difference(self.missing())
         return [RankInfo.from_json(self._keys.get(f"joined/{rank}")) for rank in sorted(ranks)]
 
 
 def explain_taken(there: RankInfo, info: RankInfo) -> str:
-    """Return what to do about two processes that are the same rank."""
     return (
         f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
         " and different runs different ports (`MASTER_PORT`)."

@@ -147,7 +147,6 @@ class StoreAddress:
             deadline.pause()
 
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
-        """Return what is wrong, and what to do, when the store cannot be reached."""
         remedy = "Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
         if self.rank == 0:
             remedy = "`MASTER_ADDR` must be an address of this host."
@@ -181,7 +180,6 @@ def listen(port: int, *, address: str | None) -> socket.socket:
 
 
 def explain_port_in_use(port: int) -> str:
-    """Return what to do about a port that another program has."""
     return (
         f"Rank 0 cannot listen on port {port}: another program is using it. Set `MASTER_PORT` to a free port, the same"
         " for all ranks; for a run on this host alone leave it unset, and a free one is found."
@@ -229,7 +227,6 @@ class ChildProcesses:
 
 
 def describe_end(rank: int, process: subprocess.Popen[bytes], *, when: str = "") -> str:
-    """Return in words how the process of `rank` has ended."""
     status = process.returncode
     how = f"with exit status {status}" if status >= 0 else f"by {signal_name(-status)}"
     return f"Rank {rank} (process {process.pid}) ended {how}{when}. Its output says why."
