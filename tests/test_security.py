@@ -14,6 +14,7 @@ import stat
 import subprocess
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, _opened
 from lightning_bucketddp.cli import main
+from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.heartbeat import StragglerDetector
-from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.recording.schema import path_of
@@ -184,17 +186,17 @@ def test_a_run_on_one_host_is_reached_from_no_other_and_outlives_what_strangers_
 def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
-    there.introduce(identity(), place=place())
+    introduce(there, pid=os.getpid(), place=place())
     for key in keys(here):
         store.set(key, hostile)
     ranks = LocalRanks(here, exit_status_of=lambda rank: None)
     ranks.discover()
     assert ranks.gone() == ranks.frozen() == []
-    detector = StragglerDetector(here, Progress(waiting_in=()), warn_after_s=0, timeout_s=1)
-    assert detector._listen().by_rank == {}
+    guarded = GuardedStore(here, ranks, Connections(), store_rank=None)
+    assert HeartbeatMonitor(guarded, Progress(waiting_in=()), warn_after_s=0, timeout_s=1)._listen() == {}
     assert here.failure() is None
-    assert here.stop_signal() == 0
-    assert here.decide("abort") in ("abort", "text")
+    assert here.get("stop", int) is None
+    assert here.first("decision", "abort") in (None, "abort", "text")
     assert here.report(FAILURE) == FAILURE
     assert there.failure() == FAILURE
     here.close()
@@ -204,12 +206,15 @@ def test_what_no_rank_has_written_counts_as_not_there(hostile: str) -> None:
 def test_a_number_of_ranks_that_cannot_be_is_not_counted_to() -> None:
     store = HashStore()
     channel = SideChannel(store, name="run", rank=0, world_size=2)
-    channel._add(f"num_at/{place()}", 10**15)
-    assert channel.identities_at(place(), known=_TwoRanks()) == {}
+    channel.add(f"num_at/{place()}", 10**15)
+    ranks = LocalRanks(channel, exit_status_of=lambda rank: None)
+    ranks._known = _TwoRanks()
+    ranks.discover()
+    assert ranks.numbers() == []
     channel.close()
 
 
-class _TwoRanks:
+class _TwoRanks(set[int]):
     """Is asked for no more than there can be."""
 
     def __contains__(self, number: object) -> bool:
@@ -221,7 +226,7 @@ def test_a_failure_from_the_store_commands_no_terminal_and_has_an_end() -> None:
     store = HashStore()
     channel = SideChannel(store, name="run", rank=0, world_size=2)
     texts = {"what": COMMANDS, "where": COMMANDS, "process": COMMANDS, "stack": "x" * 10**6}
-    store.set("run/failure", json.dumps({"rank": 1, "kind": "raised", **texts}))
+    store.set("run/failure", json.dumps({**asdict(FAILURE), **texts}))
     failure = channel.failure()
     channel.close()
     assert failure is not None
@@ -323,9 +328,9 @@ def test_only_stopped_ranks_of_this_host_are_killed() -> None:
         )
         for process in (stopped, elsewhere, running, stranger):
             stack.callback(process.kill)
-        channels[1].introduce({**identity(), "pid": stopped.pid}, place=place())
-        channels[2].introduce({**identity(), "pid": elsewhere.pid, "host": "another"}, place=place())
-        channels[3].introduce({**identity(), "pid": running.pid}, place=place())
+        introduce(channels[1], pid=stopped.pid, place=place())
+        introduce(channels[2], pid=elsewhere.pid, place=f"another{place()}")
+        introduce(channels[3], pid=running.pid, place=place())
         ranks = LocalRanks(channels[0], exit_status_of=lambda rank: None)
         ranks.discover()
         for process in (stopped, elsewhere, stranger):

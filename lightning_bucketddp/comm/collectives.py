@@ -1,10 +1,9 @@
 """Talking to the other ranks in a process group; backend differences live here.
 
 Note: tensors in flight
-    A thread of gloo's lets go of an operation a moment after it has ended. Should it be the last that holds a tensor of
-    Python's, it needs the interpreter's lock to free it; but destroying a group waits for the group's threads, and
-    keeps that lock: both wait for ever. So groups that are to be closed get tensors that are held here, too, until
-    gloo has let go of them.
+    A thread of gloo's lets go of an operation a moment after it has ended. If it holds the last reference to a tensor,
+    it needs the GIL to free it; but destroying a group waits for the group's threads and keeps the GIL: both wait for
+    ever. So groups that are to be closed get tensors that are held here, too, until gloo has let go of them.
 """
 
 from __future__ import annotations
@@ -50,15 +49,9 @@ class PendingGather:
     """A gather in flight."""
 
     work: dist.Work
-    gathered: list[Tensor]
-
-    @property
-    def has_arrived(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return bool(self.work.is_completed())
+    gathered: list[Tensor]  # by rank
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank."""
         self.work.wait()
         return self.gathered
 
@@ -67,7 +60,6 @@ class Collectives:
     """Collectives over one process group, for tensors on one device.
 
     Args:
-        device: where the tensors live; objects travel through tensors on it.
         group: the process group; the default group if None.
         timeout: how long a collective of the further groups may take; None: torch's default.
         parts: the ranks of this group and of those beside it, which make further groups together; None: it is alone.
@@ -84,9 +76,8 @@ class Collectives:
         on_one_host: bool = False,
     ) -> None:
         # In a further group between hosts: tensors that its operations may still hold (Note: tensors in flight).
-        self._in_flight: deque[Tensor] | None = (
-            deque() if group is not None and dist.get_backend(group) == "gloo" else None
-        )
+        is_closable = group is not None and dist.get_backend(group) == "gloo"
+        self._in_flight: deque[Tensor] | None = deque() if is_closable else None
         self.device = device
         self._timeout = timeout
         self._on_one_host = on_one_host
@@ -127,12 +118,12 @@ class Collectives:
         """
         for name, further in list(self._further.items()):
             further.close_host_groups()
-            if self.is_open and further.has_all_tensors_back():
+            if self.is_open and further._has_all_tensors_back():
                 del self._further[name]
                 dist.destroy_process_group(further.group)
                 del further.group  # whose connections last as long as it is held
 
-    def has_all_tensors_back(self) -> bool:
+    def _has_all_tensors_back(self) -> bool:
         """Wait a little until no tensor is in flight; return whether that is so. False in groups that never close."""
         if self._in_flight is None:
             return False
@@ -154,30 +145,29 @@ class Collectives:
 
     def side_group(self) -> Collectives:
         """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
-        return self._further_group("side", self.device, backend=None)
+        return self._further_group("side")
 
     def gradient_group(self) -> Collectives:
         """Return the same ranks for reductions that run beside a backward, in which users may have collectives, too.
 
-        Those of gloo have connections of their own: when a rank reduces depends on which parameters it uses. NCCL's
-        kernels of two groups may wait for each other where ranks start them in different order. There the group is the
-        same one (Note: collectives of users, in `launch_queue`).
+        Those of gloo have connections of their own: when a rank reduces depends on which parameters it uses. With NCCL
+        the group is the same one (Note: collectives of users, in `launch_queue`).
         """
         if self.device.type != "cpu" or self.world_size == 1:
             return self
-        return self._further_group("gradient", self.device, backend=None)
+        return self._further_group("gradient")
 
     def follow_up_group(self) -> Collectives:
         """Return the same ranks over connections of their own, for a thread that goes on with what others began."""
-        return self._further_group("follow-up", self.device, backend=None)
+        return self._further_group("follow-up")
 
     def host_group(self) -> Collectives:
         """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
-        return self._further_group("host", torch.device("cpu"), backend="gloo")
+        return self._further_group("host", in_host_memory=True)
 
     def agreement_group(self) -> Collectives:
         """Return the same ranks for tensors in host memory, over connections that nothing else goes through."""
-        return self._further_group("agreement", torch.device("cpu"), backend="gloo")
+        return self._further_group("agreement", in_host_memory=True)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Return the part that this rank is in, of ranks that are divided into `parts`. All ranks must call this.
@@ -192,23 +182,25 @@ class Collectives:
         own = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
         return Collectives(device, group=groups[own], timeout=self._timeout, parts=parts, on_one_host=self._on_one_host)
 
-    def _further_group(self, name: str, device: torch.device, *, backend: str | None) -> Collectives:
+    def _further_group(self, name: str, *, in_host_memory: bool = False) -> Collectives:
         if name not in self._further:
+            device, backend = (torch.device("cpu"), "gloo") if in_host_memory else (self.device, None)
             self._further[name] = self._in_new_group(self._parts, device, backend)
         return self._further[name]
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Start replacing a real `tensor` by its mean over the ranks."""
+        return self._start_all_reduce(tensor, self._prepare_mean(tensor))
+
+    def _prepare_mean(self, tensor: Tensor) -> dist.ReduceOp.RedOpType:
+        """Return the operation that makes the mean of `tensor`, which is divided before a sum."""
         # fp16 is divided before the sum in any case: the sum of a few large gradients overflows.
         if self._group_averages and tensor.dtype != torch.float16:
-            return self._start_all_reduce(tensor, dist.ReduceOp.AVG)
-        self._divide(tensor)
-        return self._start_all_reduce(tensor, dist.ReduceOp.SUM)
-
-    def _divide(self, tensor: Tensor) -> None:
+            return dist.ReduceOp.AVG
         # A tensor as a factor takes half the time of a number, but is rounded to a dtype that has few digits.
         in_own_dtype = self._one_share.get(tensor.dtype) if tensor.is_cpu else None
         tensor.mul_(1 / self.world_size if in_own_dtype is None else in_own_dtype)
+        return dist.ReduceOp.SUM
 
     @property
     def scatters(self) -> bool:
@@ -218,15 +210,11 @@ class Collectives:
     def start_mean_of_share(self, tensor: Tensor, *, owner: int | None) -> Pending:
         """Start replacing a share of a real `tensor` by its mean over the ranks; what else is in it is lost.
 
-        Args:
-            owner: the rank whose share is all of it; None: each rank's is one of equal slices, by rank.
+        The share of rank `owner` is all of it; None: each rank's is one of equal slices, by rank.
         """
         if not self.scatters:
             return self.start_mean(tensor)
-        op = dist.ReduceOp.AVG
-        if not self._group_averages or tensor.dtype == torch.float16:
-            self._divide(tensor)
-            op = dist.ReduceOp.SUM
+        op = self._prepare_mean(tensor)
         work: dist.Work
         if owner is not None:
             work = dist.reduce(tensor, dst=self.global_ranks[owner], op=op, group=self.group, async_op=True)
@@ -249,8 +237,7 @@ class Collectives:
     def start_exchange_of_parts(self, received: Tensor, sent: Tensor, *, owner: int | None) -> Pending:
         """Start giving each rank its part of `sent`, by rank; `received` are those that come to this one, by rank.
 
-        Args:
-            owner: the rank that gets all that is sent; None: each rank gets one of equal parts.
+        Rank `owner` gets all that is sent; None: each rank gets one of equal parts.
         """
         work: dist.Work
         received, sent = self._hold(received, sent)
@@ -358,15 +345,11 @@ class Collectives:
         return work
 
     def _probe_average(self) -> bool:
-        """Return whether the backend averages by itself: NCCL does, others may not.
-
-        gloo can since torch 2.10 or so, but in a thread and a pass of its own, when the tensor has left the caches.
-        """
+        """Return whether the backend averages by itself: NCCL does, others may not."""
         if self.device.type == "cpu":
-            return False
+            return False  # gloo may, but in a thread and a pass of its own, when the tensor has left the caches
         try:
-            probe = torch.ones(1, device=self.device)
-            self._start_all_reduce(probe, dist.ReduceOp.AVG).wait()
+            self._start_all_reduce(torch.ones(1, device=self.device), dist.ReduceOp.AVG).wait()
         except (RuntimeError, ValueError):
             return False
         return True

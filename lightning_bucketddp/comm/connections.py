@@ -1,16 +1,10 @@
 """The TCP connections of this process: cutting them, and noticing that the host at the other end no longer answers.
 
 Note: cutting the lines
-    A rank that waits in a collective of gloo for another that has left waits until the time-out: nothing in torch ends
-    it. But it ends at once when the connection does. One end of each connection between two ranks was accepted by a
-    port on which that rank listens. So when each rank shuts down what was accepted by its own ports, the store's
-    excepted, every connection is cut, whoever made it: our groups, the user's, those of a metric. Where the other end
-    is on a host that is lost, this end is shut down, whichever it is.
-
-Note: hosts that no longer answer
-    The kernel of a host that is lost acknowledges no more, while that of a process that is stopped, or busy for an
-    hour, still does. Ours tells how long ago that was; of a connection on which nothing is said, if it sends keep-alive
-    probes, which are turned on when somebody looks. Not by `TCP_USER_TIMEOUT` (docs/design/failure-protocol.md).
+    A rank that waits in a collective of gloo for another that has left waits until the time-out, or until the
+    connection ends. One end of each connection between two ranks was accepted by a port on which that rank listens. So
+    when each rank shuts down what was accepted by its own ports, the store's excepted, every connection is cut, whoever
+    made it. Where the other end is on a host that is lost, this end is shut down, whichever it is.
 """
 
 from __future__ import annotations
@@ -36,29 +30,26 @@ _ESTABLISHED = 1
 
 
 class Connections:
-    """The connections of this process to other hosts.
+    """The connections of this process to other hosts, and which of these no longer answer.
 
-    Args:
-        store_port: where the store of the process group listens; None if it is not on a network.
-
-    Attributes:
-        addresses: those of this host that they have.
-        store_host: the address of the host of the store; None if it is this one.
-        silent_hosts: the addresses of hosts that no longer answer, as of the last look.
+    The kernel of a host that is lost acknowledges no more, while that of a process that is stopped still does. Ours
+    tells how long ago that was; of an idle connection, if it sends keep-alive probes, which `look` turns on.
+    `store_port` is where the store of the process group listens; None if it is not on a network.
     """
 
     def __init__(self, store_port: int | None = None) -> None:
         ends = [(s.getsockname(), s.getpeername()) for s in _connections_to_other_hosts()]
-        self.addresses = sorted({_address(own) for own, _ in ends})
+        self.addresses = sorted({_address(own) for own, _ in ends})  # of this host
+        # The address of the host of the store; None if it is this one.
         self.store_host = next((_address(peer) for _, peer in ends if peer[1] == store_port), None)
-        self.silent_hosts: frozenset[str] = frozenset()
+        self.silent_hosts: frozenset[str] = frozenset()  # those that no longer answer, as of the last look
         self._store_port = store_port
         self._suspects: set[str] = set()
         self._kept_alive_since: dict[int, float] = {}
         self._looked_at = -_LOOK_EVERY_S
 
     def look(self, *, every_s: float = _LOOK_EVERY_S) -> None:
-        """Find hosts that no longer answer, unless that was done a moment ago (Note: hosts that no longer answer)."""
+        """Find hosts that no longer answer, unless that was done a moment ago."""
         now = time.monotonic()
         if now - self._looked_at < every_s:
             return
@@ -69,7 +60,11 @@ class Connections:
             with suppress(OSError):
                 inode = os.fstat(s.fileno()).st_ino
                 if inode not in self._kept_alive_since:
-                    _keep_alive(s)
+                    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
+                    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+                    # Last: the first probe is sent now, if it is time.
+                    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
                 since[inode] = self._kept_alive_since.get(inode, now)
                 if min(now - since[inode], _unanswered_s(s)) > SILENT_AFTER_S:
                     silent.add(_address(s.getpeername()))
@@ -79,10 +74,7 @@ class Connections:
         self._suspects = silent
 
     def cut_to(self, hosts: Collection[str | None]) -> None:
-        """Shut down the connections to `hosts`, and to those that no longer answer (Note: cutting the lines).
-
-        The store's are kept as long as the other end answers.
-        """
+        """Shut down the connections to `hosts`, but the store's, and all to hosts that no longer answer."""
         for s in _connections_to_other_hosts() if hosts or self.silent_hosts else ():
             with suppress(OSError):
                 own, peer = s.getsockname(), s.getpeername()
@@ -91,23 +83,16 @@ class Connections:
                     s.shutdown(socket.SHUT_RDWR)
 
 
-def cut_connections(*, except_port: int | None) -> int:
-    """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines).
-
-    Returns how many they were.
-    """
-    sockets = list(_tcp_sockets())
-    try:
+def cut_connections(*, except_port: int | None) -> None:
+    """Shut down the connections that this process has accepted, but at `except_port` (Note: cutting the lines)."""
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(s) for s in _tcp_sockets()]
         ports = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
         ports.discard(except_port)
-        accepted = [s for s in sockets if s.getsockname()[1] in ports and _is_connected(s)]
-        for s in accepted:
-            with suppress(OSError):  # the other end may be gone already
-                s.shutdown(socket.SHUT_RDWR)
-        return len(accepted)
-    finally:
         for s in sockets:
-            s.close()
+            if s.getsockname()[1] in ports and _is_connected(s):
+                with suppress(OSError):  # the other end may be gone already
+                    s.shutdown(socket.SHUT_RDWR)
 
 
 def connection_ids() -> set[int]:
@@ -122,13 +107,6 @@ def cut_all_connections(*, but: Collection[int]) -> None:
         with s, suppress(OSError):
             if _is_connected(s) and os.fstat(s.fileno()).st_ino not in but:
                 s.shutdown(socket.SHUT_RDWR)
-
-
-def _keep_alive(s: socket.socket) -> None:
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_PROBES)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)  # the first one is sent now, if it is time
 
 
 def _unanswered_s(s: socket.socket) -> float:

@@ -1,12 +1,4 @@
-"""Which network interface gloo uses, and over how many sockets NCCL sends from host to host.
-
-Note: socket settings
-    NCCL reads the two variables when it makes its first connection between hosts, and never again in that process. So
-    they are set while the group is made and a first collective connects it, and taken back then: what the ranks start
-    does not inherit them.
-    On each connection NCCL takes the numbers of the rank that listens, so ranks that differ would understand each
-    other. They do not differ all the same: what any host's user has chosen is left alone on all.
-"""
+"""Which network interface gloo uses, and over how many sockets NCCL sends from host to host."""
 
 from __future__ import annotations
 
@@ -29,15 +21,21 @@ SETTINGS = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
 # By their PCI vendor: the networks of AWS and of Google's cloud, for which NCCL has numbers of its own.
 _VENDORS_KNOWN_TO_NCCL = {"0x1d0f", "0x1ae0"}
 _KEY = "bucketddp/sockets"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9
 # Of the file system that tells about networks and NCCL's settings.
 _ROOT = Path("/")
+# Names may get lost during a run.
+_resolve = functools.cache(socket.gethostbyname)
 
 
 @contextmanager
 def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT) -> Iterator[int]:
     """Set NCCL's variables in the block, on all ranks of `store` or on none; yield on how many hosts.
 
-    If there are any, the first connection must be made in the block (Note: socket settings).
+    NCCL reads them when it makes its first connection between hosts, and never again in that process: if there are any
+    hosts, a collective must connect the group in the block. What the ranks start later does not inherit them.
     """
     settings = nccl_settings(os.environ, root=root)
     store.set(f"{_KEY}/{rank}", json.dumps([host_of(settings, root=root), uses_sockets_untuned(settings, root)]))
@@ -53,72 +51,48 @@ def more_sockets(store: Store, *, rank: int, world_size: int, root: Path = _ROOT
 
 def uses_sockets_untuned(settings: Mapping[str, str], root: Path = _ROOT) -> bool:
     """Return whether NCCL sends to other hosts through sockets, and neither the user nor NCCL has said how many."""
-    if any(name in settings for name in SETTINGS):
-        return False
-    if settings.get("NCCL_NET_PLUGIN", "").lower() not in ("", "none"):
-        return False
-    network = settings.get("NCCL_NET", "").lower()
-    if network not in ("", "socket"):
+    network, plugin = (settings.get(name, "").lower() for name in ("NCCL_NET", "NCCL_NET_PLUGIN"))
+    if any(name in settings for name in SETTINGS) or plugin not in ("", "none") or network not in ("", "socket"):
         return False
     may_use_infiniband = network == "" and settings.get("NCCL_IB_DISABLE", "") in ("", "0")
     if may_use_infiniband and _entries(root / "sys/class/infiniband"):
         return False
-    return not _vendors(root) & _VENDORS_KNOWN_TO_NCCL
+    for interface in _entries(root / "sys/class/net"):
+        with suppress(OSError):  # one that is not hardware
+            if (interface / "device" / "vendor").read_text().strip() in _VENDORS_KNOWN_TO_NCCL:
+                return False
+    return True
 
 
 def nccl_settings(environment: Mapping[str, str], *, root: Path = _ROOT) -> dict[str, str]:
     """Return what NCCL will find set: in `environment`, else in the user's file, else in the machine's file."""
-    named = environment.get("NCCL_CONF_FILE")
-    home = _home()
-    of_user = Path(named).absolute() if named else home and home / ".nccl.conf"
+    import pwd  # not on every platform
+
+    files = [Path("/etc/nccl.conf")]
+    if named := environment.get("NCCL_CONF_FILE"):
+        files.append(Path(named).absolute())
+    else:
+        with suppress(KeyError):  # a user without a name, as in some containers
+            files.append(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")  # whatever `HOME` says
     found: dict[str, str] = {}
-    for path in (Path("/etc/nccl.conf"), of_user):
-        if path is not None:
-            found |= _read(root / path.relative_to("/"))
+    for file in files:
+        with suppress(OSError):
+            lines = (root / file.relative_to("/")).read_text(errors="replace").splitlines()
+            # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
+            pairs = [line.split("=", 1) for line in lines if "=" in line]
+            found |= {name.strip(): value.strip() for name, value in pairs}
     return found | {name: value for name, value in environment.items() if name.startswith("NCCL_")}
 
 
 def host_of(settings: Mapping[str, str], *, root: Path = _ROOT) -> str:
     """Return a name that is equal for ranks on one host, as NCCL sees it."""
-    if given := settings.get("NCCL_HOSTID"):
-        return given
-    return f"{socket.gethostname()} {boot_id(root=root)}"
-
-
-def _read(path: Path) -> dict[str, str]:
-    with suppress(OSError):
-        # A name that begins with "#" is a comment to NCCL, and to us one that nobody asks for.
-        pairs = [line.split("=", 1) for line in path.read_text(errors="replace").splitlines() if "=" in line]
-        return {name.strip(): value.strip() for name, value in pairs}
-    return {}
-
-
-def _home() -> Path | None:
-    """Return the home directory that NCCL looks in, whatever `HOME` says."""
-    import pwd  # not on every platform
-
-    with suppress(KeyError):  # a user without a name, as in some containers
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    return None
-
-
-def _vendors(root: Path) -> set[str]:
-    found = set()
-    for interface in _entries(root / "sys/class/net"):
-        with suppress(OSError):  # one that is not hardware
-            found.add((interface / "device" / "vendor").read_text().strip())
-    return found
+    return settings.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id(root=root)}"
 
 
 def _entries(directory: Path) -> list[Path]:
     with suppress(OSError):
         return list(directory.iterdir())
     return []
-
-
-_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-_ANY_PORT = 9
 
 
 @contextmanager
@@ -132,16 +106,16 @@ def gloo_interface(*, on_one_host: bool) -> Iterator[None]:
     interface = None
     if on_one_host:
         interface = _interface_with("127.0.0.1")
-    elif main_address and _VARIABLE not in os.environ:
+    elif main_address and _INTERFACE not in os.environ:
         interface = interface_towards(main_address)
-    with variables_by_default({} if interface is None else {_VARIABLE: interface}):
+    with variables_by_default({} if interface is None else {_INTERFACE: interface}):
         yield
 
 
 def interface_towards(address: str) -> str | None:
     """Return the interface through which packets leave for `address`; None if it is this host, or not known."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((_number_of(address), _ANY_PORT))  # sends nothing
+        s.connect((_resolve(address), _ANY_PORT))  # sends nothing
         own_address = s.getsockname()[0]
         return None if own_address.startswith("127.") else _interface_with(own_address)
     return None
@@ -149,20 +123,11 @@ def interface_towards(address: str) -> str | None:
 
 def _interface_with(address: str) -> str | None:
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        return next((name for _, name in socket.if_nameindex() if _address_of(name, s) == address), None)
-    return None
+        import fcntl  # not on every platform
 
-
-@functools.cache
-def _number_of(address: str) -> str:
-    """Return the number that `address` stands for, as it was the first time: names may get lost during a run."""
-    return socket.gethostbyname(address)
-
-
-def _address_of(interface: str, s: socket.socket) -> str | None:
-    import fcntl  # not on every platform
-
-    with suppress(OSError):  # it has none
-        answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(answer[20:24])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None

@@ -16,26 +16,18 @@ from lightning_bucketddp.processes import agent_holds_store, variables_by_defaul
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """The store of the process group, over a connection of its own.
-
-    Attributes:
-        store: the connection.
-        host: where the store is; None if it is not on a network.
-        port: where it listens there.
-        name: of the process group, and of no other that a store has seen: torchrun's is there from one restart to the
-            next, and agents on several hosts count restarts differently.
-        is_held_by_rank_zero: otherwise torchrun's agent holds it.
-    """
+    """The store of the process group, over a connection of its own."""
 
     store: Any
-    host: str | None
+    host: str | None  # None if it is not on a network
     port: int | None
+    # Of the process group, and of no other that a store has seen: torchrun's is there from one restart to the next, and
+    # agents on several hosts count restarts differently.
     name: str
-    is_held_by_rank_zero: bool
+    is_held_by_rank_zero: bool  # otherwise by torchrun's agent
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody holds the store."""
         if self.host is None or self.port is None:
             return True
         try:
@@ -51,20 +43,15 @@ def access_store() -> StoreAccess:
     underlying = store
     while hasattr(underlying, "underlying_store"):
         underlying = underlying.underlying_store
+    host: Any = getattr(underlying, "host", None)
+    port: Any = getattr(underlying, "port", None)
     if hasattr(store, "clone"):
         connection = store.clone()
     else:  # torch 2.5 cannot
-        address = (underlying.host, underlying.port)
-        connection = dist.TCPStore(*address, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        connection = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     group_name = dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
     identity = store.compare_set(f"bucketddp/identity/{group_name}", "", uuid.uuid4().hex).decode()
-    return StoreAccess(
-        connection,
-        host=getattr(underlying, "host", None),
-        port=getattr(underlying, "port", None),
-        name=f"{group_name}/{identity}",
-        is_held_by_rank_zero=not agent_holds_store(),
-    )
+    return StoreAccess(connection, host, port, f"{group_name}/{identity}", is_held_by_rank_zero=not agent_holds_store())
 
 
 def tried_nccl() -> AbstractContextManager[None]:
@@ -96,10 +83,7 @@ class ForeignCollectives:
     """Counts what others launch in `group`, by its sequence number, which advances with each collective.
 
     `num_seen` are those up to the last call of anything here. Only differences mean something: what was launched before
-    the first call is counted, ours or not.
-
-    Args:
-        group: a `ProcessGroup`; None: there is nothing to count.
+    the first call is counted, ours or not. If `group` is None, there is nothing to count.
     """
 
     def __init__(self, group: Any) -> None:
@@ -108,7 +92,6 @@ class ForeignCollectives:
         self._counted_up_to = 0
 
     def count(self) -> int:
-        """Return how many there were so far."""
         launched = self._num_launched()
         self.num_seen += launched - self._counted_up_to
         self._counted_up_to = launched

@@ -24,15 +24,15 @@ class RollCall:
     """Roll calls of the ranks of the process group; a rank whose object of this class is gone answers none."""
 
     def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self._access = access = access_store()
         self.number = 0
-        self._store = access.store
+        self._access = access_store()
+        self._store = self._access.store
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._run = f"bucketddp/{access.name}"
+        self._run = f"bucketddp/{self._access.name}"
         self._name = f"{self._run}/roll_calls/{self._store.add(f'{self._run}/num_roll_calls/{rank}', 1)}"
-        leave = weakref.finalize(self, partial(_leave, access, f"{self._name}/left/{rank}"))
+        leave = weakref.finalize(self, partial(_leave, self._access, f"{self._name}/left/{rank}"))
         # Also when the program ends, and before a process that has started others waits for their end.
         leave.atexit = False
         atexit.register(leave)
@@ -68,16 +68,13 @@ class RollCall:
 
     def _gone(self) -> list[int]:
         """Return ranks that have ended, or begun another run. Only rank zero asks for all; others ask for it."""
-        others = range(1, self._world_size) if self._rank == 0 else [0]
-        num_runs = self._num_runs(self._rank)
-        return [
-            rank
-            for rank in others
-            if self._store.check([f"{self._name}/left/{rank}"]) or self._num_runs(rank) > num_runs
-        ]
 
-    def _num_runs(self, rank: int) -> int:
-        return int(self._store.add(f"{self._run}/num_runs/{rank}", 0))
+        def num_runs(rank: int) -> int:
+            return int(self._store.add(f"{self._run}/num_runs/{rank}", 0))
+
+        others = range(1, self._world_size) if self._rank == 0 else [0]
+        own = num_runs(self._rank)
+        return [rank for rank in others if self._store.check([f"{self._name}/left/{rank}"]) or num_runs(rank) > own]
 
 
 def _leave(access: StoreAccess, key: str) -> None:

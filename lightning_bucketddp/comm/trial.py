@@ -1,13 +1,10 @@
 """Something that all ranks try together, and that ends for all of them when it fails on one.
 
 Note: failing together
-    When one rank runs out of memory, the others wait for it in some collective: of ours, of Lightning, of a layer, of
-    the user. In a trial the ranks therefore ask each other before each collective, over connections of their own,
-    whether all are well. A rank that has failed comes to the next question instead of to the collective, and all
-    ranks raise. Every collective was either begun by all of them or by none, so process groups stay as they were.
-
-    It is asked before collectives of all ranks. One between some of them, and what goes from one rank to another, would
-    have to be asked about by ranks that do not take part.
+    When one rank runs out of memory, the others wait for it in some collective. In a trial the ranks therefore ask each
+    other before each collective of all ranks, over connections of their own, whether all are well. A rank that has
+    failed comes to the next question instead of to the collective, and all ranks raise. Every collective was either
+    begun by all of them or by none, so process groups stay as they were.
 """
 
 from __future__ import annotations
@@ -49,16 +46,14 @@ class Trials:
     """Trials that succeed on all ranks or on none, one after the other (Note: failing together).
 
     Args:
-        is_out_of_memory: whether an error says that memory was not enough. What is raised where another rank has run
-            out of it does so, too.
+        is_out_of_memory: whether an error says that memory was not enough, as what is raised on the other ranks does.
     """
 
     def __init__(self, collectives: Collectives, *, is_out_of_memory: Callable[[BaseException], bool]) -> None:
         self._ranks = collectives.agreement_group()
         self._is_out_of_memory = is_out_of_memory
-        # What all ranks know, once the trial is over; and by which rank.
-        self._outcome: Status | None = None
-        self._rank = 0
+        self._outcome: Status | None = None  # of all ranks, once the trial is over
+        self._rank = 0  # which has decided it
 
     def ran_out_of_memory(self, error: BaseException | None) -> bool:
         """Return whether `error`, or one in whose handling it was raised, says that memory was not enough."""
@@ -67,9 +62,6 @@ class Trials:
                 return True
             error = error.__cause__ or error.__context__
         return False
-
-    def _hides_lack_of_memory(self, error: BaseException) -> bool:
-        return self.ran_out_of_memory(error) and not self._is_out_of_memory(error)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -86,8 +78,8 @@ class Trials:
         while self._outcome is None:
             self._ask(own)
         try:
-            # Each rank knows best what it has raised, unless that only hides what was the matter.
-            if error is not None and self._outcome is own and not self._hides_lack_of_memory(error):
+            # Each rank knows best what it has raised, unless that only hides a lack of memory.
+            if error is not None and self._outcome is own and (own is Status.FAILED or self._is_out_of_memory(error)):
                 raise error
             self._raise_if_over()
         finally:
@@ -119,22 +111,22 @@ class Trials:
 def _before_each_collective(act: Callable[[Any], None]) -> Iterator[None]:
     """Call `act` with the process group before each collective that begins inside."""
     group_class: Any = dist.ProcessGroup
-    originals = [(group_class, name, vars(group_class)[name]) for name in _COLLECTIVES if name in vars(group_class)]
+    originals = {name: vars(group_class)[name] for name in _COLLECTIVES if name in vars(group_class)}
 
     def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def collective(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
             # A worker goes on with what all ranks have begun, wherever they are by now.
             if not isinstance(threading.current_thread(), WorkerThread):
-                act(owner)
-            return original(owner, *args, **kwargs)
+                act(group)
+            return original(group, *args, **kwargs)
 
         return collective
 
-    for owner, name, original in originals:
-        setattr(owner, name, acting(original))
+    for name, original in originals.items():
+        setattr(group_class, name, acting(original))
     try:
         yield
     finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+        for name, original in originals.items():
+            setattr(group_class, name, original)

@@ -19,14 +19,14 @@ class WorkerThread(threading.Thread):
 class Worker:
     """Calls functions in a thread of its own, in the order in which they were given to it.
 
-    After one has failed all further ones fail by the same error: what they exchange with other ranks would meet what
-    these have not got to. A thread that waits for a rank that is gone ends with the process.
+    With `stops_at_error`, all functions after one that has failed fail by the same error: what they exchange with other
+    ranks would meet what these have not got to. A thread that waits for a rank that is gone ends with the process.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, stops_at_error: bool = True) -> None:
         self._given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # Not a method, which would keep this object: an end that nobody asks for comes with garbage collection.
-        self._thread = WorkerThread(target=_work, args=(self._given,), name=name, daemon=True)
+        # Not a method, which would keep this object: garbage collection ends a worker that nobody has closed.
+        self._thread = WorkerThread(target=_work, args=(self._given, stops_at_error), name=name, daemon=True)
         self._thread.start()
         self._last: Future[Any] | None = None
         self._end = weakref.finalize(self, self._given.put, None)
@@ -44,12 +44,12 @@ class Worker:
             self._thread.join()
 
 
-def _work(given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+def _work(given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None], stops_at_error: bool) -> None:
     failure: BaseException | None = None
     while (next_one := given.get()) is not None:
         function, future = next_one
         try:
-            if failure is not None:
+            if failure is not None and stops_at_error:
                 raise failure
             future.set_result(function())
         except Exception as error:

@@ -8,14 +8,14 @@ import socket
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from lightning_bucketddp.wording import printable
 
-# A failure travels through the store and is read by every rank: enough to find the line, not the whole story.
+# A failure travels through the store and is read by every rank: enough to find the line.
 _NUM_FRAMES = 8
 _NUM_FRAMES_OF_USER = 3
 _NUM_CHARACTERS = 2000
@@ -39,31 +39,19 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of a run, as every rank learns it.
-
-    Attributes:
-        rank: which rank failed.
-        kind: how it failed.
-        what: the exception, the way it died, or what it is stuck in; in words.
-        where: what it was doing.
-        process: its host and process.
-        signal: what it has received; 0 if no signal stopped it.
-        stack: where it was in the program.
-        hosts: the addresses of those that cannot end their connections themselves, with spaces between them.
-    """
+    """The first failure of a run, as every rank learns it."""
 
     rank: int
     kind: Kind
-    what: str
-    where: str = ""
-    process: str = ""
-    signal: int = 0
-    stack: str = ""
-    hosts: str = ""
+    what: str  # the exception, the way it died, or what it is stuck in; in words
+    where: str = ""  # what it was doing
+    process: str = ""  # its host and process
+    signal: int = 0  # what it has received; 0 if no signal stopped it
+    stack: str = ""  # where it was in the program
+    hosts: str = ""  # the addresses of those that cannot end their connections themselves, with spaces between them
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, where: str) -> Failure:
-        """Return the failure of this process, which has raised `error`."""
         return cls(
             rank=rank,
             kind=Kind.RAISED,
@@ -74,15 +62,13 @@ class Failure:
         )
 
     @classmethod
-    def from_dict(cls, fields: Any) -> Failure | None:
+    def from_dict(cls, content: Any) -> Failure | None:
         """Return the failure that `dataclasses.asdict` was given, also after a way through JSON; None if it is none."""
         try:
-            failure = cls(**{**fields, "kind": Kind(fields["kind"])})
+            failure = cls(**{**content, "kind": Kind(content["kind"])})
         except (TypeError, ValueError, KeyError):
             return None
-        texts = (failure.what, failure.where, failure.process, failure.stack)
-        is_one = all(isinstance(text, str) for text in texts) and _are_numbers(failure.rank, failure.signal)
-        return failure if is_one else None
+        return failure if all(type(getattr(failure, f.name)).__name__ == f.type for f in fields(cls)) else None
 
     def describe(self) -> str:
         """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
@@ -105,18 +91,13 @@ class Failure:
         return RankFailedError(f"Rank {rank} is stopping because {why}. {self.describe()}")
 
 
-def _are_numbers(*values: Any) -> bool:
-    return all(type(value) is int for value in values)
-
-
 def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:
     """Format the innermost frames, and the innermost ones of the user's program, outermost first."""
     own = [index for index, frame in enumerate(frames) if not _is_library(frame.filename)][-_NUM_FRAMES_OF_USER:]
     shown = sorted({*own, *range(max(len(frames) - _NUM_FRAMES, 0), len(frames))})
     lines: list[str] = []
     for position, index in enumerate(shown):
-        num_left_out = index - shown[position - 1] - 1 if position > 0 else 0
-        if num_left_out:
+        if num_left_out := index - shown[position - 1] - 1 if position > 0 else 0:
             lines.append(f"  ... {num_left_out} more ...\n")
         lines += traceback.format_list([frames[index]])
     return "".join(lines)
@@ -124,12 +105,10 @@ def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def _is_library(file: str) -> bool:
     """Return whether `file` belongs to Python, to a package that is installed, or to this one."""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    return is_installed or file.startswith(("<frozen", *_LIBRARIES))
+    return "site-packages" in file or "dist-packages" in file or file.startswith(("<frozen", *_LIBRARIES))
 
 
 def this_process() -> str:
-    """Return the number of this process and the name of its host, in words."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -2,10 +2,9 @@
 
 Note: no garbage collection
     To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
-    and a tensor among it lets go of the GIL. The other thread then goes on and leaves the frame that is being looked
-    at, which corrupts memory; or it wants the list of threads, which `sys._current_frames` has locked, and both wait
-    for ever (python/cpython#106883). So no garbage is collected meanwhile, and a thread whose phases are short, as in a
-    healthy run, is not looked at.
+    and a tensor among it lets go of the GIL. The other thread then leaves the frame that is being looked at, which
+    corrupts memory; or both wait for ever for the list of threads (python/cpython#106883). So no garbage is collected
+    meanwhile, and a thread whose phases are short, as in a healthy run, is not looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from types import FrameType
 
 from lightning_bucketddp.faults.failure import format_stack
 
-# Phases that are named in several files, in the words of the messages.
+# Phases that several files name.
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
@@ -75,7 +74,6 @@ class Progress:
         self.raise_if_over()
 
     def raise_if_over(self) -> None:
-        """Raise if the run is over."""
         if self.end_with is not None:
             raise self.end_with()
 
@@ -103,7 +101,7 @@ class Progress:
         self.enter(outer)
 
     def describe_origin(self, error: BaseException) -> str:
-        """Return in which phase `error`, or what it was raised from, was raised; where nobody knows, the one of now."""
+        """Return in which phase `error`, or what it was raised from, was raised; if not known, the current one."""
         cause: BaseException | None = error
         while cause is not None:
             if _RAISED_IN in vars(cause):
@@ -119,7 +117,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return how long this phase has lasted."""
         return time.monotonic() - self.since
 
     def describe(self) -> str:
@@ -152,7 +149,6 @@ class Progress:
         return False
 
     def stack(self) -> str:
-        """Return the stack of the training thread."""
         frames = [(frame, frame.f_lineno) for frame in _frames_of(self._thread)]
         return format_stack(traceback.StackSummary.extract(iter(frames[::-1])))
 

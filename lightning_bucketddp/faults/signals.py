@@ -1,11 +1,5 @@
 """Signals that stop a run on all ranks, after the same step if they come to one.
 
-Note: agreeing on a step
-    A handler runs between two instructions of one rank, while others wait in a collective for that rank: it must not
-    raise, nor call a collective of its own. So it only makes a note, which goes to all ranks with the next
-    synchronised backward, and all of them stop after that step, with nothing lost. If there is no such backward in
-    time (validation, a very long step), the watchdog stops them where they are.
-
 Note: signals in a collective
     Python runs the handler of a signal in the main thread, between two of its instructions. While that thread waits for
     other ranks in gloo, or for a device, there are none: the handler runs when the collective has ended, which may be
@@ -34,6 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+# A main thread that has not run a handler within this is not in Python.
+_HANDLED_WITHIN_S = 1.0
+
+
 class SignalWakeup:
     """Tells another thread which signals this process has received (Note: signals in a collective).
 
@@ -49,7 +47,6 @@ class SignalWakeup:
             _DESCRIPTOR.add(self._numbers)
 
     def uninstall(self) -> None:
-        """Stop listening."""
         _DESCRIPTOR.remove(self._numbers)
 
     def received(self) -> list[int]:
@@ -115,15 +112,12 @@ _DESCRIPTOR = _WakeupDescriptor()
 os.register_at_fork(after_in_child=_DESCRIPTOR.leave_to_parent)
 
 
-# A main thread that has not run a handler within this is not in Python.
-_HANDLED_WITHIN_S = 1.0
-
-
 class StopSignals:
-    """Handles SIGTERM, SIGINT and SLURM's requeue signal of one run (Note: agreeing on a step).
+    """Handles SIGTERM, SIGINT and SLURM's requeue signal of one run, so that all ranks stop after the same step.
 
-    Args:
-        watchdog: ends it on all ranks, if nothing else does.
+    Others may wait in a collective for the rank whose handler runs: it must not raise, nor call a collective. So it
+    only makes a note, which goes to all ranks with the next synchronised backward. If there is none in time
+    (validation, a very long step), the watchdog stops them where they are.
     """
 
     def __init__(self, trainer: Trainer, watchdog: Watchdog, progress: Progress, wakeup: SignalWakeup) -> None:
@@ -149,7 +143,7 @@ class StopSignals:
         self._requeue = slurm_requeue_of(self._trainer)
 
         def see_registered() -> None:
-            if threading.current_thread() is not threading.main_thread():
+            if not _is_main_thread():
                 return
             self._handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
             # A shell has jobs in the background ignore it, and so shall we.
@@ -162,11 +156,10 @@ class StopSignals:
         self._restore = replace_signal_handlers(
             self._trainer, on_sigterm=self._on_stop, on_requeue=self._on_requeue, on_registered=see_registered
         )
-        self._callback = _callback_after_batches(self._after_batch, callback)
+        self._callback = type("AfterBatch", (callback,), {"on_train_batch_end": self._after_batch})()
         self._trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
     def restore_handlers(self) -> None:
-        """Give Lightning its own back."""
         self._restore()
         self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
@@ -190,7 +183,7 @@ class StopSignals:
             # All of them: Lightning raises at the end of this batch.
             stop_after_batch(self._trainer)
 
-    def _after_batch(self) -> None:
+    def _after_batch(self, *_: object) -> None:
         """Save and requeue, if that was asked for: all ranks are between two steps."""
         if self._exchange is not None and self._exchange.all_requeue:
             self._exchange.all_requeue = self._exchange.wants_requeue = False
@@ -241,13 +234,11 @@ class InterruptSignals:
 
     def replace_handlers(self) -> None:
         """See when Python has raised; a handler that the user has installed stays as it is."""
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        if is_main_thread and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        if _is_main_thread() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def restore_handlers(self) -> None:
-        """Give Python its own back."""
-        if threading.current_thread() is threading.main_thread() and self._is_installed:
+        if _is_main_thread() and self._is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def received(self) -> list[int]:
@@ -273,11 +264,3 @@ class InterruptSignals:
     def _on_interrupt(self, number: int, frame: Any) -> None:
         self._handled_at, self._came_at = time.monotonic(), None
         signal.default_int_handler(number, frame)
-
-
-def _callback_after_batches(after_batch: Callable[[], None], base: type) -> Any:
-    class AfterBatch(base):  # type: ignore[misc]
-        def on_train_batch_end(self, *_: Any) -> None:
-            after_batch()
-
-    return AfterBatch()

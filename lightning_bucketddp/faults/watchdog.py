@@ -1,9 +1,8 @@
 """The watchdog: a thread that notices when a run is over for any rank, and ends it on this one.
 
-Note: together or abort
-    If all ranks raise within a moment, they have raised together: the process group is as it was, and callbacks may use
-    it. Otherwise they abort: each rank cuts its connections, which ends every collective, and no rank waits for another
-    any more. The first rank to write its decision to the store decides for all (docs/design/failure-protocol.md).
+If all ranks raise within a moment, they have raised together: the process group is as it was, and callbacks may use it.
+Otherwise they abort: each rank cuts its connections, which ends every collective, and no rank waits for another any
+more. The first rank to write its decision to the store decides for all (docs/design/failure-protocol.md).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
-from lightning_bucketddp.faults.heartbeat import CulpritFinder, StragglerDetector
-from lightning_bucketddp.faults.local_ranks import LocalRanks, StoreAccess, identity, place
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.shutdown import SaverElection, Shutdown
 from lightning_bucketddp.faults.side_channel import SideChannel
@@ -48,38 +47,22 @@ _LEARNED_WITHIN_S = 2.0
 
 @dataclass(frozen=True)
 class WatchdogActions:
-    """How the watchdog learns of signals and processes, and how it ends what waits.
+    """How the watchdog learns of signals and processes, and how it ends what waits."""
 
-    Attributes:
-        cut: ends every collective of this process, now and from now on.
-        interrupt: makes the training thread raise wherever it is.
-        signals_received: returns the signals that shall stop the run and have come since the last call, whether or not
-            Python has run their handlers (Note: signals in a collective).
-        exit_status_of: returns how the process of a rank ended, if this process has started it.
-        store_rank: the rank whose process holds the store; None if no rank's does.
-        launcher_pid: the process that has started the ranks, is none itself, and without which nobody waits for them.
-        claim_file: returns whether this process is the first to make a file for the run of this name.
-        connections: to other hosts.
-    """
-
-    cut: Callable[[], None]
-    interrupt: Callable[[], None]
+    cut: Callable[[], None]  # ends every collective of this process, now and from now on
+    interrupt: Callable[[], None]  # makes the training thread raise wherever it is
+    # Returns the signals that shall stop the run and have come since the last call, whether or not Python has run their
+    # handlers (Note: signals in a collective).
     signals_received: Callable[[], Sequence[int]]
-    exit_status_of: Callable[[int], int | None]
-    store_rank: int | None
-    launcher_pid: int | None
-    claim_file: Callable[[str], bool]
-    connections: Connections = field(default_factory=Connections)
+    exit_status_of: Callable[[int], int | None]  # how the process of a rank ended, if this process has started it
+    store_rank: int | None  # the rank whose process holds the store; None if no rank's does
+    launcher_pid: int | None  # the process that has started the ranks and is none itself; they stop if it is gone
+    claim_file: Callable[[str], bool]  # whether this process is the first to make a file for the run of this name
+    connections: Connections = field(default_factory=Connections)  # to other hosts
 
 
 class Watchdog:
-    """Watches a run from its set-up to its end.
-
-    Args:
-        stall_warning_s: how long a rank may wait for others before a warning.
-        timeout_s: how long a collective may take, and a rank to end.
-        stall_timeout_s: how long a rank may stand still while others wait for it.
-    """
+    """Watches a run from its set-up to its end; the time-outs are those of `HeartbeatMonitor` and `Shutdown`."""
 
     def __init__(
         self,
@@ -95,26 +78,12 @@ class Watchdog:
         self._channel = channel
         self._progress = progress
         self._actions = actions
-        self._stragglers = StragglerDetector(
-            channel,
-            progress,
-            warn_after_s=stall_warning_s,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            addresses=actions.connections.addresses,
-        )
         self._local_ranks = LocalRanks(channel, exit_status_of=actions.exit_status_of)
-        self._store = StoreAccess(channel, self._local_ranks, actions.connections, store_rank=actions.store_rank)
-        self._culprits = CulpritFinder(
-            channel,
-            progress,
-            self._stragglers,
-            self._store,
-            actions.connections,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
+        self._store = GuardedStore(channel, self._local_ranks, actions.connections, store_rank=actions.store_rank)
+        self._monitor = HeartbeatMonitor(
+            self._store, progress, warn_after_s=stall_warning_s, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
-        self._saver = SaverElection(channel, self._local_ranks, self._store, claim_file=actions.claim_file)
+        self._saver = SaverElection(self._store, claim_file=actions.claim_file)
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
@@ -141,7 +110,7 @@ class Watchdog:
         """Start the watchdog; the calling thread is the one that trains."""
         self._progress.follow_this_thread()
         # The process that holds the store may have had nothing to do, and be gone.
-        self._store.ask(lambda: self._channel.introduce(identity(), place=place()))
+        self._store.ask(lambda: introduce(self._channel, pid=os.getpid(), place=place()))
         self._thread.start()
 
     def stop(self) -> None:
@@ -167,11 +136,10 @@ class Watchdog:
     @property
     def is_ending(self) -> bool:
         """Return whether this rank has raised, and only callbacks run still."""
-        return self._shutdown.is_ending
+        return self._shutdown.raised_at is not None
 
     @property
     def have_aborted(self) -> bool:
-        """Return whether the ranks have aborted (Note: together or abort)."""
         return self._shutdown.has_aborted
 
     @property
@@ -180,12 +148,12 @@ class Watchdog:
         return None if self._failure is None or self._failure.kind is Kind.STOPPED else self._failure.rank
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return ranks that never come to `phase`, where this one is (see `StragglerDetector`)."""
-        return self._store.ask(lambda: self._stragglers.waiting_elsewhere(what, phase=phase)) or []
+        """Return ranks that never come to `phase`, where this one is (see `HeartbeatMonitor`)."""
+        return self._store.ask(lambda: self._monitor.waiting_elsewhere(what, phase=phase)) or []
 
     @property
     def is_saver(self) -> bool:
-        """Return whether this rank, which has aborted, saves for all (Note: one saver). May wait for lower ranks."""
+        """Return whether this rank, which has aborted, saves for all. May wait for lower ranks."""
         assert self._failure is not None
         return self._saver.is_won(self._failure)
 
@@ -197,9 +165,10 @@ class Watchdog:
         own = Failure.of(error, rank=self._channel.rank, where=self._progress.describe_origin(error))
         if stopped_by:
             own = replace(own, kind=Kind.STOPPED, signal=stopped_by, stack="")
-        self._shutdown.begin_ending()
+        self._shutdown.raised_at = time.monotonic()
         is_consequence = isinstance(error, RankFailedError) or self._progress.was_waiting(error)
-        if is_consequence and _is_timeout(error):
+        text = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
+        if is_consequence and ("timed out" in text or "timeout" in text):
             own = replace(own, kind=Kind.STALLED)
         elif is_consequence:
             own = replace(own, kind=Kind.LOST)
@@ -234,7 +203,7 @@ class Watchdog:
             self._wake.clear()
         if self._failure is not None and self._actions.store_rank == self._channel.rank:
             self._store.ask(self._let_others_learn)
-        self._store.ask(self._channel.leave)
+        self._store.ask(lambda: self._channel.set(f"left/{self._channel.rank}", 1))
         self._channel.close()
         self._local_ranks.close()
 
@@ -243,9 +212,8 @@ class Watchdog:
         deadline = time.monotonic() + self._channel.interval(0.0) + _LEARNED_WITHIN_S
         unaware = set(range(self._channel.world_size)) - {self._channel.rank}
         while unaware and time.monotonic() < deadline:
-            unaware = {
-                rank for rank in unaware.difference(self._local_ranks.gone()) if not self._channel.knows_of_end(rank)
-            }
+            unaware.difference_update(self._local_ranks.gone())
+            unaware = {rank for rank in unaware if self._channel.get(f"knows/{rank}", int) is None}
             time.sleep(_FIRST_TICK_S)
 
     def _look(self, *, asks: bool) -> None:
@@ -263,53 +231,52 @@ class Watchdog:
             self._tell(death)
 
     def _notice_signal(self, number: int) -> None:
-        if self.is_ending:
+        now, raised_at = time.monotonic(), self._shutdown.raised_at
+        if raised_at is not None:
             # Not by the signal that ends this rank, which is seen here a moment later.
-            self._callbacks_shall_not_wait |= self._shutdown.ending_for_s > SAME_CTRL_C_WITHIN_S
+            self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
         elif self._failure is None:  # otherwise the signal is ours (`interrupt`)
-            now = time.monotonic()
             self._signalled_at = self._signalled_at or now
             self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
             self.receive_signal(number)
 
     def _exchange(self) -> None:
-        self._stragglers.beat()
+        channel = self._channel
+        self._monitor.beat()
         self._local_ranks.discover()
-        if self._failure is None and (failure_of_another := self._channel.failure()) is not None:
+        if self._failure is None and (failure_of_another := channel.failure()) is not None:
             self._learn(failure_of_another)
         if self._failure is not None:
-            self._decision = self._decision or self._channel.decision()
+            self._decision = self._decision or channel.get("decision", str)
             self._saver.look()
-            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_settled):
-                self._channel.acknowledge_end()
+            if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
+                channel.set(f"knows/{channel.rank}", 1)
                 self._has_acknowledged = True
         if not self._all_know_of_stop:
-            if requested := self._channel.stop_signal():
+            requested = channel.get("stop", int)
+            if requested is not None and requested in signal.valid_signals():
                 self.stop_signal = requested
             elif self.stop_signal:
-                self._channel.request_stop(self.stop_signal)
+                channel.first("stop", self.stop_signal)
             self._all_know_of_stop = bool(self.stop_signal)
 
     def _has_left(self, rank: int, status: int | None) -> bool:
         """Return whether a rank that has ended was through; without the store, its exit status has to tell."""
-        left = self._store.ask(lambda: self._channel.has_left(rank))
+        left = self._store.ask(lambda: self._channel.get(f"left/{rank}", int) is not None)
         return status == 0 if left is None else left
 
     def _tell(self, failure: Failure) -> None:
         if failure.rank == self._channel.rank:
-            failure = self._culprits.blame(failure)
+            failure = self._monitor.blame(failure)
 
         def exchange() -> None:
             is_own = failure.rank == self._channel.rank and failure.kind is not Kind.STALLED
-            if is_own and self._channel.count_raised() == self._channel.world_size:
-                self._decision = self._channel.decide(_TOGETHER)
-            self._report(failure)
+            if is_own and self._channel.add("num_raised") == self._channel.world_size:
+                self._decision = self._channel.first("decision", _TOGETHER) or _TOGETHER
+            self._learn(self._channel.report(failure))
 
         self._store.ask(exchange)
         self._learn(failure)  # if nobody can be told
-
-    def _report(self, failure: Failure) -> None:
-        self._learn(self._channel.report(failure))
 
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:
@@ -320,7 +287,7 @@ class Watchdog:
         now = time.monotonic()
         if self._failure is None:
             self._stop_if_asked(now)
-            if (found := self._culprits.look()) is None:
+            if (found := self._monitor.look()) is None:
                 return
             self._tell(found)
         assert self._failure is not None
@@ -338,7 +305,7 @@ class Watchdog:
         self._shutdown.press(self._failure)
 
     def _decide_to_abort(self) -> None:
-        self._decision = self._store.ask(lambda: self._channel.decide(_ABORT)) or _ABORT
+        self._decision = self._store.ask(lambda: self._channel.first("decision", _ABORT)) or _ABORT
 
     def _stop_if_asked(self, now: float) -> None:
         if not self.stop_signal:
@@ -353,7 +320,7 @@ class Watchdog:
                 where=self._progress.describe(),
                 signal=self.stop_signal,
             )
-            self._store.ask(lambda: self._report(stop))
+            self._store.ask(lambda: self._learn(self._channel.report(stop)))
             self._learn(stop)
             self._decide_to_abort()
 
@@ -365,8 +332,3 @@ class Watchdog:
         connections = self._actions.connections
         of_store = {connections.store_host} if self._store.is_silent else set()
         connections.cut_to({*self._failure.hosts.split(), *of_store})
-
-
-def _is_timeout(error: BaseException) -> bool:
-    said = str(error).lower().replace("connection timed out", "")  # that is the kernel's, of a connection
-    return "timed out" in said or "timeout" in said

@@ -101,7 +101,7 @@ class Weighting:
         self._num_missing = len(missing)
         if not some_miss:
             return False  # else host to host: reading the used-flags would wait for all that the device has to do
-        return self._exchange.start_comparison(_id_of(repr(sorted(missing)).encode())).wait()
+        return self._exchange.compare(_id_of(repr(sorted(missing)).encode()))
 
     def end(self) -> None:
         """Give back what was put aside: the gradients of the step are final."""

@@ -2,9 +2,9 @@
 
 Note: rendezvous
     Rank 0 opens a round in the store. Every other rank joins it, or objects: to another world size, to a rank that is
-    taken. Rank 0 waits for all to join or for an objection and writes down the outcome, one for all ranks. The store
-    may hold what an earlier start has left there, as torchrun's does after a restart: each round has an identity, and
-    one that has an outcome when a rank first sees it is over.
+    taken. Rank 0 writes the outcome, one for all ranks. The store may hold what an earlier start has left there, as
+    torchrun's does after a restart: each round has an identity, and one that has an outcome when a rank first sees it
+    is over.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
-_WRITTEN_BY_A_STRANGER = (
+_NOT_WRITTEN_BY_A_RANK = (
     "The store at the main address holds data that no rank wrote: another program uses it. Give this run a port of its"
     " own (`MASTER_PORT`), in a network that only people you trust can reach."
 )
@@ -55,9 +56,9 @@ class RankInfo:
     @classmethod
     def from_json(cls, text: bytes) -> RankInfo:
         content = _parse(text)
-        kinds = {"rank": int, "world_size": int, "host": str, "pid": int, "identity": str}
-        if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != kinds:
-            raise StartError(_WRITTEN_BY_A_STRANGER)
+        types = {f.name: f.type for f in fields(cls)}
+        if not isinstance(content, dict) or {key: type(value).__name__ for key, value in content.items()} != types:
+            raise StartError(_NOT_WRITTEN_BY_A_RANK)
         return cls(**content)
 
 
@@ -67,13 +68,11 @@ class RendezvousRound:
     def __init__(self, store: Store, host: RankInfo) -> None:
         self.host = host
         self._keys = part_of(store, host.identity)
-        # If not, it was over before this rank saw it.
-        self.is_open = not self._keys.check(["outcome"])
+        self.is_open = not self._keys.check(["outcome"])  # otherwise it was over before this rank saw it
         self._own_objection: str | None = None
 
     @classmethod
     def find(cls, store: Store) -> RendezvousRound | None:
-        """Return the newest round; None if there is none."""
         return cls(store, RankInfo.from_json(store.get("round"))) if store.check(["round"]) else None
 
     def post(self, store: Store) -> None:
@@ -90,7 +89,7 @@ class RendezvousRound:
                 " different runs different ports (`MASTER_PORT`)."
             )
         else:
-            there = RankInfo.from_json(self._keys.compare_set(_join_key(info.rank), "", info.to_json()))
+            there = RankInfo.from_json(self._keys.compare_set(f"joined/{info.rank}", "", info.to_json()))
             if there != info:
                 self.object(explain_taken(there, info))
 
@@ -100,7 +99,6 @@ class RendezvousRound:
         self._keys.compare_set("objection", "", json.dumps(why))
 
     def objection(self) -> str | None:
-        """Return the first objection; None if there is none."""
         return printable(str(_parse(self._keys.get("objection")))) if self._keys.check(["objection"]) else None
 
     def decide(self, why_not: str | None) -> None:
@@ -119,26 +117,24 @@ class RendezvousRound:
 
     def leave(self, info: RankInfo) -> None:
         """Tell rank 0 that this rank knows the outcome."""
-        self._keys.set(_left_key(info.rank), "")
+        self._keys.set(f"left/{info.rank}", "")
 
     def all_have_joined(self) -> bool:
-        return bool(self._keys.check([_join_key(rank) for rank in range(self.host.world_size)]))
+        return bool(self._keys.check([f"joined/{rank}" for rank in range(self.host.world_size)]))
 
     def all_have_left(self) -> bool:
-        present = set(range(1, self.host.world_size)) - set(self.missing())
-        return bool(self._keys.check([_left_key(rank) for rank in present]))
+        others = set(range(1, self.host.world_size)).difference(self.missing())
+        return bool(self._keys.check([f"left/{rank}" for rank in others]))
 
     def missing(self) -> list[int]:
-        return [rank for rank in range(self.host.world_size) if not self._keys.check([_join_key(rank)])]
+        return [rank for rank in range(self.host.world_size) if not self._keys.check([f"joined/{rank}"])]
 
     def present(self) -> list[RankInfo]:
-        """Return the ranks that have joined."""
-        present = sorted(set(range(self.host.world_size)) - set(self.missing()))
-        return [RankInfo.from_json(self._keys.get(_join_key(rank))) for rank in present]
+        ranks = set(range(self.host.world_size)).difference(self.missing())
+        return [RankInfo.from_json(self._keys.get(f"joined/{rank}")) for rank in sorted(ranks)]
 
 
 def explain_taken(there: RankInfo, info: RankInfo) -> str:
-    """Return what to do about two processes that are the same rank."""
     return (
         f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
         " and different runs different ports (`MASTER_PORT`)."
@@ -149,15 +145,7 @@ def _parse(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise StartError(_WRITTEN_BY_A_STRANGER) from None
-
-
-def _join_key(rank: int) -> str:
-    return f"joined/{rank}"
-
-
-def _left_key(rank: int) -> str:
-    return f"left/{rank}"
+        raise StartError(_NOT_WRITTEN_BY_A_RANK) from None
 
 
 class Rendezvous:
@@ -176,10 +164,8 @@ class Rendezvous:
             listener: a socket that listens at the port of the store; it is used up. None: one is opened.
             find_failure: asked again and again for a reason why it is useless to wait on.
         """
-        joined: futures.Future[Store] = futures.Future()
-        # In a thread, because torch waits for ever for the answer of a program that listens and is not a store. If it
-        # does, the thread ends with the process.
-        threading.Thread(target=self._run, args=(joined, listener), daemon=True, name="bucketddp-start").start()
+        # In a thread, because torch waits for ever for the answer of a program that listens and is not a store.
+        joined = Worker("bucketddp-start").submit(partial(self._run, listener))
         last_moment_s = self._deadline.timeout_s + _OUTCOME_READ_WITHIN_S + _GRACE_S
         while not futures.wait([joined], timeout=POLL_S).done:
             if self._deadline.failure is None and (failure := find_failure()) is not None:
@@ -191,17 +177,14 @@ class Rendezvous:
                 raise StartError(self._deadline.failure or why)
         return joined.result()
 
-    def _run(self, joined: futures.Future[Store], listener: socket.socket | None) -> None:
-        try:
-            server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
-            whole_store = self._address.connect(deadline=self._deadline)
-            del server  # our own connection keeps it open now
-            store = part_of(whole_store, "bucketddp/start")
-            rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
-            # Not the whole store: process groups do not know that an earlier one has used the same names.
-            joined.set_result(part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}"))
-        except BaseException as error:
-            joined.set_exception(error)
+    def _run(self, listener: socket.socket | None) -> Store:
+        server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
+        whole_store = self._address.connect(deadline=self._deadline)
+        del server  # our own connection keeps it open now
+        store = part_of(whole_store, "bucketddp/start")
+        rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
+        # Not the whole store: process groups do not know that an earlier one has used the same names.
+        return part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}")
 
     def _open_round(self, store: Store) -> RendezvousRound:
         rdzv = RendezvousRound(store, self._info)
@@ -220,10 +203,10 @@ class Rendezvous:
 
     def _find_objection(self, store: Store, rdzv: RendezvousRound) -> str | None:
         newest = RendezvousRound.find(store)
-        if newest is not None and newest.host != self._info:
-            newest.object(explain_taken(self._info, newest.host))
-            return explain_taken(self._info, newest.host)
-        return rdzv.objection() or self._reason_to_give_up(rdzv)
+        if newest is None or newest.host == self._info:
+            return rdzv.objection() or self._reason_to_give_up(rdzv)
+        newest.object(explain_taken(self._info, newest.host))
+        return explain_taken(self._info, newest.host)
 
     def _join(self, store: Store) -> RendezvousRound:
         try:
@@ -263,7 +246,7 @@ class Rendezvous:
             missing = [0] if rdzv is None else rdzv.missing()
             what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
         if present := [] if rdzv is None else rdzv.present():
-            what += f" {len(present)} did, from host {list_some(sorted({info.host for info in present}))}."
+            what += f" {len(present)} did, from host {list_some(sorted({printable(info.host) for info in present}))}."
         return (
             f"{what} Look at the output of the missing ranks; check that every node was started, with the same"
             " `devices` and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes"

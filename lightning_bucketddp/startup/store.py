@@ -23,18 +23,21 @@ from lightning_bucketddp.processes import agent_holds_store, is_launched_by_torc
 
 log = logging.getLogger(__name__)
 
+LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
 POLL_S = 0.05
 # Ranks that are started together come together: who has not waited long asks again soon.
 _POLL_PER_S_WAITED = 0.1
 # Thousands of ranks ask less often, so that together they ask no more than the store can answer.
 _POLL_PER_RANK_S = 0.0005
-# A start that takes long is reported after these times, and then each time the last of them has passed again.
+# A start that takes long is reported after the first time, and each time the second has passed.
 _REPORTS_S = (30, 60)
 # How long torch may try by itself to reach a store that was there a moment ago. All ranks try to at once, and one that
 # gives up tries again.
 _CLIENT_TIMEOUT_S = 1.0
 _CLIENT_TIMEOUT_PER_RANK_S = 0.1
 _LONGEST_CLIENT_TIMEOUT_S = 30.0
+# How long a process may need to end by itself, once it knows why.
+_GRACE_S = 3.0
 
 
 class StartError(RuntimeError):
@@ -47,8 +50,7 @@ class Deadline:
     def __init__(self, timeout_s: float, *, world_size: int) -> None:
         self.timeout_s = timeout_s
         self._shortest_poll_s = _POLL_PER_RANK_S * world_size
-        # Why it is useless to wait on, once that is known.
-        self.failure: str | None = None
+        self.failure: str | None = None  # why it is useless to wait on, once that is known
         self._began = time.monotonic()
         self._num_reports = 0
 
@@ -60,18 +62,14 @@ class Deadline:
     def is_over(self) -> bool:
         return self.waited_s > self.timeout_s
 
-    @property
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
-
     def pause(self) -> None:
         """Sleep until it is time to look again."""
         time.sleep(max(self._shortest_poll_s, min(_POLL_PER_S_WAITED * self.waited_s, POLL_S)))
 
     def report(self, awaited: Callable[[], str]) -> None:
         """Log which ranks are waited for, if it is time to."""
-        later = max(0, self._num_reports + 1 - len(_REPORTS_S))
-        if self.waited_s >= _REPORTS_S[min(self._num_reports, len(_REPORTS_S) - 1)] + later * _REPORTS_S[-1]:
+        first_s, every_s = _REPORTS_S
+        if self.waited_s >= (self._num_reports * every_s or first_s):
             self._num_reports += 1
             log.warning(
                 f"bucketddp: have waited {self.waited_s:.0f} s for {awaited()}; giving up after {self.timeout_s:g} s."
@@ -112,7 +110,7 @@ class StoreAddress:
                 multi_tenant=True,  # so that our own client shares this server, and keeps it
                 master_listen_fd=None if listener is None else listener.detach(),
                 use_libuv=can_use_libuv and os.environ.get("USE_LIBUV", "1") == "1",
-                timeout=deadline.left,
+                timeout=timedelta(seconds=max(deadline.timeout_s - deadline.waited_s, 1.0)),
             )
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
@@ -123,12 +121,20 @@ class StoreAddress:
         """Connect to the store as soon as it is there."""
         # As bytes: for a text Python imports a codec, which takes longer than all that ranks have to say here.
         host: Any = self.address.encode() if self.address.isascii() else self.address
+        client_timeout_s = _CLIENT_TIMEOUT_S + _CLIENT_TIMEOUT_PER_RANK_S * self.world_size
         while True:
             try:
                 # Asked without torch first, which prints a stack trace for each attempt that fails.
                 with socket.create_connection((host, self.port), timeout=1) as connection:
                     reached = str(connection.getpeername()[0])
-                return self._open_client(reached)
+                return TCPStore(
+                    reached,  # a number: nobody has to ask for the name's again
+                    self.port,
+                    is_master=self.is_host,
+                    multi_tenant=self.is_host,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=min(client_timeout_s, _LONGEST_CLIENT_TIMEOUT_S)),
+                )
             except OSError as error:
                 obstacle = error.strerror or str(error)
             except RuntimeError as error:
@@ -140,29 +146,10 @@ class StoreAddress:
                 deadline.report(lambda: f"rank 0 at {self}, which rank {self.rank} cannot reach ({obstacle}),")  # noqa: B023
             deadline.pause()
 
-    def _open_client(self, address: str) -> Store:
-        """Return a connection to the store at `address`, a number: nobody has to ask for the name's again."""
-        return TCPStore(
-            address,
-            self.port,
-            is_master=self.is_host,
-            multi_tenant=self.is_host,
-            wait_for_workers=False,
-            timeout=self._client_timeout,
-        )
-
-    @property
-    def _client_timeout(self) -> timedelta:
-        seconds = _CLIENT_TIMEOUT_S + _CLIENT_TIMEOUT_PER_RANK_S * self.world_size
-        return timedelta(seconds=min(seconds, _LONGEST_CLIENT_TIMEOUT_S))
-
     def explain_unreachable(self, obstacle: str, timeout_s: float) -> str:
-        """Return what is wrong, and what to do, when the store cannot be reached."""
-        remedy = (
-            "`MASTER_ADDR` must be an address of this host."
-            if self.rank == 0
-            else "Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
-        )
+        remedy = "Check that rank 0 runs there, `MASTER_ADDR`, `MASTER_PORT`, and firewalls."
+        if self.rank == 0:
+            remedy = "`MASTER_ADDR` must be an address of this host."
         return (
             f"Rank {self.rank} on host {socket.gethostname()} could not reach rank 0 at {self} within {timeout_s:g} s:"
             f" {obstacle}. {remedy}"
@@ -193,7 +180,6 @@ def listen(port: int, *, address: str | None) -> socket.socket:
 
 
 def explain_port_in_use(port: int) -> str:
-    """Return what to do about a port that another program has."""
     return (
         f"Rank 0 cannot listen on port {port}: another program is using it. Set `MASTER_PORT` to a free port, the same"
         " for all ranks; for a run on this host alone leave it unset, and a free one is found."
@@ -203,11 +189,6 @@ def explain_port_in_use(port: int) -> str:
 def part_of(store: Store, name: str) -> Store:
     """Return `store`, with `name` before all keys."""
     return PrefixStore(name, store)
-
-
-LAUNCHER_PID = "BUCKETDDP_LAUNCHER_PID"
-# How long a process may need to end by itself, once it knows why.
-_GRACE_S = 3.0
 
 
 class ChildProcesses:
@@ -225,10 +206,9 @@ class ChildProcesses:
         for rank, process in enumerate(self._processes, start=self._rank + 1):
             if process.poll() is not None:
                 return describe_end(rank, process, when=" before all ranks had joined")
-        if self._launcher_pid and not is_running(self._launcher_pid):
-            return (
-                f"Rank {self._rank} has lost the process that launched it ({self._launcher_pid}): that one has ended."
-            )
+        pid = self._launcher_pid
+        if pid and not is_running(pid):
+            return f"Rank {self._rank} has lost the process that launched it ({pid}): that one has ended."
         return None
 
     @contextmanager
@@ -247,7 +227,6 @@ class ChildProcesses:
 
 
 def describe_end(rank: int, process: subprocess.Popen[bytes], *, when: str = "") -> str:
-    """Return in words how the process of `rank` has ended."""
     status = process.returncode
     how = f"with exit status {status}" if status >= 0 else f"by {signal_name(-status)}"
     return f"Rank {rank} (process {process.pid}) ended {how}{when}. Its output says why."

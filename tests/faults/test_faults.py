@@ -21,7 +21,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm import connections
 from lightning_bucketddp.config import Timeouts
-from lightning_bucketddp.faults.heartbeat import StragglerDetector
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
 from lightning_bucketddp.processes import process_state
@@ -249,20 +250,26 @@ def test_rank_behind_in_backward_is_named_with_its_bucket(reduce_dtype: str | No
     assert re.search(where, ended.output[0]), ended.output[0]
 
 
+def monitor_of(channel: SideChannel, progress: Progress, **timeouts: float) -> HeartbeatMonitor:
+    local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
+    guarded = GuardedStore(channel, local_ranks, connections.Connections(), store_rank=None)
+    return HeartbeatMonitor(guarded, progress, **timeouts)
+
+
 def test_rank_that_was_heard_a_moment_ago_is_not_taken_for_dead() -> None:
     store = HashStore()
     here, there = (SideChannel(store, name="run", rank=rank, world_size=2) for rank in (0, 1))
     progress = Progress(waiting_in=(__file__,))
     progress.follow_this_thread()
     progress.since -= 10
-    stalls = StragglerDetector(here, progress, warn_after_s=0.1, timeout_s=1)
-    beat = {"where": "forward", "seconds": 10, "waits": False, "process": "", "stack": ""}
-    there.beat({**beat, "count": 1})
-    stalls.waits_too_long()
+    stalls = monitor_of(here, progress, warn_after_s=0.1, timeout_s=1)
+    beat = {"where": "forward", "seconds": 10, "waits": False, "process": "", "addresses": [], "stack": ""}
+    there.set("beat/1", {**beat, "count": 1})
+    stalls.update_wait()
     assert stalls.nears_timeout()
     stalls.anticipate_timeout()
-    threading.Timer(0.5, there.beat, [{**beat, "count": 2}]).start()
-    [behind] = stalls.find_stragglers([], can_ask=True)
+    threading.Timer(0.5, there.set, ["beat/1", {**beat, "count": 2}]).start()
+    [behind] = stalls.find_stragglers()
     assert behind.what == "it has been there for 10 s"
     here.close()
     there.close()
@@ -276,16 +283,16 @@ def test_nobody_waits_for_a_store_whose_process_is_stopped_after_it_was_asked() 
         store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
         channel = SideChannel(store, name="run", rank=0, world_size=1)
         channel.is_silent = lambda: process_state(server.pid) == "T"
-        channel.leave()
+        channel.set("left/0", 1)
         server.send_signal(signal.SIGSTOP)
         while not channel.is_silent():  # it may still answer until the signal has arrived
             time.sleep(0.01)
         with pytest.raises(StoreSilentError, match="does not answer rank 0"):
-            channel.has_left(0)
+            channel.get("left/0", int)
         server.send_signal(signal.SIGCONT)
         while channel.is_silent():
             time.sleep(0.01)
-        assert channel.has_left(0)
+        assert channel.get("left/0", int) == 1
     finally:
         server.kill()
         server.wait()
@@ -312,22 +319,22 @@ def test_rank_that_goes_from_phase_to_phase_does_not_stand_still_nor_one_that_wa
     progress = Progress(waiting_in=(__file__,))
     progress.follow_this_thread()
     progress.since -= 10
-    stalls = StragglerDetector(here, progress, warn_after_s=10, timeout_s=100, stall_timeout_s=0.1)
-    stalls.waits_too_long()
+    stalls = monitor_of(here, progress, warn_after_s=10, timeout_s=100, stall_timeout_s=0.1)
+    stalls.update_wait()
     assert not stalls.looks_for_stall
     time.sleep(0.2)
     assert stalls.looks_for_stall
     beat = {"where": "validation", "process": "", "addresses": [], "stack": ""}
-    there.beat({**beat, "count": 1, "seconds": 0.05, "waits": False})
-    assert stalls.find_stalled([], can_ask=True) is None
-    there.beat({**beat, "count": 2, "seconds": 50, "waits": True})
-    assert stalls.find_stalled([], can_ask=True) is None
-    there.beat({**beat, "count": 3, "seconds": 50, "waits": False})
-    stalled = stalls.find_stalled([], can_ask=True)
+    there.set("beat/1", {**beat, "count": 1, "seconds": 0.05, "waits": False})
+    assert stalls.find_stalled() is None
+    there.set("beat/1", {**beat, "count": 2, "seconds": 50, "waits": True})
+    assert stalls.find_stalled() is None
+    there.set("beat/1", {**beat, "count": 3, "seconds": 50, "waits": False})
+    stalled = stalls.find_stalled()
     assert stalled is not None
     assert stalled.describe() == "Rank 1 is stuck in validation: it has been there for 50 s."
     progress.enter("forward")  # it waits no more
-    stalls.waits_too_long()
+    stalls.update_wait()
     assert not stalls.looks_for_stall
     for channel in (here, there):
         channel.close()

@@ -22,7 +22,7 @@ from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, 
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults import shutdown
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.local_ranks import LocalRanks, StoreAccess
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks
 from lightning_bucketddp.faults.shutdown import SaverElection
 from lightning_bucketddp.faults.side_channel import SideChannel
 from tests.support.forks import PROCESSES
@@ -42,16 +42,16 @@ class Ranks:
     def __init__(self, directory: Path, *, name: str = "run") -> None:
         store = HashStore()
         self._elections: list[SaverElection] = []
-        self._stores: list[StoreAccess] = []
+        self._stores: list[GuardedStore] = []
         self._channels: list[SideChannel] = []
         for rank in range(WORLD_SIZE):
             channel = SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE)
             self._channels.append(channel)
             local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
-            access = StoreAccess(channel, local_ranks, Connections(), store_rank=0)
+            guarded = GuardedStore(channel, local_ranks, Connections(), store_rank=0)
             claim = partial(claim_file, str(directory))
-            self._stores.append(access)
-            self._elections.append(SaverElection(channel, local_ranks, access, claim_file=claim))
+            self._stores.append(guarded)
+            self._elections.append(SaverElection(guarded, claim_file=claim))
 
     def close(self) -> None:
         for channel in self._channels:
@@ -59,8 +59,8 @@ class Ranks:
 
     def lose_store(self) -> None:
         """Let no rank reach the store any more."""
-        for access in self._stores:
-            access.is_lost = True
+        for guarded in self._stores:
+            guarded.is_lost = True
 
     def look(self) -> None:
         """As their watchdogs do while the store lives."""

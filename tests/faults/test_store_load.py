@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.heartbeat import StragglerDetector
-from lightning_bucketddp.faults.local_ranks import LocalRanks, identity, place
+from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
+from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
@@ -43,7 +44,7 @@ def asked_until_ranks_are_known(world_size: int, num_local: int) -> int:
     others = channel_of(store, world_size=world_size)
     for rank in range(world_size):
         others.rank = rank
-        others.introduce(identity(), place=place() if rank < num_local else f"host {rank // num_local}")
+        introduce(others, pid=os.getpid(), place=place() if rank < num_local else f"host {rank // num_local}")
     others.close()
     channel = channel_of(store, world_size=world_size)
     local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
@@ -64,10 +65,10 @@ def test_a_rank_that_has_not_introduced_itself_is_looked_for() -> None:
     store = CountedStore()
     here, there = (channel_of(store, rank=rank, world_size=2) for rank in (0, 1))
     local_ranks = LocalRanks(here, exit_status_of=lambda _: None)
-    here.introduce(identity(), place=place())
+    introduce(here, pid=os.getpid(), place=place())
     local_ranks.discover()
     assert not local_ranks.are_known
-    there.introduce({**identity(), "pid": os.getppid()}, place=place())
+    introduce(there, pid=os.getppid(), place=place())
     store.asked.clear()
     local_ranks.discover()
     assert store.asked["get"] == 1  # the first one is known
@@ -121,7 +122,7 @@ def test_a_rank_that_does_not_listen_blames_whom_others_blame() -> None:
     watchdog = watchdog_of(channel, ticked)
     watchdog.start()
     ticked.acquire()
-    watchdog._stragglers.listens = False
+    watchdog._monitor.wait.listens = False
     blamed = Failure(rank=1, kind=Kind.STALLED, what="it no longer answers")
     threading.Timer(0.3, channel.report, [blamed]).start()
     assert watchdog.end_by(RuntimeError("gloo: timed out")) == blamed
@@ -136,12 +137,14 @@ def test_few_of_the_ranks_that_wait_listen_to_all_before_a_time_out() -> None:
         progress = Progress(waiting_in=(__file__,))
         progress.follow_this_thread()
         progress.since -= 10
-        detector = StragglerDetector(channel, progress, warn_after_s=0.1, timeout_s=1)
-        detector.waits_too_long()
-        assert detector.nears_timeout()
-        detector.anticipate_timeout()
-        assert not detector.nears_timeout()
-        listening.append(detector.listens)
+        local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
+        guarded = GuardedStore(channel, local_ranks, Connections(), store_rank=None)
+        monitor = HeartbeatMonitor(guarded, progress, warn_after_s=0.1, timeout_s=1)
+        monitor.update_wait()
+        assert monitor.nears_timeout()
+        monitor.anticipate_timeout()
+        assert not monitor.nears_timeout()
+        listening.append(monitor.wait.listens)
         channel.close()
     assert listening == [True] * 4 + [False] * 16
 
@@ -150,10 +153,10 @@ def test_heartbeats_of_all_ranks_are_read_at_once() -> None:
     store = CountedStore()
     ranks = [channel_of(store, rank=rank, world_size=20) for rank in range(20)]
     for rank in ranks[:-1]:
-        rank.beat({"count": rank.rank})
+        rank.set(f"beat/{rank.rank}", {"count": rank.rank})
     missing_one = {rank: {"count": rank} for rank in range(1, 19)}
     assert ranks[0].last_beats() == missing_one
-    ranks[-1].beat({"count": 19})
+    ranks[-1].set("beat/19", {"count": 19})
     store.asked.clear()
     assert ranks[0].last_beats() == {**missing_one, 19: {"count": 19}}
     assert store.asked.total() == 2

@@ -26,8 +26,8 @@ from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.startup import store
-from lightning_bucketddp.startup.rendezvous import RankInfo, RendezvousRound
-from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, part_of
+from lightning_bucketddp.startup.rendezvous import RankInfo, Rendezvous, RendezvousRound
+from lightning_bucketddp.startup.store import ChildProcesses, Deadline, StartError, StoreAddress, part_of
 from tests.support import warm
 from tests.support.cases import for_each
 from tests.support.hosts import two_hosts
@@ -188,6 +188,13 @@ def test_reasons_of_others_command_no_terminal() -> None:
     rdzv.decide("\x1b[2J")
     with pytest.raises(StartError, match=r"^\\x1b\[2J$"):
         rdzv.is_accepted(RankInfo(rank=1, world_size=2))
+
+
+def test_names_of_hosts_command_no_terminal() -> None:
+    address = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
+    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, host="\x1b[2J"))
+    rdzv.join(rdzv.host)
+    assert "1 did, from host \\x1b[2J." in str(Rendezvous(address, timeout_s=-1)._reason_to_give_up(rdzv))
 
 
 def test_rank_zero_may_be_what_is_missing(agent: TCPStore) -> None:

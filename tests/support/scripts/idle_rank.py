@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 from lightning.fabric import Fabric
 
+from lightning_bucketddp.faults import watchdog
+from lightning_bucketddp.faults.local_ranks import introduce
 from lightning_bucketddp.faults.side_channel import SideChannel
 
 
@@ -14,14 +17,13 @@ def work(fabric: Fabric) -> None:
         print("rank 1 has worked", flush=True)
 
 
-def introduce_late(channel: SideChannel, *identity: object, **place: object) -> None:
+def introduce_late(channel: SideChannel, *, pid: int, place: str) -> None:
     """As on a machine that is slow."""
     if channel.rank == 1:
         time.sleep(1)
-    introduce(channel, *identity, **place)  # type: ignore[arg-type]
+    introduce(channel, pid=pid, place=place)
 
 
 if __name__ == "__main__":
-    introduce = SideChannel.introduce
-    SideChannel.introduce = introduce_late  # type: ignore[method-assign, assignment]
-    Fabric(accelerator="cpu", devices=2, strategy="bucketddp_fork").launch(work)
+    with patch.object(watchdog, "introduce", introduce_late):
+        Fabric(accelerator="cpu", devices=2, strategy="bucketddp_fork").launch(work)
