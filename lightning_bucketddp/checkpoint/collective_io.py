@@ -50,10 +50,7 @@ def write_on_rank_zero(
 def read_on_every_rank(
     read: Callable[[], _Checkpoint], collectives: Collectives, *, path: str | os.PathLike[str]
 ) -> _Checkpoint:
-    """Call `read`; raise on every rank if it raises on any, or if they read different files. All ranks must call this.
-
-    Hosts may have disks of their own.
-    """
+    """Call `read`; raise on every rank if it raises on any, or if they differ in files. All ranks must call this."""
     try:
         checkpoint = read()
         content = fingerprint(str(path), reads_remote=False)

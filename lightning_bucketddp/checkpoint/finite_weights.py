@@ -74,9 +74,7 @@ class FiniteCheckpoints:
     ) -> Path:
         """Return where to write a checkpoint that was meant for `path`, and has these `nonfinite` weights.
 
-        Args:
-            refuses: raise instead of choosing another place.
-            can_resume: there is all in it that training needs to go on.
+        If it `refuses` those, it raises. One that `can_resume` has all that training needs to go on.
         """
         if not nonfinite:
             self.add(path, can_resume=can_resume)
@@ -150,8 +148,12 @@ def _severities(weights: Mapping[str, Any]) -> Severities:
     # Each tensor is read once, on its device; the host waits once for all of a kind.
     by_kind: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
     for name, weight in weights.items():
-        if (numbers := _real_numbers(weight)) is not None:
-            low, high = numbers.aminmax()  # several times faster than `isfinite`
+        if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.numel() == 0:
+            continue
+        numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+        if numbers.is_floating_point():
+            # Several times faster than `isfinite`, and missing for 8 bits.
+            low, high = (numbers.float() if numbers.itemsize == 1 else numbers).aminmax()
             by_kind.setdefault((low.device, low.dtype), {})[name] = (low, high)
     found: Severities = {}
     for of_kind in by_kind.values():
@@ -159,12 +161,3 @@ def _severities(weights: Mapping[str, Any]) -> Severities:
         for name, pair in zip(of_kind, extremes, strict=True):
             found[name] = NAN if any(map(math.isnan, pair)) else INFINITE if any(map(math.isinf, pair)) else FINITE
     return found
-
-
-def _real_numbers(value: Any) -> Tensor | None:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.numel() == 0:
-        return None
-    numbers: Tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-    if not numbers.is_floating_point():
-        return None
-    return numbers.float() if numbers.itemsize == 1 else numbers  # no `aminmax` for 8 bits

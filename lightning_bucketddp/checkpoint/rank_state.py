@@ -49,8 +49,10 @@ def to_plain(value: Any) -> Any:
         return tensor if tensor.device.type == "cpu" else {_KIND: "tensor on the accelerator", "tensor": tensor}
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) is np.ndarray:
-        return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": _bytes_of(value)}
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
+        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0).byte()
+        return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": raw}
     if type(value) is np.random.RandomState:
         name, keys, *rest = value.get_state(legacy=True)
         return {_KIND: "numpy.random.RandomState", "state": [str(name), np.asarray(keys).tolist(), *rest]}
@@ -98,22 +100,12 @@ def holds_tensors(plain: Any) -> bool:
     return isinstance(plain, Tensor)
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
-    # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
-    if array.dtype.kind not in "biufc":
-        raise NotPlainError(f"array of {array.dtype}")
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0).byte()
-
-
 def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:
     """Return `tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
 
-    Tensors travel one by one, to rank zero only, and are on the CPU there: together they may be larger than the memory
-    of a device. They are copies, so that a checkpoint can be written while training goes on.
-
-    Args:
-        tree: dicts, lists and tuples of dense tensors, numbers, strings and None.
-        collectives: None when there are no other ranks.
+    It consists of dicts, lists and tuples of dense tensors, numbers, strings and None. Tensors travel one by one and
+    are on the CPU of rank zero: together they may be larger than the memory of a device. They are copies, so that a
+    checkpoint can be written while training goes on. `collectives` is None when there are no other ranks.
     """
     if collectives is None:
         return [apply_to_collection(tree, Tensor, _copy_to_cpu)]
@@ -147,16 +139,11 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """The state that a user gave to a communication hook.
-
-    Args:
-        layout: identifies what the hook's buckets are made of (see `bucket_layout`).
-        collectives: None when there are no other ranks.
-    """
+    """The state that a user gave to a communication hook (Note: what is kept)."""
 
     state: Any
-    layout: str
-    collectives: Collectives | None
+    layout: str  # what `bucket_layout` returns
+    collectives: Collectives | None  # None when there are no other ranks
 
     def gather(self) -> dict[str, Any] | None:
         """Return what goes into the checkpoint, on rank zero; None on the other ranks. All ranks must call this."""

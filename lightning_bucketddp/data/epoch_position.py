@@ -48,20 +48,13 @@ from lightning_bucketddp.trainer_internals import (
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Where a checkpoint holds what is ours, and there what is this file's.
-_OURS, _KEY = "bucketddp", "position"
 _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning's, about loaders that do not know themselves where they were.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class ResumableSampler(Sampler[Any]):
-    """What `sampler` gives, in the first pass between the indices that `taken` returns; else it is like `sampler`.
-
-    Attributes:
-        is_first_pass: whether the next pass is the first.
-        generator_at_start: state of the generator when the pass began; None: there was none, or none is needed.
-    """
+    """What `sampler` gives, in the first pass between the indices that `taken` returns; else it is like `sampler`."""
 
     def __init__(
         self, sampler: Any, *, taken: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
@@ -70,6 +63,7 @@ class ResumableSampler(Sampler[Any]):
         self._taken = taken
         self._restored = generator_at_start
         self.is_first_pass = True
+        # State of the generator when the pass began; None: there was none, or none is needed.
         self.generator_at_start = generator_at_start
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,25 +109,17 @@ def _random_sampler(sampler: Any) -> Any:
 
 @dataclass(slots=True)
 class _Part:
-    """Where this rank is in one of the training dataloaders (Note: position).
-
-    Attributes:
-        batch_size: how many of what its sampler gives make a batch; None: it gives batches of the user's own.
-        num_samples: how many it gives in a pass; infinite: that is not known, or not the same on all ranks.
-        sampler: leaves out what was trained on; None: the loader does so itself.
-        begin: where in what its sampler gives the first pass of this run begins; it ends at `end`, if that is given.
-        num_batches: how many batches that makes.
-        is_first_pass: whether it is the first of the epoch; a loader that is shorter than another begins again.
-    """
+    """Where this rank is in one of the training dataloaders (Note: position)."""
 
     loader: Any
-    batch_size: int | None
-    num_samples: float
-    sampler: ResumableSampler | None
+    batch_size: int | None  # how many of what its sampler gives; None: it gives batches of the user's own
+    num_samples: float  # in a pass; infinite: that is not known, or not the same on all ranks
+    sampler: ResumableSampler | None  # leaves out what was trained on; None: the loader does so itself
+    # Where in what its sampler gives the first pass of this run begins and ends (None: at its end).
     begin: int = 0
     end: int | None = None
-    num_batches: float = math.inf
-    is_first_pass: bool = True
+    num_batches: float = math.inf  # that makes
+    is_first_pass: bool = True  # of the epoch; a loader that is shorter than another begins again
 
     def take_all(self) -> None:
         """Take all of an epoch."""
@@ -142,8 +128,7 @@ class _Part:
     def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
         """Take what comes after `num_behind` in an epoch of `num_batches`; return how many batches that leaves out.
 
-        `num_counted` is how many there were, which have become more or fewer if their size is another. There is one
-        left at least, to end the epoch with, even if it was seen before.
+        They were `num_counted`, maybe of another size. One is left at least, to end the epoch with.
         """
         size, length = self.batch_size or 1, length_of(self.loader)
         if math.inf in (self.num_samples, num_batches):
@@ -201,11 +186,7 @@ class _Resumed:
 
 
 class EpochPosition(RunPart):
-    """Counts the batches of an epoch that are in the weights (Note: position).
-
-    Args:
-        is_on: or else Lightning says where a resumed run begins, and loaders what they give then.
-    """
+    """Counts the batches of an epoch that are in the weights (Note: position); unless `is_on`, Lightning does."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -229,7 +210,7 @@ class EpochPosition(RunPart):
 
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
         """Set the counts in `checkpoint` right, for the training that begins with it."""
-        saved = checkpoint.get(_OURS, {}).get(_KEY)
+        saved = checkpoint.get("bucketddp", {}).get("position")
         progress = saved_progress(checkpoint)
         if not self._is_on or trainer.state.fn != "fit" or saved is None or progress is None:
             return

@@ -36,31 +36,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the data that one rank gets.
-
-    Attributes:
-        seed: from which samplers draw their order; equal on all ranks, because they have to draw the same.
-        repeats: a rank that has no batch of its own in a round repeats one.
-    """
+    """The part of the data that one rank gets."""
 
     rank: int
     world_size: int
-    seed: int
-    repeats: bool = True
+    seed: int  # equal on all ranks, because their samplers have to draw the same order
+    repeats: bool = True  # a rank that has no batch of its own in a round repeats one
 
 
 class Rounds:
-    """Deals out batches as they are, to the ranks in turn (Note: rounds).
-
-    Attributes:
-        has_last_apart: the last batch may be smaller than the others, and has a round of its own.
-        num_own_batches: how many batches of the current pass are this rank's own; those behind them are repeated.
-            Infinite until it is known.
-    """
+    """Deals out batches as they are, to the ranks in turn; `has_last_apart`: in a round of its own (Note: rounds)."""
 
     def __init__(self, part: Part, *, has_last_apart: bool) -> None:
         self.part = part
         self.has_last_apart = has_last_apart
+        # Of the current pass; those behind them are repeated. Infinite until it is known.
         self.num_own_batches: float = math.inf
 
     def number_of(self, num_batches: int) -> int:
@@ -106,7 +96,10 @@ class Rounds:
 
 
 class SharedDraws:
-    """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass."""
+    """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass.
+
+    Those of the process stay as they are.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -114,10 +107,7 @@ class SharedDraws:
         self._num_passes = 0
 
     def through(self, values: Iterable[_T], *, sampler: Any, num_drawn: int | None = _NUM_DRAWN) -> Iterator[_T]:
-        """Return `values`, which `sampler` draws, in a new pass, `num_drawn` at a time, or all of them at once.
-
-        The random numbers of this process stay as they are.
-        """
+        """Return `values`, which `sampler` draws, in a new pass, `num_drawn` at a time, or all of them at once."""
         epoch = getattr(sampler, "epoch", 0)
         self._num_passes = self._num_passes + 1 if epoch == self._epoch else 1
         self._epoch = epoch
@@ -179,26 +169,21 @@ class ShareOfSamples(BatchShare):
         return math.ceil(base / size) + (extra > 0)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        sampler = self.original.sampler
+        sampler, size = self.original.sampler, self.original.batch_size
+        rank, world_size = self.part.rank, self.part.world_size
         samples = list(self._draws.through(sampler, sampler=sampler, num_drawn=None))
-        return iter(self._own_and_repeated(samples) if self.part.repeats else self._own_only(samples))
-
-    def _own_and_repeated(self, samples: list[Any]) -> list[list[Any]]:
-        rank, world_size, size = self.part.rank, self.part.world_size, self.original.batch_size
+        if not self.part.repeats:
+            # As many batches on all ranks wherever there are enough samples; their sizes differ by one.
+            own, number = samples[rank::world_size], len(self)
+            batches = [own[len(own) * at // number : len(own) * (at + 1) // number] for at in range(number)]
+            return iter([batch for batch in batches if batch])
         base, extra = self._split(len(samples))
         own = samples[rank : world_size * base : world_size]
         batches = [own[at : at + size] for at in range(0, base, size)]
         self.num_own_batches = len(batches) + (rank < extra)
         if extra:
             batches.append(samples[world_size * base :][rank if rank < extra else 0 :: extra])
-        return batches
-
-    def _own_only(self, samples: list[Any]) -> list[list[Any]]:
-        """Return as many batches on all ranks wherever there are enough samples; their sizes differ by one."""
-        own = samples[self.part.rank :: self.part.world_size]
-        number = len(self)
-        batches = [own[len(own) * at // number : len(own) * (at + 1) // number] for at in range(number)]
-        return [batch for batch in batches if batch]
+        return iter(batches)
 
     def _split(self, num_samples: int) -> tuple[int, int]:
         """Return `base` and E; s is the smallest that is possible, but for 1, which some models do not take."""
@@ -251,10 +236,9 @@ class ShareOfIndices(DistributedSampler[Any]):
 
 
 def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:
-    """Return a loader like `loader`, a DataLoader that gives all samples to every rank, for this rank's part of them.
+    """Return a loader like `loader`, which gives all samples to every rank, for this rank's `part` of them.
 
-    Args:
-        keeps_batches: deal out the batches of one process.
+    With `keeps_batches` the batches of one process are dealt out.
     """
     changes: dict[str, Any] = {}
     # Without repetitions it goes to `fabric.setup_dataloaders`, which looks at the class of the sampler.

@@ -74,11 +74,8 @@ class StepSampler(BatchSampler):
         self._batches_per_step = division.batches_per_step
 
     def loss_factor(self, index: int, *, num_batches: float, begun: tuple[int, int] = (0, 0)) -> float:
-        """Return what makes a loss count by the samples of its batch (Note: incomplete step).
-
-        `begun` says after how many samples, and how many batches, the epoch was resumed.
-        """
-        num_behind, num_before = begun
+        """Return what makes a loss count by the samples of its batch (Note: incomplete step)."""
+        num_behind, num_before = begun  # samples and batches, when the epoch was resumed
         num_samples = len(self.sampler) - num_behind  # type: ignore[arg-type]
 
         def size_of(index: int) -> int:
@@ -92,9 +89,7 @@ class StepSampler(BatchSampler):
 class GlobalBatchSize(RunPart):
     """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
-    Args:
-        weighs: weigh the losses of an incomplete step; nothing else does.
-        begun: after how many samples, and how many batches, the epoch was resumed.
+    It `weighs` the losses of an incomplete step if nothing else does. `begun` is that of `EpochPosition`.
     """
 
     def __init__(self, size: int | None, *, weighs: bool, begun: Callable[[], tuple[int, int]]) -> None:

@@ -38,16 +38,13 @@ _OF_RANKS = {
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """The part of `dataset` that this process reads (Note: dealing). Attributes are those of `dataset`.
-
-    Attributes:
-        num_read: how many samples of the whole stream are left out at the beginning of the next pass.
-        begun: how many were left out of this one, and how many batches the training loop counts before it.
-    """
+    """The part of `dataset` that this process reads (Note: dealing). Attributes are those of `dataset`."""
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, batch_size: int) -> None:
         self.dataset = dataset
+        # Samples of the whole stream that are left out at the beginning of the next pass.
         self.num_read = 0
+        # Those left out of this pass, and how many batches the training loop counts before it.
         self.begun = (0, 0)
         self._rank = rank
         self._world_size = world_size
@@ -73,11 +70,7 @@ class ShardedIterable(IterableDataset[Any]):
 
 
 class IterableSharding(RunPart):
-    """Deals out the streams of a run (Note: dealing).
-
-    Args:
-        num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: it is over.
-    """
+    """Deals out the streams of a run (Note: dealing). `num_batches_trained` returns None if the epoch is over."""
 
     def __init__(
         self,
@@ -112,7 +105,7 @@ class IterableSharding(RunPart):
             members = _stateful(original, self._num_batches_trained, batch_size=batch_size, num_ranks=world_size)
         else:
             rank, world_size = 0, 1
-            members = _in_rounds(original, Rounds(Part(self._rank, self._world_size, seed=0), has_last_apart=True))
+            members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
         dealt = ShardedIterable(loader.dataset, rank=rank, world_size=world_size, batch_size=batch_size)
         return changed_loader(loader, members, dataset=dealt, dealt_from=loader)
 
@@ -122,8 +115,9 @@ class IterableSharding(RunPart):
             self._warn(text)
 
 
-def _in_rounds(original: Any, rounds: Rounds) -> dict[str, Any]:
+def _in_rounds(original: Any, part: Part) -> dict[str, Any]:
     """Return the members of a loader that deals out the batches of `original` (Note: rounds)."""
+    rounds = Rounds(part, has_last_apart=True)
     return {
         "rounds": rounds,
         "__iter__": lambda this: rounds.deal(original.__iter__(this)),

@@ -25,10 +25,8 @@ _DEFINED_IN_PYTHON = 1 << 9
 class UnevenData:
     """What becomes of the training data of a fit (Note: evenness).
 
-    Args:
-        extends: go on until the data of all ranks has ended.
-        asks_every: with `extends`, the number of batches between two questions whether anyone has more. If it is not
-            one, they are not asked at all if the lengths of all loaders are known.
+    With `extends`, ranks are asked whether anyone has more every `asks_every` batches. If that is not one, they are not
+    asked at all if the lengths of all loaders are known.
     """
 
     def __init__(self, exchange: StepExchange, *, extends: bool, asks_every: int = 1) -> None:
@@ -59,10 +57,13 @@ class UnevenData:
             # Those that a run that is resumed had read before; asked before the next pass begins.
             num_read: int = getattr(this, "num_batches_read", 0)
             batches: Iterator[Any] = original.__iter__(this)
-            if not is_only_loader(this):
-                return self._one_of_several(batches)
+            is_only = is_only_loader(this)
+            if self._extends and not is_only:
+                raise ValueError(
+                    "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
+                )
             if not self._extends:
-                return self._watched(batches, length, num_read=num_read)
+                return self._watched(batches, length, num_read=num_read) if is_only else batches
             return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
         members: dict[str, Any] = {"__iter__": iterate, "_even_original": original}
@@ -123,13 +124,6 @@ class UnevenData:
                 " one batch on every rank."
             )
         return bool(told.greatest.weight)
-
-    def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._extends:
-            raise ValueError(
-                "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
-            )
-        yield from batches
 
 
 class _Batches:
