@@ -1,11 +1,5 @@
 """Checkpoints whose weights are infinite or nan, and those that they must not replace.
 
-Note: what counts as a weight
-    Parameters, and the running statistics of normalisation layers, which a nan in one batch makes nan for ever. Other
-    buffers may hold infinities on purpose: attention masks, best values so far. So may parameters: one that was no
-    better when training began does not count. Nor does optimizer state: a nan in it is in the weights, too, after the
-    same step, and with an infinite second moment training can go on.
-
 Note: never in the place of a finite one
     A checkpoint with bad weights goes into a directory of its own, beside the path that was asked for. In the same
     directory whatever resumes by itself would take it for the newest, under any name. `ModelCheckpoint` removes a
@@ -39,7 +33,10 @@ Path = str | os.PathLike[str]
 
 
 def severities_of(module: nn.Module) -> Severities:
-    """Return the worst value of each weight of `module` (Note: what counts as a weight)."""
+    """Return the worst value of each weight of `module`: of parameters, and of running statistics.
+
+    Other buffers may hold infinities on purpose. A nan in optimizer state is in the weights, too, after the same step.
+    """
     return _severities(_weights_of(module))
 
 

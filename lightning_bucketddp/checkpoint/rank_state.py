@@ -1,13 +1,4 @@
-"""State that each rank has of its own, communication hooks' too, gathered to rank zero for the checkpoint.
-
-Note: what is kept
-    A state that has `state_dict()` and `load_state_dict()` is asked. Of any other state its attributes are taken (its
-    items, if it is a dict) as far as they are plain data: numbers, strings, tensors, numpy arrays, random number
-    generators, and lists, tuples and dicts of them. Process groups, functions and other objects are left out, and are
-    what the program has given when training resumes. Tensors in a state belong to one rank (the error that PowerSGD
-    still owes) and to buckets by their index. With another number of ranks, other parameters or another `bucket_cap_mb`
-    they mean nothing: then only what all ranks had in common and what holds no tensor comes back.
-"""
+"""State that each rank has of its own, communication hooks' too, gathered to rank zero for the checkpoint."""
 
 from __future__ import annotations
 
@@ -139,7 +130,13 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """The state that a user gave to a communication hook (Note: what is kept)."""
+    """The state that a user gave to a communication hook.
+
+    One that has `state_dict()` and `load_state_dict()` is asked. Of any other its attributes are kept (its items, if it
+    is a dict) as far as they are plain data, and the rest (process groups, functions) is what the program has given.
+    Tensors belong to one rank and to buckets by their index: with another number of ranks, other parameters or another
+    `bucket_cap_mb` only what all ranks had in common and what holds no tensor comes back.
+    """
 
     state: Any
     layout: str  # what `bucket_layout` returns

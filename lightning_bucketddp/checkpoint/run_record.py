@@ -1,9 +1,4 @@
-"""Which checkpoints a run has written: a small file, for the start that follows.
-
-Note: newest
-    Checkpoints are numbered as they are written, because clocks jump and copies get new times. A file counts as long as
-    its content is what was written: one that another run has put in its place has another fingerprint.
-"""
+"""Which checkpoints a run has written: a small file, for the start that follows."""
 
 from __future__ import annotations
 
@@ -95,7 +90,7 @@ class RunRecord:
         return [(kind, version) for kind, version in self._read().get("loggers", [])]
 
     def newest_first(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints (Note: newest). The files may have changed since."""
+        """Return the checkpoints by their numbers, because clocks jump. The files may have changed since."""
         saved = []
         for entry in self._read().get("checkpoints", []):
             is_relative = "://" not in entry["path"] and not os.path.isabs(entry["path"])

@@ -1,11 +1,4 @@
-"""Ranks that train on the same batches, because nothing has split their data.
-
-Note: the same data
-    In the first steps of a fit each rank sends a digest of its batches with the message that it sends in any case.
-    Ranks are said to read the same data if their digests agree in the first three steps and are not the same three
-    times: data that is equal by nature (zeros, one sample) does not change from step to step either. A step in which no
-    two ranks agree ends the comparison. Only tensors on the CPU count, so nothing waits for a device.
-"""
+"""Ranks that train on the same batches, because nothing has split their data."""
 
 from __future__ import annotations
 
@@ -35,7 +28,12 @@ _MAX_ELEMENTS = 1024
 
 
 class FirstBatches(RunPart):
-    """Compares the first batches of a fit with those of the other ranks, and warns once (Note: the same data)."""
+    """Compares the first batches of a fit with those of the other ranks, and warns once.
+
+    A digest goes with the message that a step sends in any case. Ranks are said to read the same data if their digests
+    agree in the first three steps and are not the same three times: data that is equal by nature (zeros, one sample)
+    does not change from step to step. A step in which no two ranks agree ends the comparison.
+    """
 
     def __init__(self, exchange: StepExchange, *, warn: Callable[[str], None]) -> None:
         self._exchange = exchange

@@ -1,11 +1,4 @@
-"""A number of samples per optimizer step that stays, whatever the number of ranks.
-
-Note: incomplete step
-    The last step of an epoch may have fewer samples than the others. Lightning divides each loss by the number of
-    batches of a whole step, and counts a short batch like a full one. Here the losses of such a step are multiplied so
-    that it is the mean over the samples that it has, as in one process. With `drop_last` it is left out. The length of
-    a stream is not known: there Lightning's way stays, unless `gradient_weight` says more.
-"""
+"""A number of samples per optimizer step that stays, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +67,10 @@ class StepSampler(BatchSampler):
         self._batches_per_step = division.batches_per_step
 
     def loss_factor(self, index: int, *, num_batches: float, begun: tuple[int, int] = (0, 0)) -> float:
-        """Return what makes a loss count by the samples of its batch (Note: incomplete step)."""
+        """Return what makes a loss count by the samples of its batch, so that a step is the mean over its samples.
+
+        Lightning divides each loss by the number of batches of a whole step, and counts a short batch like a full one.
+        """
         num_behind, num_before = begun  # samples and batches, when the epoch was resumed
         num_samples = len(self.sampler) - num_behind  # type: ignore[arg-type]
 
@@ -89,7 +85,8 @@ class StepSampler(BatchSampler):
 class GlobalBatchSize(RunPart):
     """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
-    It `weighs` the losses of an incomplete step if nothing else does. `begun` is that of `EpochPosition`.
+    It `weighs` the losses of the last step of an epoch, which may be incomplete, if nothing else does; not those of a
+    stream, whose length is not known. `begun` is that of `EpochPosition`.
     """
 
     def __init__(self, size: int | None, *, weighs: bool, begun: Callable[[], tuple[int, int]]) -> None:

@@ -44,30 +44,9 @@ class TrainingState:
     # Where a number can be written: a dict and the key in it.
     owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
-    def add_optimizer(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        *,
-        parameters: Mapping[str, Tensor],
-        is_divided: Callable[[Tensor], bool],
-    ) -> None:
-        """Add what `optimizer` keeps for these parameters on every rank, and the numbers of its parameter groups."""
-        names = {id(param): param_name for param_name, param in parameters.items()}
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) in names:
-                    self.numbers[f"{name}: group of {names[id(param)]}"] = index
-            for key, value in group.items():
-                self._add(f"{name}: {key} of group {index}", value, owner=group, key=key, is_number=_is_setting(value))
-        for param, state in optimizer.state.items():
-            if id(param) in names and isinstance(state, dict) and not is_divided(param):
-                for key, value in state.items():
-                    # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
-                    is_counter = isinstance(value, int)
-                    self._add(f"{name}: {key} of {names[id(param)]}", value, owner=state, key=key, is_number=is_counter)
-
-    def _add(self, name: str, value: Any, *, owner: dict[str, Any], key: str, is_number: bool) -> None:
+    def add(self, name: str, owner: dict[str, Any], key: str, *, is_number: bool) -> None:
+        """Add `owner[key]`, if it is a tensor, or `is_number`."""
+        value = owner[key]
         # An ordinary tensor: neither sparse nor made of others (a DTensor holds a shard).
         has_bits = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if has_bits and not hasattr(value, "__tensor_flatten__"):
@@ -113,12 +92,25 @@ def training_state(
     is_divided: Callable[[Tensor], bool] = lambda _: False,
 ) -> TrainingState:
     """Return what is compared: `parameters` and what `optimizers` keep for them, unless that is divided among ranks."""
-    state = TrainingState({name: param.detach() for name, param in parameters.items()})
-    for index, optimizer in enumerate(optimizers):
+    compared = TrainingState({name: param.detach() for name, param in parameters.items()})
+    names = {id(param): name for name, param in parameters.items()}
+    for number, optimizer in enumerate(optimizers):
         # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
-        if not hasattr(optimizer, "consolidate_state_dict"):
-            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters, is_divided=is_divided)
-    return state
+        if hasattr(optimizer, "consolidate_state_dict"):
+            continue
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in names:
+                    compared.numbers[f"optimizer {number}: group of {names[id(param)]}"] = index
+            for key, value in group.items():
+                compared.add(f"optimizer {number}: {key} of group {index}", group, key, is_number=_is_setting(value))
+        for param, state in optimizer.state.items():
+            if id(param) in names and isinstance(state, dict) and not is_divided(param):
+                for key, value in state.items():
+                    # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
+                    name = f"optimizer {number}: {key} of {names[id(param)]}"
+                    compared.add(name, state, key, is_number=isinstance(value, int))
+    return compared
 
 
 class ReplicaComparison:
