@@ -117,6 +117,15 @@ def damage_in(file: BinaryIO) -> str | None:
         return incomplete
 
 
+def damage_at(path: str, filesystem: AbstractFileSystem) -> str | None:
+    """Return what is wrong with the file at `path`, in plain words; None: nothing."""
+    try:
+        with filesystem.open(path, "rb") as file:
+            return damage_in(file)
+    except OSError as error:
+        return f"it cannot be read ({error})"
+
+
 def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
     """Return the name of the newest file without damage, among those beside `path` with its suffix; None: none is."""
     own_name, suffix = os.path.basename(path), os.path.splitext(path)[1]
@@ -124,13 +133,10 @@ def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | Non
         names = [str(name) for name in filesystem.ls(os.path.dirname(path), detail=False)]
         others = [it for it in names if os.path.splitext(it)[1] == suffix and filesystem.isfile(it)]
         others = [it for it in others if os.path.basename(it)[:1] != "." and os.path.basename(it) != own_name]
-        for name in sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]:
-            with filesystem.open(name) as file:
-                if damage_in(file) is None:
-                    return os.path.basename(name)
+        newest_first = sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]
     except (OSError, NotImplementedError):
-        pass  # a server that lists nothing, or does not know when: all that is missing then is advice
-    return None
+        return None  # a server that lists nothing, or does not know when: all that is missing then is advice
+    return next((os.path.basename(name) for name in newest_first if damage_at(name, filesystem) is None), None)
 
 
 _PATHS = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]

@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.checkpoint_io import damage_in
+from lightning_bucketddp.checkpoint.checkpoint_io import damage_at
 from lightning_bucketddp.checkpoint.collective_io import fingerprint
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,7 @@ class SavedCheckpoint:
         filesystem, target = url_to_fs(self.path)
         if not filesystem.exists(target):
             return None
-        try:
-            with filesystem.open(target, "rb") as file:
-                damage = damage_in(file)
-        except OSError as error:
-            damage = f"it cannot be read ({error})"
-        return damage or (None if self.is_there() else "another file has taken its place")
+        return damage_at(target, filesystem) or (None if self.is_there() else "another file has taken its place")
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class _Resumed:
     @property
     def is_within_epoch(self) -> bool:
         """Whether samples of an epoch that is not over are in the weights."""
-        has_samples = any(loader["num_samples"] for loader in self.saved["loaders"])
+        has_samples = any(loader["num_samples"] for loader in self.saved.get("loaders", []))
         return not self.is_end_of_epoch and (self.num_batches > 0 or has_samples)
 
 
@@ -310,7 +310,7 @@ class EpochPosition(RunPart):
         part, num_ranks, num_before = self._parts[index], self._trainer.world_size, resumed.saved["world_size"]
         if part.sampler is None:
             return len(range(self._trainer.global_rank, part.loader.dataset.begun[0], num_ranks)), True
-        saved = dict(enumerate(resumed.saved["loaders"])).get(index)
+        saved = dict(enumerate(resumed.saved.get("loaders", []))).get(index)
         is_of_other_ranks = part.num_samples == math.inf and num_before != num_ranks
         if saved is None or saved["own_batches"] != part.own_batches or is_of_other_ranks:
             rank_zero_warn(
@@ -338,7 +338,7 @@ class EpochPosition(RunPart):
             if part.sampler is None and not resumed.is_end_of_epoch:
                 part.loader.dataset.begun = part.loader.dataset.begun[0], self._batches.current.processed
         self._resumed = None
-        self._continue_schedules(resumed, resumed.saved["metrics"])
+        self._continue_schedules(resumed, resumed.saved.get("metrics", {}))
         if resumed.is_within_epoch and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]

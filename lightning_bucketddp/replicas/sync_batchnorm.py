@@ -135,8 +135,10 @@ class _BatchNormOverRanks(TorchFunctionMode):
                 )
             if count == 0:
                 return F.batch_norm(x, running_mean, running_var, momentum=momentum, **options)
-        _update(running_mean, batch.mean, momentum)
-        _update(running_var, batch.var * (batch.count / (batch.count - 1)), momentum)
+        unbiased = batch.var * (batch.count / (batch.count - 1))
+        for running, value in ((running_mean, batch.mean), (running_var, unbiased)):
+            if running is not None:
+                running.copy_(running.to(value.dtype).lerp(value, momentum))
         normalize: Callable[..., Tensor] = _Normalize.apply
         return normalize(x, options["weight"], options["bias"], batch, options["eps"], collectives, is_idle)
 
@@ -169,11 +171,6 @@ def _statistics_over_ranks(x: Tensor, collectives: Collectives) -> _Statistics:
     # Chan's formula. A difference of squares would cancel where the mean is much larger than the deviation.
     var = (share_by_rank * (var_by_rank + (mean_by_rank - mean).square())).sum(0)
     return _Statistics(mean, var, count)
-
-
-def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:
-        running.copy_(running.to(value.dtype).lerp(value, momentum))
 
 
 class _Normalize(torch.autograd.Function):
