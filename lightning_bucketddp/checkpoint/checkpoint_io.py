@@ -185,19 +185,21 @@ def _configurations() -> list[Any]:
     ]
 
 
-def _under_other_names() -> Iterator[Callable[..., Any]]:
-    """Yield safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
+def _under_other_names() -> list[Callable[..., Any]]:
+    """Return safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
     modules = ("numpy.core.multiarray", "numpy._core.multiarray")
     names = [(function, module) for function in _NUMPY_FUNCTIONS for module in modules]
     names += [(path, module) for path in _PATHS for module in {"pathlib", "pathlib._local"} - {path.__module__}]
-    for original, module in names:
+    return [_renamed(function, module) for function, module in names]
 
-        def renamed(*args: Any, original: Callable[..., Any] = original) -> Any:
-            return original(*args)
 
-        # These are the names that torch looks up.
-        renamed.__module__, renamed.__name__, renamed.__qualname__ = module, original.__name__, original.__name__
-        yield renamed
+def _renamed(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+    def renamed(*args: Any) -> Any:
+        return function(*args)
+
+    # These are the names that torch looks up.
+    renamed.__module__, renamed.__name__, renamed.__qualname__ = module, function.__name__, function.__name__
+    return renamed
 
 
 @contextmanager
