@@ -138,7 +138,7 @@ class CheckpointStats:
 
     @property
     def held_up_s(self) -> float:
-        """Return how long training stood still for them."""
+        """Return how long training waited for checkpoints."""
         return self.snapshot_s + self.waiting_s + self.writing_s
 
     @contextmanager
@@ -172,7 +172,7 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a write in the background has failed and nobody has heard of it."""
+        """Return whether a write in the background has failed and its error was not raised yet."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(

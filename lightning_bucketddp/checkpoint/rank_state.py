@@ -84,11 +84,9 @@ def from_plain(plain: Any, device: torch.device) -> Any:
 
 def holds_tensors(plain: Any) -> bool:
     """Return whether there is a tensor or an array anywhere in plain data."""
-    if type(plain) is dict:
-        return any(holds_tensors(value) for value in plain.values())
-    if type(plain) in (list, tuple):
-        return any(holds_tensors(value) for value in plain)
-    return isinstance(plain, Tensor)
+    found: list[Tensor] = []
+    apply_to_collection(plain, Tensor, found.append)
+    return bool(found)
 
 
 def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:

@@ -209,7 +209,7 @@ class EpochPosition(RunPart):
         self._resumed = None
 
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        """Set the counts in `checkpoint` right, for the training that begins with it."""
+        """Correct the counts in `checkpoint` for the training that begins with it."""
         saved = checkpoint.get("bucketddp", {}).get("position")
         progress = saved_progress(checkpoint)
         if not self._is_on or trainer.state.fn != "fit" or saved is None or progress is None:
@@ -379,7 +379,7 @@ class EpochPosition(RunPart):
         )
 
     def num_batches_trained(self) -> int | None:
-        """Return how many batches of the epoch are in the weights; None: it is Lightning who counts."""
+        """Return how many batches of the epoch are in the weights; None: Lightning's count is valid."""
         if not self._can_skip or self._trainer is None or self._resumed is not None:
             return None
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:

@@ -28,7 +28,7 @@ from lightning_bucketddp.trainer_internals import batch_sampler_within
 
 _MISSING: Any = object()
 
-# At a time, because to change the random states takes up to a millisecond; not all, because some samplers never end.
+# Drawn at a time: to exchange the random states takes up to a millisecond. Not all, because some samplers never end.
 _NUM_DRAWN = 64
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Streams that are dealt out: each rank and each worker takes its part of an `IterableDataset`.
+"""Sharding of streams: each rank and each worker takes its part of an `IterableDataset`.
 
 Note: dealing
     Every process reads the whole stream, which has to be the same everywhere: shuffled by a seed, if at all. Sample i

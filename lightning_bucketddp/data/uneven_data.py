@@ -23,7 +23,7 @@ _DEFINED_IN_PYTHON = 1 << 9
 
 
 class UnevenData:
-    """What becomes of the training data of a fit (Note: evenness).
+    """Watches the training data of a fit for ranks that run out of it, or extends it there (Note: evenness).
 
     With `extends`, ranks are asked whether anyone has more every `asks_every` batches. If that is not one, they are not
     asked at all if the lengths of all loaders are known.
@@ -46,7 +46,7 @@ class UnevenData:
         self._num_batches_begun += 1
 
     def prepare(self, loader: Any, *, is_only_loader: Callable[[Any], bool]) -> Any:
-        """Return a loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
+        """Return a loader like `loader` that notifies the other ranks when it ends, or goes on until theirs do."""
         if is_even(loader):
             return loader
         loader = copy.copy(loader) if type(loader).__flags__ & _DEFINED_IN_PYTHON else _Batches(loader)
@@ -77,17 +77,17 @@ class UnevenData:
         if not self._extends:
             return length
         self._exchange.send(MessageKind.FETCH, weight=-1 if length == math.inf else length)
-        told = self._exchange.receive()
-        return math.inf if told.least.weight == -1 else int(told.greatest.weight)
+        received = self._exchange.receive()
+        return math.inf if received.least.weight == -1 else int(received.greatest.weight)
 
     def _watched(self, batches: Iterator[Any], length: float, *, num_read: int) -> Iterator[Any]:
-        has_told = False
+        has_sent = False
         for num_given, batch in enumerate(batches, start=num_read + 1):
             if num_given == length:  # nobody will ask for another
                 self._exchange.send(MessageKind.OUT_OF_DATA)
-                has_told = True
+                has_sent = True
             yield batch
-        if not has_told:
+        if not has_sent:
             self._exchange.send(MessageKind.OUT_OF_DATA)
 
     def _extended(
@@ -116,18 +116,18 @@ class UnevenData:
     def _anyone_has(self, has_batch: bool, *, is_begin: bool) -> bool:
         """Return whether any rank has another batch. All ranks must ask this."""
         self._exchange.send(MessageKind.FETCH, weight=has_batch)
-        told = self._exchange.receive()
-        if is_begin and told.least.weight < told.greatest.weight:
-            without = [message.weight for message in told.by_rank].index(0)
+        received = self._exchange.receive()
+        if is_begin and received.least.weight < received.greatest.weight:
+            without = [message.weight for message in received.by_rank].index(0)
             raise ValueError(
                 f"Rank {self._exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
                 " one batch on every rank."
             )
-        return bool(told.greatest.weight)
+        return bool(received.greatest.weight)
 
 
 class _Batches:
-    """A loader of a built-in type, such as a generator of batches, in a class that can be changed."""
+    """Wraps a loader of a built-in type, such as a list or generator of batches, whose class cannot be changed."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
