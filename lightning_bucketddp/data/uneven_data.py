@@ -57,13 +57,10 @@ class UnevenData:
             # Those that a run that is resumed had read before; asked before the next pass begins.
             num_read: int = getattr(this, "num_batches_read", 0)
             batches: Iterator[Any] = original.__iter__(this)
-            is_only = is_only_loader(this)
-            if self._extends and not is_only:
-                raise ValueError(
-                    "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
-                )
+            if not is_only_loader(this):
+                return self._one_of_several(batches)
             if not self._extends:
-                return self._watched(batches, length, num_read=num_read) if is_only else batches
+                return self._watched(batches, length, num_read=num_read)
             return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
         members: dict[str, Any] = {"__iter__": iterate, "_even_original": original}
@@ -124,6 +121,14 @@ class UnevenData:
                 " one batch on every rank."
             )
         return bool(received.greatest.weight)
+
+    def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # With the first batch, not by `iter`: Lightning ends a fit properly only after that.
+        if self._extends:
+            raise ValueError(
+                "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
+            )
+        yield from batches
 
 
 class _Batches:
