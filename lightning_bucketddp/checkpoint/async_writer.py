@@ -7,11 +7,6 @@ Note: in the background
 
     What shall be removed goes after the write that is in flight, and only if that succeeds. Otherwise a run that is
     killed between the two would have neither the old checkpoint nor the new one.
-
-Note: what is copied
-    The checkpoint goes through pickle, as `torch.save` would put it, except that each storage stays behind and is
-    replaced by a copy in host memory. So the copy saves to the same file: tensors that share a storage still share one,
-    a view has all of its storage behind it, and what cannot be saved is refused at once.
 """
 
 from __future__ import annotations
@@ -38,8 +33,9 @@ from lightning_bucketddp.wording import pluralize
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-# As `torch.save` does: an object may answer differently to another one.
-_PROTOCOL = 2
+log = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
 
 
 class Snapshots:
@@ -49,9 +45,14 @@ class Snapshots:
         self._buffers: list[Tensor] = []
 
     def take(self, checkpoint: Any) -> Any:
-        """Return a copy of `checkpoint` with all tensors in host memory (Note: what is copied)."""
+        """Return a copy of `checkpoint` with all tensors in host memory, which saves to the same file.
+
+        It goes through pickle as in `torch.save`, and each storage is replaced by a copy. So tensors still share
+        storages, a view has all of its storage behind it, and what cannot be saved is refused at once.
+        """
         without_storages = io.BytesIO()
-        pickler = _Pickler(without_storages, protocol=_PROTOCOL)
+        # The protocol is that of `torch.save`: an object may answer differently to another one.
+        pickler = _Pickler(without_storages, protocol=2)
         pickler.dump(checkpoint)
         # Not as inference tensors, which a save after a validation would make: those cannot be overwritten later.
         with torch.inference_mode(False), torch.no_grad():
@@ -97,9 +98,8 @@ class _Pickler(pickle.Pickler):
             obj, dtype = obj._untyped_storage, obj.dtype
         if not isinstance(obj, UntypedStorage):
             return None
-        storage: UntypedStorage = obj
-        key: int = storage._cdata  # by which `torch.save` knows a storage
-        self.storages[key] = storage
+        key: int = obj._cdata  # by which `torch.save` knows a storage
+        self.storages[key] = obj
         return key, dtype
 
 
@@ -116,11 +116,6 @@ class _Unpickler(pickle.Unpickler):
             return storage
         typed: TypedStorage = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
         return typed
-
-
-log = logging.getLogger(__name__)
-
-Path = str | os.PathLike[str]
 
 
 @dataclass(slots=True)
@@ -143,7 +138,7 @@ class CheckpointStats:
 
     @property
     def held_up_s(self) -> float:
-        """Return how long training stood still for them."""
+        """Return how long training waited for checkpoints."""
         return self.snapshot_s + self.waiting_s + self.writing_s
 
     @contextmanager
@@ -156,7 +151,7 @@ class CheckpointStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def describe(self) -> str:
-        """Return all of it in one line; what it consists of only if some was written in the background."""
+        """Return all of it in one line."""
         held_up = f"{pluralize(self.num_saves, 'checkpoint')} held up training for {self.held_up_s:.3f} s"
         if not self.background_s:
             return held_up
@@ -177,7 +172,7 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a write in the background has failed and nobody has heard of it."""
+        """Return whether a write in the background has failed and its error was not raised yet."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
@@ -231,9 +226,8 @@ class CheckpointWriter:
         self._in_flight = None
         return failure
 
-    # In the thread.
-
     def _write(self, snapshot: Any, write: Callable[[dict[str, Any]], None], path: Path) -> None:
+        """Write, in the thread."""
         try:
             with self.stats.timing("background_s"), CheckpointWriteError.raised_for(path):
                 write(snapshot)
@@ -253,13 +247,9 @@ class CheckpointWriter:
 
 
 def drain(checkpoint_io: CheckpointIO) -> None:
-    """Wait for the writes in the background and raise what went wrong in them.
-
-    `teardown` is where plugins do so. Lightning calls it after every fit, validate, test and predict, so that one
-    more call is nothing new to them.
-    """
+    """Wait for the writes of a plugin in the background and raise what went wrong in them."""
     with raised_once(checkpoint_io):
-        checkpoint_io.teardown()
+        checkpoint_io.teardown()  # which Lightning calls after each fit, too
 
 
 @contextmanager

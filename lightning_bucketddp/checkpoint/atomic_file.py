@@ -4,12 +4,9 @@ Note: whose file it is
     Several runs may write into one directory, from several hosts, so a temporary file is removed only when its writer
     is surely gone. Its name tells who that is: the process by its number and start time, and where that number means
     something (one boot of one kernel, one container). A process of our own numbering that is not there any more has
-    ended. About others nothing can be known from here, whatever the file system: their files go when nobody has
-    written to them for an hour. Should such a writer live all the same, its save fails with an error that names the
-    path; what it has saved before is not touched.
-
-    Not by a lock on the file. On network file systems locks may be missing, or local to a host, or hang when the lock
-    service does not answer; and forked loader workers would hold one for a trainer that was killed.
+    ended. Files of others go when nobody has written to them for an hour. Should such a writer live all the same, its
+    save fails with an error that names the path; what it has saved before is not touched. Locks do not do: on network
+    file systems they may be missing or hang, and forked loader workers would hold one for a trainer that was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from lightning_bucketddp.processes import is_running, pid_scope, process_start_t
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-
 # By the clock of the file system. The longest silence of a writer is the flush of its file to slow storage.
 _ABANDONED_AFTER_S = 3600.0
 
@@ -37,7 +33,6 @@ _ABANDONED_AFTER_S = 3600.0
 # which tells who has made it.
 _CLAIM = ".bucketddp-saver-{}"
 _CLAIM_NAME = re.compile(r"\.bucketddp-saver-[0-9a-f]{16}")
-
 _NAME = re.compile(r"\.bucketddp-([0-9a-f]{16})-(\d{1,9})-(\d+)-[0-9a-f]{8}\.tmp")
 
 
@@ -49,12 +44,9 @@ def temporary_name() -> str:
 def find_temporary_files(directory: str) -> list[Path]:
     """Return the temporary files in `directory`, whether their writers are gone or not."""
     with suppress(OSError):
-        return [path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name) or _is_claim(path)]
+        paths = list(Path(directory).iterdir())
+        return [path for path in paths if _NAME.fullmatch(path.name) or _CLAIM_NAME.fullmatch(path.name)]
     return []
-
-
-def _is_claim(path: Path) -> bool:
-    return _CLAIM_NAME.fullmatch(path.name) is not None
 
 
 def claim_file(directory: str, name: str) -> bool:
@@ -81,7 +73,7 @@ def remove_abandoned_files(directory: str, *, now: float) -> None:
     own_scope = pid_scope()
     for path in find_temporary_files(directory):
         with suppress(OSError):
-            writer = _NAME.fullmatch(path.read_text() if _is_claim(path) else path.name)
+            writer = _NAME.fullmatch(path.read_text() if _CLAIM_NAME.fullmatch(path.name) else path.name)
             scope, pid, start_time = writer.groups() if writer else ("", "", "")
             is_gone = scope == own_scope and not is_running(int(pid), start_time=int(start_time))
             if is_gone or now - path.lstat().st_mtime > _ABANDONED_AFTER_S:
@@ -131,11 +123,7 @@ def atomic_file(path: str) -> Iterator[BinaryIO]:
         if isinstance(error, Exception) and temporary.write_error is not None:
             raise temporary.write_error from None
         raise
-    _make_rename_durable(directory)
-
-
-def _make_rename_durable(directory: str) -> None:
-    # Some network file systems refuse to; the file is complete either way.
+    # Makes the rename durable. Some network file systems refuse to; the file is complete either way.
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -78,33 +78,19 @@ class CheckpointReadError(RuntimeError):
 class UnsafeCheckpointError(CheckpointReadError, pickle.UnpicklingError):
     """A checkpoint holds more than data; it is an `UnpicklingError` because that is what torch raises."""
 
-    @classmethod
-    def holding(cls, refused: str, *, path: str | os.PathLike[str]) -> UnsafeCheckpointError:
-        """Return the error for a file at `path` with something in it that is not data."""
-        return cls(
-            f"Checkpoint `{path}` is not loaded, because it holds more than `weights_only=True` accepts: {refused}."
-            " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
-            " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
-        )
-
 
 _ARCHIVE_START = b"PK\x03\x04"
 _PICKLE_START = b"\x80"  # what `torch.save` wrote before its archives; nothing in it tells that it is complete
-_CHUNK_BYTES = 2**20
 _DIRECTORY_ATTRIBUTE = 0x10
 # Of the files beside a damaged one. Each may be gigabytes to read.
 _MAX_TRIED = 10
 
 
-def is_archive(file: BinaryIO) -> bool:
-    """Return whether `file` begins as what `torch.save` writes since torch 1.6."""
-    return _start(file, len(_ARCHIVE_START)) == _ARCHIVE_START
-
-
 def damage_in(file: BinaryIO) -> str | None:
     """Return what is wrong with `file`, in plain words; None if it looks complete and its checksums are right."""
     size = file.seek(0, os.SEEK_END)
-    start = _start(file, 24)
+    file.seek(0)
+    start = file.read(24)
     if size == 0:
         return "it is empty (0 bytes)"
     if start.startswith(_PICKLE_START):
@@ -114,7 +100,13 @@ def damage_in(file: BinaryIO) -> str | None:
     incomplete = f"it is cut short or damaged ({size:,} bytes that are not a complete archive)"
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = next(_damaged_records(archive), None)
+            for entry in archive.infolist():
+                if entry.CRC == 0:
+                    entry.CRC = None  # type: ignore[assignment]  # `torch.serialization.set_crc32_options(False)`
+                if entry.external_attr & _DIRECTORY_ATTRIBUTE:
+                    # Torch would read nothing then, say nothing, and leave in the tensor what was in memory.
+                    return incomplete
+            damaged = archive.testzip()  # verifies the checksums, which torch does not
             return None if damaged is None else f"its record `{damaged}` is damaged (the checksum is wrong)"
     except OSError as error:
         if error.errno != errno.EINVAL:  # a damaged index leads to places that no file has
@@ -125,45 +117,26 @@ def damage_in(file: BinaryIO) -> str | None:
         return incomplete
 
 
-def _start(file: BinaryIO, num_bytes: int) -> bytes:
-    file.seek(0)
-    return file.read(num_bytes)
-
-
-def _damaged_records(archive: zipfile.ZipFile) -> Iterator[str]:
-    """Yield the records whose content does not have the checksum that is stored for it. Torch itself does not look."""
-    for entry in archive.infolist():
-        if entry.CRC == 0:
-            entry.CRC = None  # type: ignore[assignment]  # `torch.serialization.set_crc32_options(False)`
-        if entry.external_attr & _DIRECTORY_ATTRIBUTE:
-            # Torch would read nothing then, say nothing, and leave in the tensor what was in memory.
-            raise zipfile.BadZipFile
-        with archive.open(entry) as record:
-            try:
-                while record.read(_CHUNK_BYTES):
-                    pass
-            except zipfile.BadZipFile:
-                yield entry.filename
+def damage_at(path: str, filesystem: AbstractFileSystem) -> str | None:
+    """Return what is wrong with the file at `path`, in plain words; None: nothing."""
+    try:
+        with filesystem.open(path, "rb") as file:
+            return damage_in(file)
+    except OSError as error:
+        return f"it cannot be read ({error})"
 
 
 def newest_intact_beside(path: str, filesystem: AbstractFileSystem) -> str | None:
     """Return the name of the newest file without damage, among those beside `path` with its suffix; None: none is."""
+    own_name, suffix = os.path.basename(path), os.path.splitext(path)[1]
     try:
-        names = filesystem.ls(os.path.dirname(path), detail=False)
-        others = [name for name in names if _is_candidate(name, path) and filesystem.isfile(name)]
-        for name in sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]:
-            with filesystem.open(name) as file:
-                if damage_in(file) is None:
-                    return os.path.basename(str(name))
+        names = [str(name) for name in filesystem.ls(os.path.dirname(path), detail=False)]
+        others = [it for it in names if os.path.splitext(it)[1] == suffix and filesystem.isfile(it)]
+        others = [it for it in others if os.path.basename(it)[:1] != "." and os.path.basename(it) != own_name]
+        newest_first = sorted(others, key=filesystem.modified, reverse=True)[:_MAX_TRIED]
     except (OSError, NotImplementedError):
-        pass  # a server that lists nothing, or does not know when: all that is missing then is advice
-    return None
-
-
-def _is_candidate(name: str, path: str) -> bool:
-    base = os.path.basename(name)
-    is_same = os.path.basename(path) == base
-    return not is_same and not base.startswith(".") and os.path.splitext(base)[1] == os.path.splitext(path)[1]
+        return None  # a server that lists nothing, or does not know when: all that is missing then is advice
+    return next((os.path.basename(name) for name in newest_first if damage_at(name, filesystem) is None), None)
 
 
 _PATHS = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
@@ -212,47 +185,21 @@ def _configurations() -> list[Any]:
     ]
 
 
-def _under_other_names() -> Iterator[Callable[..., Any]]:
-    """Yield safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
-    for function in _NUMPY_FUNCTIONS:
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            yield _renamed(function, module, function.__name__)
-    for path in _PATHS:
-        for module in {"pathlib", "pathlib._local"} - {path.__module__}:
-            yield _renamed(path, module, path.__name__)
+def _under_other_names() -> list[Callable[..., Any]]:
+    """Return safe types under the names that other versions of numpy (before 2.0) and Python (3.13) have for them."""
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
+    names = [(function, module) for function in _NUMPY_FUNCTIONS for module in modules]
+    names += [(path, module) for path in _PATHS for module in {"pathlib", "pathlib._local"} - {path.__module__}]
+    return [_renamed(function, module) for function, module in names]
 
 
-def _renamed(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+def _renamed(function: Callable[..., Any], module: str) -> Callable[..., Any]:
     def renamed(*args: Any) -> Any:
         return function(*args)
 
     # These are the names that torch looks up.
-    renamed.__module__, renamed.__name__, renamed.__qualname__ = module, name, name
+    renamed.__module__, renamed.__name__, renamed.__qualname__ = module, function.__name__, function.__name__
     return renamed
-
-
-def read_checkpoint(path: str, *, map_location: Any, weights_only: bool | None) -> Any:
-    """Return what the file at `path` holds. One that is damaged is refused before anything of it is loaded.
-
-    Args:
-        path: a local path or what fsspec takes.
-        map_location: as `torch.load` takes it.
-        weights_only: False runs whatever the file says. None means True, unless torch's own variable says otherwise.
-    """
-    filesystem, target = url_to_fs(path)
-    if not filesystem.exists(target):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if weights_only is None:
-        weights_only = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() not in ("1", "y", "yes", "true")
-    with _opened(target, filesystem) as file:
-        if (damage := damage_in(file)) is None:
-            try:
-                return _load(file, path, map_location=map_location, weights_only=weights_only)
-            except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-                if isinstance(error, UnsafeCheckpointError) or not _is_about_the_file(error, file):
-                    raise
-                damage = f"it is cut short or damaged ({_first_line(error)})"
-    raise CheckpointReadError(f"Cannot read checkpoint `{path}`: {damage}. {_advice(path, target, filesystem)}")
 
 
 @contextmanager
@@ -268,22 +215,27 @@ def _opened(target: str, filesystem: AbstractFileSystem) -> Iterator[BinaryIO]:
             yield file
 
 
-def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -> Any:
+def _load(file: BinaryIO, path: str, *, map_location: Any, weights_only: bool) -> dict[str, Any]:
     with safe_globals_allowed() if weights_only else nullcontext():
         try:
             file.seek(0)
-            return torch.load(file, map_location=map_location, weights_only=weights_only)
+            checkpoint: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
+            return checkpoint
         except pickle.UnpicklingError as error:
             if not weights_only or (refused := _refused(error, file)) is None:
                 raise
-            raise UnsafeCheckpointError.holding(refused, path=path) from error
+            raise UnsafeCheckpointError(
+                f"Checkpoint `{path}` is not loaded, because it holds more than `weights_only=True` accepts: {refused}."
+                " Nothing in it was run. If you trust the file, pass `weights_only=False` (before Lightning 2.6: set"
+                " TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1) or name its types to `torch.serialization.add_safe_globals`."
+            ) from error
 
 
 def _refused(error: Exception, file: BinaryIO) -> str | None:
     """Return what torch does not take, with all names if it can list them; None if the file is not even a pickle."""
     # Torch raises a page of advice in the place of the error that says it.
     reason = str(error.__context__ or error).partition(". Please")[0]
-    if not is_archive(file):
+    if not _is_archive(file):
         return reason if "GLOBAL" in reason else None
     with suppress(AttributeError, ValueError, pickle.UnpicklingError):  # not in torch 2.5, and not for every pickle
         file.seek(0)
@@ -292,22 +244,10 @@ def _refused(error: Exception, file: BinaryIO) -> str | None:
     return reason
 
 
-def _is_about_the_file(error: Exception, file: BinaryIO) -> bool:
-    """Return whether an error of torch's shows damage that `damage_in` cannot see, as in files without checksums."""
-    if is_archive(file):
-        return "PytorchStreamReader" in str(error)
-    return not isinstance(error, RuntimeError) or "corrupt" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
-
-
-def _advice(path: str, target: str, filesystem: AbstractFileSystem) -> str:
-    if (intact := newest_intact_beside(target, filesystem)) is None:
-        return "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
-    intact = os.path.join(os.path.dirname(path), intact)
-    return f"The newest intact checkpoint beside it is `{intact}`: resume from that one."
+def _is_archive(file: BinaryIO) -> bool:
+    """Return whether `file` begins as what `torch.save` writes since torch 1.6."""
+    file.seek(0)
+    return file.read(len(_ARCHIVE_START)) == _ARCHIVE_START
 
 
 class AtomicCheckpointIO(_TorchCheckpointIO):
@@ -324,8 +264,13 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
             if isinstance(filesystem, LocalFileSystem):
                 with atomic_file(target) as file:
                     torch.save(checkpoint, file)
-            else:
-                _upload(checkpoint, filesystem, target)
+                return
+            # Not by Lightning, which drops a PermissionError here (2.6) and reports success.
+            content = io.BytesIO()
+            torch.save(checkpoint, content)
+            filesystem.makedirs(os.path.dirname(target), exist_ok=True)
+            with filesystem.transaction:
+                filesystem.pipe_file(target, content.getvalue())
 
     def load_checkpoint(
         self,
@@ -333,14 +278,35 @@ class AtomicCheckpointIO(_TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,  # Lightning's default: as torch reads it, in host memory
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = read_checkpoint(str(path), map_location=map_location, weights_only=weights_only)
-        return checkpoint
+        """Return what the file holds. One that is damaged is refused before anything of it is loaded.
 
-
-def _upload(checkpoint: dict[str, Any], filesystem: AbstractFileSystem, target: str) -> None:
-    # Not by Lightning, which drops a PermissionError here (2.6) and reports success.
-    content = io.BytesIO()
-    torch.save(checkpoint, content)
-    filesystem.makedirs(os.path.dirname(target), exist_ok=True)
-    with filesystem.transaction:
-        filesystem.pipe_file(target, content.getvalue())
+        Args:
+            path: a local path or what fsspec takes.
+            map_location: as `torch.load` takes it.
+            weights_only: False runs whatever the file says. None is True, unless torch's own variable says otherwise.
+        """
+        path = str(path)
+        filesystem, target = url_to_fs(path)
+        if not filesystem.exists(target):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        if weights_only is None:
+            unsafe = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower()
+            weights_only = unsafe not in ("1", "y", "yes", "true")
+        with _opened(target, filesystem) as file:
+            if (damage := damage_in(file)) is None:
+                try:
+                    return _load(file, path, map_location=map_location, weights_only=weights_only)
+                except UnsafeCheckpointError:
+                    raise
+                except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+                    # It may show damage that `damage_in` cannot see, as in files without checksums.
+                    text, is_damaged = str(error), not isinstance(error, RuntimeError) or "corrupt" in str(error)
+                    if not ("PytorchStreamReader" in text if _is_archive(file) else is_damaged):
+                        raise
+                    reason = ": ".join([type(error).__name__, *text.splitlines()[:1]])
+                    damage = f"it is cut short or damaged ({reason})"
+        advice = "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
+        if (name := newest_intact_beside(target, filesystem)) is not None:
+            intact = os.path.join(os.path.dirname(path), name)
+            advice = f"The newest intact checkpoint beside it is `{intact}`: resume from that one."
+        raise CheckpointReadError(f"Cannot read checkpoint `{path}`: {damage}. {advice}")

@@ -29,9 +29,8 @@ def write_on_rank_zero(
 ) -> None:
     """Call `write` on rank zero; if it raises an `Exception`, raise on every rank. All ranks must call this.
 
-    Without it the other ranks would wait for ever for a rank zero that has failed. Once the process group is gone,
-    after a failure of some rank, one rank writes and the others do nothing: the one where `is_saver`, else rank zero.
-    `collectives` is None when there are no other ranks, and `path`, which goes into the error, if it is not known.
+    Once the process group is gone, after a failure of some rank, one rank writes and the others do nothing: the one
+    where `is_saver`, else rank zero. `collectives` is None when there are no other ranks.
     """
     if collectives is None or not collectives.is_open:
         if collectives is None or (collectives.rank == 0 if is_saver is None else is_saver):
@@ -51,11 +50,7 @@ def write_on_rank_zero(
 def read_on_every_rank(
     read: Callable[[], _Checkpoint], collectives: Collectives, *, path: str | os.PathLike[str]
 ) -> _Checkpoint:
-    """Call `read`; raise on every rank if it raises on any, or if they read different files. All ranks must call this.
-
-    A rank that cannot read would leave the others waiting for it, and one that reads another file would train on from
-    another optimizer state: hosts may have disks of their own.
-    """
+    """Call `read`; raise on every rank if it raises on any, or if they differ in files. All ranks must call this."""
     try:
         checkpoint = read()
         content = fingerprint(str(path), reads_remote=False)
@@ -96,10 +91,7 @@ def _raise_difference(outcomes: list[dict[str, Any]]) -> None:
 def fingerprint(path: str, *, reads_remote: bool = True) -> str | None:
     """Return a fingerprint that differs for files that differ; None for what is not a file.
 
-    Archives are not read: they hold checksums.
-
-    Args:
-        reads_remote: otherwise what is not a local file has none.
+    Archives are not read: they hold checksums. Unless `reads_remote`, what is not a local file has none.
     """
     filesystem, target = url_to_fs(path)
     if not (reads_remote or isinstance(filesystem, LocalFileSystem)) or not filesystem.isfile(target):

@@ -1,19 +1,11 @@
 """Checkpoints whose weights are infinite or nan, and those that they must not replace.
 
-Note: what counts as a weight
-    Parameters, and the running statistics of normalisation layers, which a nan in one batch makes nan for ever. Other
-    buffers may hold infinities on purpose: attention masks, best values so far. So may parameters: one that was no
-    better when training began does not count. Optimizer state is not looked at. A nan in it is in the weights, too,
-    after the same step; with an infinite second moment training can go on.
-
 Note: never in the place of a finite one
-    A checkpoint with bad weights goes into a directory of its own, beside the path that was asked for. Not under
-    another name in the same directory: whatever resumes by itself would take it for the newest (to Lightning
-    `last-nonfinite.ckpt` is a "last" checkpoint, and `hpc_ckpt_2.nonfinite` the newest of a requeued job).
-
-    `ModelCheckpoint` removes a checkpoint as soon as it has saved the one that replaces it. If that one is not finite
-    nothing is removed but others that are not finite. `ModelCheckpoint(save_last="link")` links to the path that it has
-    asked for, without a word to the strategy. So there must be something: a link to the newest finite checkpoint.
+    A checkpoint with bad weights goes into a directory of its own, beside the path that was asked for. In the same
+    directory whatever resumes by itself would take it for the newest, under any name. `ModelCheckpoint` removes a
+    checkpoint as soon as it has saved the one that replaces it: if that one is not finite nothing is removed but others
+    that are not finite. `ModelCheckpoint(save_last="link")` links to the path that it has asked for, so there must be
+    something: a link to the newest finite checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +33,10 @@ Path = str | os.PathLike[str]
 
 
 def severities_of(module: nn.Module) -> Severities:
-    """Return the worst value of each weight of `module` (Note: what counts as a weight)."""
+    """Return the worst value of each weight of `module`: of parameters, and of running statistics.
+
+    Other buffers may hold infinities on purpose. A nan in optimizer state is in the weights, too, after the same step.
+    """
     return _severities(_weights_of(module))
 
 
@@ -76,11 +71,7 @@ class FiniteCheckpoints:
     ) -> Path:
         """Return where to write a checkpoint that was meant for `path`, and has these `nonfinite` weights.
 
-        Args:
-            nonfinite: names of weights that have become infinite or nan.
-            refuses: raise instead of choosing another place.
-            can_resume: there is all in it that training needs to go on.
-            step: of the training, if it is known.
+        If it `refuses` those, it raises. One that `can_resume` has all that training needs to go on.
         """
         if not nonfinite:
             self.add(path, can_resume=can_resume)
@@ -154,26 +145,16 @@ def _severities(weights: Mapping[str, Any]) -> Severities:
     # Each tensor is read once, on its device; the host waits once for all of a kind.
     by_kind: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
     for name, weight in weights.items():
-        if (numbers := _real_numbers(weight)) is not None:
-            low, high = numbers.aminmax()  # several times faster than `isfinite`
+        if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.numel() == 0:
+            continue
+        numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+        if numbers.is_floating_point():
+            # Several times faster than `isfinite`, and missing for 8 bits.
+            low, high = (numbers.float() if numbers.itemsize == 1 else numbers).aminmax()
             by_kind.setdefault((low.device, low.dtype), {})[name] = (low, high)
     found: Severities = {}
     for of_kind in by_kind.values():
         extremes = torch.stack([torch.stack(pair) for pair in of_kind.values()]).tolist()
-        found |= {name: _severity(*pair) for name, pair in zip(of_kind, extremes, strict=True)}
+        for name, pair in zip(of_kind, extremes, strict=True):
+            found[name] = NAN if any(map(math.isnan, pair)) else INFINITE if any(map(math.isinf, pair)) else FINITE
     return found
-
-
-def _severity(low: float, high: float) -> int:
-    if math.isnan(low):  # then both are
-        return NAN
-    return INFINITE if math.isinf(low) or math.isinf(high) else FINITE
-
-
-def _real_numbers(value: Any) -> Tensor | None:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.numel() == 0:
-        return None
-    numbers: Tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-    if not numbers.is_floating_point():
-        return None
-    return numbers.float() if numbers.itemsize == 1 else numbers  # no `aminmax` for 8 bits

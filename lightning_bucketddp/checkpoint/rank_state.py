@@ -1,30 +1,18 @@
-"""State that each rank has of its own, communication hooks' too, gathered to rank zero for the checkpoint.
-
-Note: what is kept
-    A state that has `state_dict()` and `load_state_dict()` is asked. Of any other state its attributes are taken (its
-    items, if it is a dict) as far as they are plain data: numbers, strings, tensors, numpy arrays, random number
-    generators, and lists, tuples and dicts of them. Process groups, functions and other objects are left out, and are
-    what the program has given when training resumes.
-
-Note: another number of ranks
-    Tensors in a state belong to one rank (the error that PowerSGD still owes) and to buckets by their index. With
-    another number of ranks, other parameters or another `bucket_cap_mb` they mean nothing. Then only what all ranks
-    had in common and what holds no tensor comes back: the iteration, the random numbers.
-"""
+"""State that each rank has of its own, communication hooks' too, gathered to rank zero for the checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -52,8 +40,10 @@ def to_plain(value: Any) -> Any:
         return tensor if tensor.device.type == "cpu" else {_KIND: "tensor on the accelerator", "tensor": tensor}
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) is np.ndarray:
-        return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": _bytes_of(value)}
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
+        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0).byte()
+        return {_KIND: "numpy array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": raw}
     if type(value) is np.random.RandomState:
         name, keys, *rest = value.get_state(legacy=True)
         return {_KIND: "numpy.random.RandomState", "state": [str(name), np.asarray(keys).tolist(), *rest]}
@@ -70,11 +60,6 @@ def plain_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
             with suppress(NotPlainError):
                 plain[key] = to_plain(value)
     return plain
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether `value` has a plain form."""
-    return bool(plain_entries({"value": value}))
 
 
 def from_plain(plain: Any, device: torch.device) -> Any:
@@ -99,92 +84,61 @@ def from_plain(plain: Any, device: torch.device) -> Any:
 
 def holds_tensors(plain: Any) -> bool:
     """Return whether there is a tensor or an array anywhere in plain data."""
-    if type(plain) is dict:
-        return any(holds_tensors(value) for value in plain.values())
-    if type(plain) in (list, tuple):
-        return any(holds_tensors(value) for value in plain)
-    return isinstance(plain, Tensor)
-
-
-def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
-    # Not as numbers: torch has no tensors of some dtypes, and old ones cannot save all that it has.
-    if array.dtype.kind not in "biufc":
-        raise NotPlainError(f"array of {array.dtype}")
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0).byte()
+    found: list[Tensor] = []
+    apply_to_collection(plain, Tensor, found.append)
+    return bool(found)
 
 
 def gather_to_rank_zero(tree: Any, collectives: Collectives | None) -> list[Any] | None:
     """Return `tree` of every rank, by rank, on rank zero; None on the others. All ranks must call this.
 
-    Tensors travel one by one, to rank zero only, and are on the CPU there: together they may be larger than the memory
-    of a device. They are copies, so that a checkpoint can be written while training goes on.
-
-    Args:
-        tree: dicts, lists and tuples of dense tensors, numbers, strings and None.
-        collectives: None when there are no other ranks.
+    It consists of dicts, lists and tuples of dense tensors, numbers, strings and None. Tensors travel one by one and
+    are on the CPU of rank zero: together they may be larger than the memory of a device. They are copies, so that a
+    checkpoint can be written while training goes on. `collectives` is None when there are no other ranks.
     """
     if collectives is None:
-        return [_map_tensors(tree, _copy_to_cpu)]
+        return [apply_to_collection(tree, Tensor, _copy_to_cpu)]
     device = collectives.device
     # Tensors on "meta" have a shape and a dtype, and no content: they tell rank zero what to receive.
-    outlines = collectives.gather_rows(_to_bytes(_map_tensors(tree, lambda tensor: tensor.to("meta")), device))
+    buffer = io.BytesIO()
+    torch.save(apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().to("meta")), buffer)
+    outlines = collectives.gather_rows(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(device))
     if collectives.rank != 0:
-        _map_tensors(tree, lambda tensor: collectives.send(tensor.to(device), destination=0))
+        apply_to_collection(tree, Tensor, lambda it: collectives.send(it.detach().to(device), destination=0))
         return None
 
     def receive(outline: Tensor, *, source: int) -> Tensor:
         tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         collectives.receive(tensor, source=source)
         # In the memory order that it has there.
-        return (
-            tensor.cpu()
-            if tensor.stride() == outline.stride()
-            else torch.empty_like(outline, device="cpu").copy_(tensor)
-        )
+        is_ordered = tensor.stride() == outline.stride()
+        return tensor.cpu() if is_ordered else torch.empty_like(outline, device="cpu").copy_(tensor)
 
-    others = enumerate(outlines[1:], start=1)
-    received = [_map_tensors(_from_bytes(raw), partial(receive, source=source)) for source, raw in others]
-    return [_map_tensors(tree, _copy_to_cpu), *received]
-
-
-def _map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return `tree` with `function` called on each tensor, always in the same order."""
-    if isinstance(tree, Tensor):
-        return function(tree.detach())
-    if type(tree) is dict:
-        return {key: _map_tensors(value, function) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)([_map_tensors(value, function) for value in tree])
-    return tree
+    by_rank = [apply_to_collection(tree, Tensor, _copy_to_cpu)]
+    for source, raw in enumerate(outlines[1:], start=1):
+        # What comes from another process is data, never code.
+        outline = torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)
+        by_rank.append(apply_to_collection(outline, Tensor, receive, source=source))
+    return by_rank
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)
-
-
-def _to_bytes(outline: Any, device: torch.device) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(outline, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
-
-
-def _from_bytes(raw: Tensor) -> Any:
-    # What comes from another process is data, never code.
-    return torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)
+    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
     """The state that a user gave to a communication hook.
 
-    Args:
-        layout: identifies what the hook's buckets are made of (see `bucket_layout`).
-        collectives: None when there are no other ranks.
+    One that has `state_dict()` and `load_state_dict()` is asked. Of any other its attributes are kept (its items, if it
+    is a dict) as far as they are plain data, and the rest (process groups, functions) is what the program has given.
+    Tensors belong to one rank and to buckets by their index: with another number of ranks, other parameters or another
+    `bucket_cap_mb` only what all ranks had in common and what holds no tensor comes back.
     """
 
-    state: object
-    layout: str
-    collectives: Collectives | None
+    state: Any
+    layout: str  # what `bucket_layout` returns
+    collectives: Collectives | None  # None when there are no other ranks
 
     def gather(self) -> dict[str, Any] | None:
         """Return what goes into the checkpoint, on rank zero; None on the other ranks. All ranks must call this."""
@@ -209,18 +163,29 @@ class HookState:
             )
         self._replace(from_plain(_common(by_rank) if reason else by_rank[rank], device))
 
+    @property
+    def _has_state_dict(self) -> bool:
+        return hasattr(self.state, "state_dict") and hasattr(self.state, "load_state_dict")
+
     def _entries(self) -> dict[Any, Any]:
-        if _has_state_dict(self.state):
-            return dict(self.state.state_dict())  # type: ignore[attr-defined]
-        return self.state if isinstance(self.state, dict) else _attributes(self.state)
+        if self._has_state_dict:
+            return dict(self.state.state_dict())
+        if isinstance(self.state, dict):
+            return self.state
+        # Not by `__getstate__`: PowerSGD's logs a warning each time, and its `__setstate__` forgets the process group.
+        slots = [vars(cls).get("__slots__", ()) for cls in type(self.state).__mro__]
+        names = [name for of_class in slots for name in ([of_class] if isinstance(of_class, str) else of_class)]
+        entries = {it: getattr(self.state, it) for it in names if not it.startswith("__") and hasattr(self.state, it)}
+        return {**entries, **getattr(self.state, "__dict__", {})}
 
     def _replace(self, entries: dict[Any, Any]) -> None:
         present = self._entries()
-        if _has_state_dict(self.state):
-            self.state.load_state_dict({**present, **entries})  # type: ignore[attr-defined]
+        if self._has_state_dict:
+            self.state.load_state_dict({**present, **entries})
             return
         # What is not plain now (a process group) was given by the program for this run.
-        entries = {key: value for key, value in entries.items() if is_plain(present.get(key))}
+        plain = plain_entries({key: present.get(key) for key in entries})
+        entries = {key: value for key, value in entries.items() if key in plain}
         if isinstance(self.state, dict):
             self.state.update(entries)
             return
@@ -243,18 +208,3 @@ def _common(by_rank: list[dict[Any, Any]]) -> dict[Any, Any]:
         if not holds_tensors(value)
         and all(key in other and not holds_tensors(other[key]) and other[key] == value for other in others)
     }
-
-
-def _has_state_dict(state: object) -> bool:
-    return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
-
-
-def _attributes(state: object) -> dict[str, Any]:
-    # Not by `__getstate__`: PowerSGD's logs a warning each time, and its `__setstate__` forgets the process group.
-    names = [name for cls in type(state).__mro__ for name in _slots(cls)]
-    return {**{name: getattr(state, name) for name in names if hasattr(state, name)}, **getattr(state, "__dict__", {})}
-
-
-def _slots(cls: type) -> list[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]

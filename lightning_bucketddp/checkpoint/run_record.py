@@ -1,9 +1,4 @@
-"""Which checkpoints a run has written: a small file, for the start that follows.
-
-Note: newest
-    Checkpoints are numbered as they are written, because clocks jump and copies get new times. A file counts as long as
-    its content is what was written: one that another run has put in its place has another fingerprint.
-"""
+"""Which checkpoints a run has written: a small file, for the start that follows."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.checkpoint_io import damage_in
+from lightning_bucketddp.checkpoint.checkpoint_io import damage_at
 from lightning_bucketddp.checkpoint.collective_io import fingerprint
 
 log = logging.getLogger(__name__)
@@ -42,7 +37,6 @@ class SavedCheckpoint:
     epoch: int
 
     def describe(self) -> str:
-        """Return it in words."""
         return f"`{self.path}` (step {self.step}, epoch {self.epoch})"
 
     def is_there(self) -> bool:
@@ -57,37 +51,21 @@ class SavedCheckpoint:
         filesystem, target = url_to_fs(self.path)
         if not filesystem.exists(target):
             return None
-        try:
-            with filesystem.open(target, "rb") as file:
-                damage = damage_in(file)
-        except OSError as error:
-            damage = f"it cannot be read ({error})"
-        return damage or (None if self.is_there() else "another file has taken its place")
+        return damage_at(target, filesystem) or (None if self.is_there() else "another file has taken its place")
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Where a run has ended by itself.
-
-    Attributes:
-        step: that was its last.
-        num_epochs: that were complete.
-        seconds: that a `Timer` has counted; 0: there was none.
-        was_stopped: a callback other than a `Timer` has stopped it.
-    """
+    """Where a run has ended by itself."""
 
     step: int
-    num_epochs: int
-    seconds: float
-    was_stopped: bool
+    num_epochs: int  # that were complete
+    seconds: float  # that a `Timer` has counted; 0: there was none
+    was_stopped: bool  # by a callback other than a `Timer`
 
 
 class RunRecord:
-    """The checkpoints of the run that is called `name`, in a file under `root`; read again for each change.
-
-    Args:
-        root: a directory, or the address of one.
-    """
+    """The checkpoints of the run `name`, in a file under `root`, a directory or the address of one."""
 
     def __init__(self, root: str, name: str) -> None:
         self._root = root
@@ -107,8 +85,12 @@ class RunRecord:
         return [(kind, version) for kind, version in self._read().get("loggers", [])]
 
     def newest_first(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints (Note: newest). The files may have changed since."""
-        saved = [self._saved(entry) for entry in self._read().get("checkpoints", [])]
+        """Return the checkpoints by their numbers, because clocks jump. The files may have changed since."""
+        saved = []
+        for entry in self._read().get("checkpoints", []):
+            is_relative = "://" not in entry["path"] and not os.path.isabs(entry["path"])
+            path = f"{self._root}/{entry['path']}" if is_relative else entry["path"]
+            saved.append(SavedCheckpoint(**{**entry, "path": path}))
         return sorted(saved, key=lambda one: one.number, reverse=True)
 
     def num_other_runs(self) -> int:
@@ -121,8 +103,7 @@ class RunRecord:
     def add(self, path: str, *, step: int, epoch: int, loggers: Loggers | None = None, is_over: bool = False) -> None:
         """Note that the newest checkpoint is at `path`, and the `loggers` of now, if they are known.
 
-        Args:
-            is_over: it is saved after the end of the run.
+        `is_over` tells that it is saved after the end of the run.
         """
         if (content := fingerprint(path)) is None:
             log.warning("bucketddp: `auto_resume` will not find `%s`, because it is not a file.", path)
@@ -148,10 +129,6 @@ class RunRecord:
     def _without(self, path: str) -> dict[str, Any]:
         record, name = self._read(), self._shortened(path)
         return {**record, "checkpoints": [it for it in record.get("checkpoints", []) if it["path"] != name]}
-
-    def _saved(self, entry: dict[str, Any]) -> SavedCheckpoint:
-        is_relative = "://" not in entry["path"] and not os.path.isabs(entry["path"])
-        return SavedCheckpoint(**{**entry, "path": f"{self._root}/{entry['path']}" if is_relative else entry["path"]})
 
     def _shortened(self, path: str) -> str:
         """Return `path` from the root on, if it is below: the root may be moved."""

@@ -3,13 +3,12 @@
 Note: position
     A checkpoint holds how many batches of its epoch went into the weights: those before the last optimizer's step.
     Lightning's own count may be behind, where an exception came after the step and before the batch was over, or ahead,
-    where gradients were being accumulated, which are lost. It is set right when the checkpoint is loaded.
+    where gradients were being accumulated, which are lost. It is corrected when the checkpoint is loaded.
 
-    It also holds how many samples that were, of each dataloader. The sampler leaves them out, which costs no reading.
-    Most samplers begin an epoch by drawing a seed or an order from one of torch's generators: its state then is in the
-    checkpoint, too, but not for a `DistributedSampler`, which knows its order by the number of the epoch.
+    It also holds how many samples that were, of each dataloader, and the sampler leaves them out. Most samplers begin
+    an epoch by drawing a seed or an order from one of torch's generators, whose state then is in the checkpoint, too;
+    but a `DistributedSampler` knows its order by the number of the epoch.
 
-Note: other batches
     With another batch size or number of ranks the samples that are left make other batches, and Lightning counts as
     many before them as make the epoch come out right. Each rank takes every n-th sample of an order that does not
     depend on the number of ranks, so what is behind is divided by that number, and the remainder is seen again. Where
@@ -32,8 +31,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
+from lightning_bucketddp.data.loaders import changed_loader, is_even, length_of
 from lightning_bucketddp.data.sharded_iterable import is_dealt
-from lightning_bucketddp.data.uneven_data import is_even
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.trainer_internals import (
     batch_progress,
@@ -49,29 +48,22 @@ from lightning_bucketddp.trainer_internals import (
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Where a checkpoint holds what is ours, and there what is this file's.
-_OURS, _KEY = "bucketddp", "position"
 _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning's, about loaders that do not know themselves where they were.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class ResumableSampler(Sampler[Any]):
-    """What `sampler` gives, in the first pass from here to there, as `taken` says. Attributes are those of `sampler`.
-
-    Attributes:
-        is_first_pass: whether the next pass is the first.
-        generator_at_start: state of the generator when the pass began; None: there was none, or none is needed.
-    """
+    """What `sampler` gives, in the first pass between the indices that `taken` returns; else it is like `sampler`."""
 
     def __init__(
         self, sampler: Any, *, taken: Callable[[], tuple[int, int | None]], generator_at_start: Tensor | None
     ) -> None:
         self._original = sampler
         self._taken = taken
-        self._draws = _random_sampler(sampler) is not None
         self._restored = generator_at_start
         self.is_first_pass = True
+        # State of the generator when the pass began; None: there was none, or none is needed.
         self.generator_at_start = generator_at_start
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,10 +71,10 @@ class ResumableSampler(Sampler[Any]):
         begin, end = self._taken() if self.is_first_pass else (0, None)
         self.is_first_pass = False
         restored, self._restored = self._restored, None
-        if not self._draws:
+        if (drawing := _random_sampler(self._original)) is None:
             yield from islice(self._original, begin, end)
             return
-        own = getattr(_random_sampler(self._original), "generator", None)
+        own = getattr(drawing, "generator", None)
         generator: torch.Generator = torch.default_generator if own is None else own
         now = generator.get_state()
         if restored is not None:
@@ -117,39 +109,28 @@ def _random_sampler(sampler: Any) -> Any:
 
 @dataclass(slots=True)
 class _Part:
-    """Where this rank is in one of the training dataloaders (Note: other batches).
-
-    Attributes:
-        loader: as the strategy has prepared it.
-        batch_size: how many of what its sampler gives make a batch; None: it gives batches of the user's own.
-        num_samples: how many it gives in a pass; infinite: that is not known, or not the same on all ranks.
-        sampler: leaves out what was trained on; None: the loader does so itself.
-        begin: where in what its sampler gives the first pass of this run begins.
-        end: where it ends; None: at its end.
-        num_batches: how many batches that makes.
-        is_first_pass: whether it is the first of the epoch; a loader that is shorter than another begins again.
-    """
+    """Where this rank is in one of the training dataloaders (Note: position)."""
 
     loader: Any
-    batch_size: int | None
-    num_samples: float
-    sampler: ResumableSampler | None
+    batch_size: int | None  # how many of what its sampler gives; None: it gives batches of the user's own
+    num_samples: float  # in a pass; infinite: that is not known, or not the same on all ranks
+    sampler: ResumableSampler | None  # leaves out what was trained on; None: the loader does so itself
+    # Where in what its sampler gives the first pass of this run begins and ends (None: at its end).
     begin: int = 0
     end: int | None = None
-    num_batches: float = math.inf
-    is_first_pass: bool = True
+    num_batches: float = math.inf  # that makes
+    is_first_pass: bool = True  # of the epoch; a loader that is shorter than another begins again
 
     def take_all(self) -> None:
         """Take all of an epoch."""
-        self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, _length(self.loader), True
+        self.begin, self.end, self.num_batches, self.is_first_pass = 0, None, length_of(self.loader), True
 
     def take_rest(self, num_behind: int, *, num_batches: float, num_counted: int) -> int:
         """Take what comes after `num_behind` in an epoch of `num_batches`; return how many batches that leaves out.
 
-        `num_counted` is how many there were, which have become more or fewer if their size is another. There is one
-        left at least, to end the epoch with, even if it was seen before.
+        They were `num_counted`, maybe of another size. One is left at least, to end the epoch with.
         """
-        size, length = self.batch_size or 1, _length(self.loader)
+        size, length = self.batch_size or 1, length_of(self.loader)
         if math.inf in (self.num_samples, num_batches):
             num_before = num_behind // size
             if num_before != num_counted and num_batches != math.inf:
@@ -164,7 +145,7 @@ class _Part:
 
     def state(self, num_batches: int, *, cycles: bool) -> dict[str, Any]:
         """Return where it is after `num_batches` of this run in this epoch."""
-        size, length = self.batch_size or 1, _length(self.loader)
+        size, length = self.batch_size or 1, length_of(self.loader)
         num_behind = self.begin + num_batches * size
         if cycles and num_batches > self.num_batches:
             num_behind = int((num_batches - self.num_batches) % length or length) * size
@@ -175,7 +156,7 @@ class _Part:
     def own_batches(self) -> list[Any] | None:
         """What batches of the user's own are told apart by; None: there are none."""
         size = getattr(self.loader.batch_sampler, "batch_size", None)
-        return [size, _length(self.loader)] if self.batch_size is None else None
+        return [size, length_of(self.loader)] if self.batch_size is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +186,7 @@ class _Resumed:
 
 
 class EpochPosition(RunPart):
-    """Counts the batches of an epoch that are in the weights (Note: position).
-
-    Args:
-        is_on: or else Lightning says where a resumed run begins, and loaders what they give then.
-    """
+    """Counts the batches of an epoch that are in the weights (Note: position); unless `is_on`, Lightning does."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -232,8 +209,8 @@ class EpochPosition(RunPart):
         self._resumed = None
 
     def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        """Set the counts in `checkpoint` right, for the training that begins with it."""
-        saved = checkpoint.get(_OURS, {}).get(_KEY)
+        """Correct the counts in `checkpoint` for the training that begins with it."""
+        saved = checkpoint.get("bucketddp", {}).get("position")
         progress = saved_progress(checkpoint)
         if not self._is_on or trainer.state.fn != "fit" or saved is None or progress is None:
             return
@@ -243,7 +220,10 @@ class EpochPosition(RunPart):
         # Those that follow a metric: after `on_train_epoch_end`, in which a `ModelCheckpoint` may save.
         is_schedule_due = epochs["completed"] < epochs["processed"] == epochs["started"]
         _set_counts(batches, num_batches)
-        _set_step(progress.optimizer_steps, saved["step"])
+        if saved["step"] == progress.optimizer_steps["total"]["completed"] + 1:
+            # It was taken, but interrupted before Lightning counted it.
+            for counts in progress.optimizer_steps.values():
+                counts["completed"] += 1
         is_counted = epochs["started"] == epochs["processed"]
         if is_end and not is_counted and batches["current"]["completed"] < num_batches and trainer.max_steps == -1:
             # As if saved at the end of the epoch. Otherwise Lightning does not count the next one as begun.
@@ -263,7 +243,7 @@ class EpochPosition(RunPart):
         if not self._can_skip or not is_training:
             return loader
         if is_dealt(loader):
-            self._parts.append(_Part(loader, loader.batch_size or 1, _length(loader.dataset), None))
+            self._parts.append(_Part(loader, loader.batch_size or 1, length_of(loader.dataset), None))
             return loader
         has_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not has_samples or hasattr(loader, "load_state_dict"):
@@ -289,17 +269,15 @@ class EpochPosition(RunPart):
                 # Workers ask for the first samples before Lightning says which epoch it is.
                 getattr(one, "set_epoch", lambda epoch: None)(resumed.epoch)
         sampler = ResumableSampler(original, taken=lambda: self._taken_from(index), generator_at_start=generator)
-        prepared, replaced = copy.copy(loader), sampler
+        replaced = sampler
         if batches is not None and not has_own_batches:
             replaced = copy.copy(batches)
             replaced.sampler = sampler
-        # A `DataLoader` does not let these be set. What workers there are know the old ones.
-        vars(prepared).update({"sampler" if batches is None else "batch_sampler": replaced, "_iterator": None})
-        cls: Any = type(loader)
         num_read = property(lambda this: self._place_loaders() if sampler.is_first_pass else 0)
-        prepared.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "num_batches_read": num_read})
+        changes = {"sampler" if batches is None else "batch_sampler": replaced}
+        prepared: DataLoader[Any] = changed_loader(loader, {"num_batches_read": num_read}, **changes)
         batch_size = None if has_own_batches else getattr(batches, "batch_size", 1)
-        num_samples = _length(original) if are_even and not has_own_batches else math.inf
+        num_samples = length_of(original) if are_even and not has_own_batches else math.inf
         self._parts.append(_Part(prepared, batch_size, num_samples, sampler))
         return prepared
 
@@ -311,7 +289,7 @@ class EpochPosition(RunPart):
         """Decide, once their limits are known, what the loaders give first; return how many batches come before."""
         if self._num_before is None:
             resumed, combined = self._resumed, combined_loader(self._trainer.fit_loop)
-            lengths = [min(_length(it), limit) for it, limit in zip(combined.flattened, combined.limits, strict=True)]
+            lengths = [min(length_of(it), limit) for it, limit in zip(combined.flattened, combined.limits, strict=True)]
             ends_with_first = mode_of(combined) == "min_size"
             num_batches = min(lengths) if ends_with_first else max(lengths)
             num_before = []
@@ -332,12 +310,9 @@ class EpochPosition(RunPart):
         part, num_ranks, num_before = self._parts[index], self._trainer.world_size, resumed.saved["world_size"]
         if part.sampler is None:
             return len(range(self._trainer.global_rank, part.loader.dataset.begun[0], num_ranks)), True
-        loaders = resumed.saved.get("loaders", [])
-        if index >= len(loaders):  # saved by a version that counted batches
-            num_batches = resumed.num_batches * num_before // num_ranks
-            return num_batches * (part.batch_size or 1), num_batches < _length(part.loader)
-        saved = loaders[index]
-        if saved["own_batches"] != part.own_batches or (part.num_samples == math.inf and num_before != num_ranks):
+        saved = dict(enumerate(resumed.saved.get("loaders", []))).get(index)
+        is_of_other_ranks = part.num_samples == math.inf and num_before != num_ranks
+        if saved is None or saved["own_batches"] != part.own_batches or is_of_other_ranks:
             rank_zero_warn(
                 "bucketddp: the data of this epoch begins again. Which samples are in the weights is not known: each"
                 " rank has samples, or batches, of its own, and had others when the checkpoint was saved."
@@ -363,8 +338,7 @@ class EpochPosition(RunPart):
             if part.sampler is None and not resumed.is_end_of_epoch:
                 part.loader.dataset.begun = part.loader.dataset.begun[0], self._batches.current.processed
         self._resumed = None
-        if "metrics" in resumed.saved:
-            self._continue_schedules(resumed, resumed.saved["metrics"])
+        self._continue_schedules(resumed, resumed.saved.get("metrics", {}))
         if resumed.is_within_epoch and self._can_skip:
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             self._filter = warnings.filters[0]
@@ -405,7 +379,7 @@ class EpochPosition(RunPart):
         )
 
     def num_batches_trained(self) -> int | None:
-        """Return how many batches of the epoch are in the weights; None: it is Lightning who counts."""
+        """Return how many batches of the epoch are in the weights; None: Lightning's count is valid."""
         if not self._can_skip or self._trainer is None or self._resumed is not None:
             return None
         if self._at_step is None and not self._trainer.lightning_module.automatic_optimization:
@@ -448,18 +422,3 @@ def _set_counts(batches: dict[str, Any], num_batches: int) -> None:
         count = num_batches - (is_at_end and name == "completed")
         total[name] += count - current[name]
         current[name] = count
-
-
-def _set_step(steps: dict[str, Any], number: int | None) -> None:
-    """Have Lightning count a step that was taken, but interrupted before it was counted."""
-    if number == steps["total"]["completed"] + 1:
-        for counts in steps.values():
-            counts["completed"] += 1
-
-
-def _length(sized: Any) -> float:
-    """Return the length; infinite: it has none."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return math.inf

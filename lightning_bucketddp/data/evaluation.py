@@ -5,15 +5,12 @@ Note: rounds
     docs/design/evaluation-rounds.md). Of n samples on W ranks each rank gets `base`, in ordinary batches, and E < W
     ranks get one more batch of s samples: n = W * base + E * s. There is such an E for every n if s and W have no
     common factor. The other W - E ranks repeat that batch, and take back what it counts. Rank zero has a batch of its
-    own in every round.
-
-    Batches of the user's own batch sampler are dealt out whole, and so are those of a stream. The last one may be
+    own in every round. Batches of a stream or of the user's own batch sampler are dealt out whole. The last one may be
     smaller, so it has a round of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -26,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from lightning_bucketddp.data.loaders import changed_loader
 from lightning_bucketddp.trainer_internals import batch_sampler_within
 
 _MISSING: Any = object()
 
-# At a time, because to change the random states takes up to a millisecond; not all, because some samplers never end.
+# Drawn at a time: to exchange the random states takes up to a millisecond. Not all, because some samplers never end.
 _NUM_DRAWN = 64
 
 _T = TypeVar("_T")
@@ -38,31 +36,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the data that one rank gets.
-
-    Attributes:
-        seed: from which samplers draw their order; equal on all ranks, because they have to draw the same.
-        repeats: a rank that has no batch of its own in a round repeats one.
-    """
+    """The part of the data that one rank gets."""
 
     rank: int
     world_size: int
-    seed: int
-    repeats: bool = True
+    seed: int  # equal on all ranks, because their samplers have to draw the same order
+    repeats: bool = True  # a rank that has no batch of its own in a round repeats one
 
 
 class Rounds:
-    """Deals out batches as they are, to the ranks in turn (Note: rounds).
-
-    Attributes:
-        has_last_apart: the last batch may be smaller than the others, and has a round of its own.
-        num_own_batches: how many batches of the current pass are this rank's own; those behind them are repeated.
-            Infinite until it is known.
-    """
+    """Deals out batches as they are, to the ranks in turn; `has_last_apart`: in a round of its own (Note: rounds)."""
 
     def __init__(self, part: Part, *, has_last_apart: bool) -> None:
         self.part = part
         self.has_last_apart = has_last_apart
+        # Of the current pass; those behind them are repeated. Infinite until it is known.
         self.num_own_batches: float = math.inf
 
     def number_of(self, num_batches: int) -> int:
@@ -77,7 +65,7 @@ class Rounds:
         """Return this rank's batch of each round. Three batches are held at a time, and never all."""
         self.num_own_batches = math.inf
         number = 0
-        for first, own in self._rounds(batches):
+        for first, own in self._rounds(iter(batches)):
             if own is not _MISSING:
                 number += 1
                 yield own
@@ -87,11 +75,14 @@ class Rounds:
                     yield first
         self.num_own_batches = number
 
-    def _rounds(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def _rounds(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Return the first batch of each round and this rank's own."""
         first = own = _MISSING
         position = 0
-        for batch, is_last in _with_end(batches):
+        ahead = next(batches, _MISSING)
+        while ahead is not _MISSING:
+            batch, ahead = ahead, next(batches, _MISSING)
+            is_last = ahead is _MISSING
             if position and is_last and self.has_last_apart:
                 yield first, own
                 position = 0
@@ -104,14 +95,52 @@ class Rounds:
                 yield first, own
 
 
-class BatchShare(BatchSampler):
-    """The batches of one rank, of all those that `original` gives. It looks like `original` otherwise.
+class SharedDraws:
+    """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass.
 
-    Attributes:
-        num_own_batches: how many batches of the current pass are not repeated; infinite until it is known.
+    Those of the process stay as they are.
     """
 
-    num_own_batches: float
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._epoch = 0
+        self._num_passes = 0
+
+    def through(self, values: Iterable[_T], *, sampler: Any, num_drawn: int | None = _NUM_DRAWN) -> Iterator[_T]:
+        """Return `values`, which `sampler` draws, in a new pass, `num_drawn` at a time, or all of them at once."""
+        epoch = getattr(sampler, "epoch", 0)
+        self._num_passes = self._num_passes + 1 if epoch == self._epoch else 1
+        self._epoch = epoch
+        seed = random.Random(f"{self._seed} {epoch} {self._num_passes}").getrandbits(32)
+        return _drawn_from(seed, values, num_drawn)
+
+
+def _drawn_from(seed: int, sampler: Iterable[_T], num_drawn: int | None) -> Iterator[_T]:
+    generator = torch.Generator().manual_seed(seed)
+    inside = random.Random(seed).getstate(), np.random.RandomState(seed).get_state(), generator.get_state()
+    values = (value for one in [sampler] for value in one)  # which calls `iter` when it is first asked
+    while True:
+        outside = _exchange_random_states(inside)
+        try:
+            some = list(islice(values, num_drawn))
+        finally:
+            inside = _exchange_random_states(outside)
+        if not some:
+            return
+        yield from some
+
+
+def _exchange_random_states(states: tuple[Any, Any, Tensor]) -> tuple[Any, Any, Tensor]:
+    """Set the random states of this process; return those that it had."""
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+    return before
+
+
+class BatchShare(BatchSampler):
+    """The batches of one rank, of all those that `original` gives. It looks like `original` otherwise."""
 
     def __init__(self, original: Any, part: Part) -> None:
         # Lightning's sampler for predictions copies what is in here, and nothing else.
@@ -124,9 +153,6 @@ class BatchShare(BatchSampler):
         if name == "original":  # a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.original, name)
-
-    def _drawn(self, values: Iterable[_T]) -> Iterator[_T]:
-        return self._draws.through(values, epoch=getattr(getattr(self, "sampler", None), "epoch", 0))
 
 
 class ShareOfSamples(BatchShare):
@@ -143,25 +169,21 @@ class ShareOfSamples(BatchShare):
         return math.ceil(base / size) + (extra > 0)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        [samples] = self._drawn(list(sampler) for sampler in [self.original.sampler])  # drawn at once
-        return iter(self._own_and_repeated(samples) if self.part.repeats else self._own_only(samples))
-
-    def _own_and_repeated(self, samples: list[Any]) -> list[list[Any]]:
-        rank, world_size, size = self.part.rank, self.part.world_size, self.original.batch_size
+        sampler, size = self.original.sampler, self.original.batch_size
+        rank, world_size = self.part.rank, self.part.world_size
+        samples = list(self._draws.through(sampler, sampler=sampler, num_drawn=None))
+        if not self.part.repeats:
+            # As many batches on all ranks wherever there are enough samples; their sizes differ by one.
+            own, number = samples[rank::world_size], len(self)
+            batches = [own[len(own) * at // number : len(own) * (at + 1) // number] for at in range(number)]
+            return iter([batch for batch in batches if batch])
         base, extra = self._split(len(samples))
         own = samples[rank : world_size * base : world_size]
         batches = [own[at : at + size] for at in range(0, base, size)]
         self.num_own_batches = len(batches) + (rank < extra)
         if extra:
             batches.append(samples[world_size * base :][rank if rank < extra else 0 :: extra])
-        return batches
-
-    def _own_only(self, samples: list[Any]) -> list[list[Any]]:
-        """Return as many batches on all ranks wherever there are enough samples; their sizes differ by one."""
-        own = samples[self.part.rank :: self.part.world_size]
-        number = len(self)
-        batches = [own[len(own) * at // number : len(own) * (at + 1) // number] for at in range(number)]
-        return [batch for batch in batches if batch]
+        return iter(batches)
 
     def _split(self, num_samples: int) -> tuple[int, int]:
         """Return `base` and E; s is the smallest that is possible, but for 1, which some models do not take."""
@@ -182,15 +204,12 @@ class ShareOfBatches(BatchShare):
         is_even = type(original) is BatchSampler and original.drop_last
         self.rounds = Rounds(part, has_last_apart=not is_even)
 
-    @property
-    def num_own_batches(self) -> float:  # type: ignore[override]
-        return self.rounds.num_own_batches
-
     def __len__(self) -> int:
         return self.rounds.number_of(len(self.original))
 
     def __iter__(self) -> Iterator[Any]:
-        return self.rounds.deal(self._drawn(self.original))
+        sampler = getattr(self.original, "sampler", None)
+        return self.rounds.deal(self._draws.through(self.original, sampler=sampler))
 
 
 class ShareOfIndices(DistributedSampler[Any]):
@@ -204,107 +223,42 @@ class ShareOfIndices(DistributedSampler[Any]):
         self.rounds = Rounds(part, has_last_apart=False)
         self._draws = SharedDraws(part.seed)
 
-    @property
-    def num_own_batches(self) -> float:
-        """See `BatchShare`."""
-        return self.rounds.num_own_batches
-
     def set_epoch(self, epoch: int) -> None:
         """Have the sampler draw another order."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = (list(sampler) for sampler in [self.sampler])
-        [indices] = self._draws.through(drawn, epoch=getattr(self.sampler, "epoch", 0))
-        return self.rounds.deal(indices)
+        return self.rounds.deal(list(self._draws.through(self.sampler, sampler=self.sampler, num_drawn=None)))
 
     def __len__(self) -> int:
         return self.rounds.number_of(len(self.sampler))
 
 
-class SharedDraws:
-    """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass."""
+def divided(loader: Any, part: Part, *, keeps_batches: bool = False) -> Any:
+    """Return a loader like `loader`, which gives all samples to every rank, for this rank's `part` of them.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._epoch = 0
-        self._num_passes = 0
-
-    def through(self, sampler: Iterable[_T], *, epoch: int) -> Iterator[_T]:
-        """Return what `sampler` gives in a new pass; the random numbers of this process stay as they are."""
-        self._num_passes = self._num_passes + 1 if epoch == self._epoch else 1
-        self._epoch = epoch
-        return _drawn_from(random.Random(f"{self._seed} {epoch} {self._num_passes}").getrandbits(32), sampler)
-
-
-def _drawn_from(seed: int, sampler: Iterable[_T]) -> Iterator[_T]:
-    generator = torch.Generator().manual_seed(seed)
-    inside = random.Random(seed).getstate(), np.random.RandomState(seed).get_state(), generator.get_state()
-    values = (value for one in [sampler] for value in one)  # which calls `iter` when it is first asked
-    while True:
-        outside = _random_states()
-        _set_random_states(inside)
-        try:
-            some = list(islice(values, _NUM_DRAWN))
-        finally:
-            inside = _random_states()
-            _set_random_states(outside)
-        if not some:
-            return
-        yield from some
-
-
-def _random_states() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any, Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
-
-
-def _with_end(values: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Return each value, and whether it is the last one."""
-    iterator = iter(values)
-    ahead = next(iterator, _MISSING)
-    while ahead is not _MISSING:
-        value, ahead = ahead, next(iterator, _MISSING)
-        yield value, ahead is _MISSING
-
-
-def divided(loader: Any, part: Part) -> Any:
-    """Return a loader like `loader`, which gives all samples to every rank, for this rank's part of them."""
-    loader = copy.copy(loader)
-    sampler = ShareOfIndices(loader.sampler, part)
-    divide(loader, part)
-    object.__setattr__(loader, "sampler", sampler)
-    return loader
-
-
-def divide(loader: Any, part: Part, *, keeps_batches: bool = False) -> None:
-    """Have `loader`, a DataLoader that gives all samples to every rank, give this rank its part.
-
-    Args:
-        keeps_batches: deal out the batches of one process.
+    With `keeps_batches` the batches of one process are dealt out.
     """
-    if loader.batch_sampler is None:
-        object.__setattr__(loader, "sampler", ShareOfIndices(loader.sampler, part))  # which the loader itself forbids
-        return
-    inner = batch_sampler_within(loader.batch_sampler)
-    makes_own_batches = type(inner) is BatchSampler and not inner.drop_last and not keeps_batches
-    share = ShareOfSamples(inner, part) if makes_own_batches else ShareOfBatches(inner, part)
-    batch_sampler = share if inner is loader.batch_sampler else type(loader.batch_sampler)(share)
-    object.__setattr__(loader, "batch_sampler", batch_sampler)
+    changes: dict[str, Any] = {}
+    # Without repetitions it goes to `fabric.setup_dataloaders`, which looks at the class of the sampler.
+    if loader.batch_sampler is None or not part.repeats:
+        changes["sampler"] = ShareOfIndices(loader.sampler, part)
+    if loader.batch_sampler is not None:
+        inner = batch_sampler_within(loader.batch_sampler)
+        makes_own_batches = type(inner) is BatchSampler and not inner.drop_last and not keeps_batches
+        share = ShareOfSamples(inner, part) if makes_own_batches else ShareOfBatches(inner, part)
+        is_wrapped = inner is not loader.batch_sampler
+        changes["batch_sampler"] = type(loader.batch_sampler)(share) if is_wrapped else share
+    return changed_loader(loader, **changes)
 
 
-def share_of(loader: Any) -> BatchShare | ShareOfIndices | Rounds | None:
-    """Return what deals out the data of `loader` for evaluation; None: nothing does."""
-    if isinstance(rounds := getattr(loader, "rounds", None), Rounds):
-        return rounds
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (batch_sampler_within(batch_sampler), getattr(loader, "sampler", None)):
-        if isinstance(sampler, BatchShare | ShareOfIndices):
-            return sampler
+def share_of(loader: Any) -> Rounds | ShareOfSamples | None:
+    """Return what deals out the data of `loader` for evaluation, and knows `num_own_batches`; None: nothing does."""
+    batch_sampler = batch_sampler_within(getattr(loader, "batch_sampler", None))
+    for dealer in (loader, batch_sampler, getattr(loader, "sampler", None)):
+        if isinstance(dealer, ShareOfSamples):
+            return dealer
+        if isinstance(rounds := getattr(dealer, "rounds", None), Rounds):
+            return rounds
     return None

@@ -1,14 +1,4 @@
-"""Ranks that train on the same batches, because nothing has split their data.
-
-Note: the same data
-    In the first steps of a fit each rank sends a digest of its batches with the message that it sends in any case.
-    Ranks are said to read the same data if their digests agree in the first three steps and are not the same three
-    times: data that is equal by nature (zeros, one sample) does not change from step to step either. A step in which no
-    two ranks agree ends the comparison, and nearly always the first step is one.
-
-    The digest is of some elements of each tensor that is on the CPU, so nothing waits for a device. Where a sampler or
-    the strategy has split the data, nothing is compared at all.
-"""
+"""Ranks that train on the same batches, because nothing has split their data."""
 
 from __future__ import annotations
 
@@ -18,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.data.loaders import is_even
 from lightning_bucketddp.data.sharded_iterable import is_dealt
-from lightning_bucketddp.data.uneven_data import is_even
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_some_ranks
 
@@ -37,7 +28,12 @@ _MAX_ELEMENTS = 1024
 
 
 class FirstBatches(RunPart):
-    """Compares the first batches of a fit with those of the other ranks, and warns once (Note: the same data)."""
+    """Compares the first batches of a fit with those of the other ranks, and warns once.
+
+    A digest goes with the message that a step sends in any case. Ranks are said to read the same data if their digests
+    agree in the first three steps and are not the same three times: data that is equal by nature (zeros, one sample)
+    does not change from step to step. A step in which no two ranks agree ends the comparison.
+    """
 
     def __init__(self, exchange: StepExchange, *, warn: Callable[[str], None]) -> None:
         self._exchange = exchange
@@ -49,7 +45,9 @@ class FirstBatches(RunPart):
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         if is_training and not is_even(loader) and not is_dealt(loader):
-            self._loaders[_describe(loader)] = _remedy(loader)
+            dataset = getattr(loader, "dataset", None)
+            over = "" if dataset is None else f" over `{type(dataset).__name__}`"
+            self._loaders[f"`train_dataloader` (`{type(loader).__name__}`{over})"] = _remedy(loader)
         return loader
 
     def see_batch(self, batch: Any) -> None:
@@ -66,7 +64,12 @@ class FirstBatches(RunPart):
             self._is_decided = digest == 0  # such batches have nothing to compare
 
     def _decide(self) -> None:
-        same = self._ranks_with_the_same()
+        ranks_by_digests: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank, digests in enumerate(zip(*self._steps, strict=True)):
+            if all(digests):
+                ranks_by_digests[digests].append(rank)
+        # Those that have agreed in every step so far, or the most of them.
+        same = max((ranks for ranks in ranks_by_digests.values() if len(ranks) > 1), key=len, default=[])
         self._is_decided = not same or len(self._steps) == _NUM_STEPS
         if same and self._is_decided and len({step[same[0]] for step in self._steps}) > 1:
             ranks = [self._exchange.global_ranks[rank] for rank in same]
@@ -76,21 +79,6 @@ class FirstBatches(RunPart):
                 f"bucketddp: {whose} train on the same data: {loaders} began with equal batches there. A step of"
                 f" several ranks then learns no more than a step of one. {remedies}"
             )
-
-    def _ranks_with_the_same(self) -> list[int]:
-        """Return the ranks that have agreed in every step so far, or the most of them; none: no two have."""
-        ranks_by_digests: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank, digests in enumerate(zip(*self._steps, strict=True)):
-            if all(digests):
-                ranks_by_digests[digests].append(rank)
-        largest = max(ranks_by_digests.values(), key=len, default=[])
-        return largest if len(largest) > 1 else []
-
-
-def _describe(loader: object) -> str:
-    dataset = getattr(loader, "dataset", None)
-    over = "" if dataset is None else f" over `{type(dataset).__name__}`"
-    return f"`train_dataloader` (`{type(loader).__name__}`{over})"
 
 
 def _remedy(loader: object) -> str:
@@ -106,14 +94,17 @@ def _remedy(loader: object) -> str:
 
 def digest_of(batch: Any, *, before: int = 0) -> int:
     """Return a number of 48 bits, which a float holds exactly, for `before` and the tensors of `batch`; 0: for none."""
-    found = [tensor for tensor, _ in zip(_tensors_of(batch), range(_MAX_TENSORS), strict=False)]
+    found = list(islice(_tensors_of(batch), _MAX_TENSORS))
     if not found:
         return before
     digest = hashlib.blake2b(str(before).encode(), digest_size=6)
     for tensor in found:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         with suppress(RuntimeError, TypeError):  # of a kind whose elements cannot be read: sparse, quantized, nested
-            digest.update(_some_elements(tensor).view(torch.uint8).numpy().tobytes())
+            # Some elements from all over the tensor, which may be a view of any kind, in one row.
+            per_dim = int(_MAX_ELEMENTS ** (1 / max(tensor.dim(), 1)))
+            steps = tuple(slice(None, None, max(1, math.ceil(size / per_dim))) for size in tensor.shape)
+            digest.update(tensor[steps].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -126,10 +117,3 @@ def _tensors_of(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors_of(value)
-
-
-def _some_elements(tensor: Tensor) -> Tensor:
-    """Return at most `_MAX_ELEMENTS` elements from all over `tensor`, which may be a view of any kind, in one row."""
-    per_dim = int(_MAX_ELEMENTS ** (1 / max(tensor.dim(), 1)))
-    steps = tuple(slice(None, None, max(1, math.ceil(size / per_dim))) for size in tensor.shape)
-    return tensor[steps].reshape(-1).contiguous()

@@ -1,15 +1,7 @@
-"""A number of samples per optimizer step that stays, whatever the number of ranks.
-
-Note: incomplete step
-    The last step of an epoch may have fewer samples than the others. Lightning divides each loss by the number of
-    batches of a whole step, and counts a short batch like a full one. Here the losses of such a step are multiplied so
-    that it is the mean over the samples that it has, which is what one process would do with them. With `drop_last` it
-    is left out. The length of a stream is not known: there Lightning's way stays, unless `gradient_weight` says more.
-"""
+"""A number of samples per optimizer step that stays, whatever the number of ranks."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
@@ -18,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
+from lightning_bucketddp.data.loaders import changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info
 
@@ -74,11 +67,11 @@ class StepSampler(BatchSampler):
         self._batches_per_step = division.batches_per_step
 
     def loss_factor(self, index: int, *, num_batches: float, begun: tuple[int, int] = (0, 0)) -> float:
-        """Return what makes a loss count by the samples of its batch (Note: incomplete step).
+        """Return what makes a loss count by the samples of its batch, so that a step is the mean over its samples.
 
-        `begun` says after how many samples, and how many batches, the epoch was resumed.
+        Lightning divides each loss by the number of batches of a whole step, and counts a short batch like a full one.
         """
-        num_behind, num_before = begun
+        num_behind, num_before = begun  # samples and batches, when the epoch was resumed
         num_samples = len(self.sampler) - num_behind  # type: ignore[arg-type]
 
         def size_of(index: int) -> int:
@@ -92,9 +85,8 @@ class StepSampler(BatchSampler):
 class GlobalBatchSize(RunPart):
     """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
-    Args:
-        weighs: weigh the losses of an incomplete step; nothing else does.
-        begun: after how many samples, and how many batches, the epoch was resumed.
+    It `weighs` the losses of the last step of an epoch, which may be incomplete, if nothing else does; not those of a
+    stream, whose length is not known. `begun` is that of `EpochPosition`.
     """
 
     def __init__(self, size: int | None, *, weighs: bool, begun: Callable[[], tuple[int, int]]) -> None:
@@ -110,7 +102,8 @@ class GlobalBatchSize(RunPart):
         """Begin a fit."""
         if self._size is None:
             return
-        schedulers = [type(it).__name__ for it in _callbacks(trainer) if hasattr(it, "get_accumulate_grad_batches")]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        schedulers = [type(it).__name__ for it in callbacks if hasattr(it, "get_accumulate_grad_batches")]
         if trainer.accumulate_grad_batches != 1 or schedulers:
             found = schedulers[0] if schedulers else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
             raise ValueError(
@@ -144,10 +137,17 @@ class GlobalBatchSize(RunPart):
                 f" that is left to you. Give the `DataLoader` a `batch_size` of {self._size // num_ranks} or more."
             )
         if division != self._division:
-            rank_zero_info(f"bucketddp: {self._describe(division, num_ranks)}")
+            ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "1 rank"
+            count = division.batches_per_step
+            accumulated = f", accumulated over {count} batches" if count > 1 else ""
+            rank_zero_info(
+                f"bucketddp: global batch of {self._size}: {division.batch_size} samples on {ranks}{accumulated}"
+            )
         self._division = division
         self._trainer.accumulate_grad_batches = division.batches_per_step
-        return self._with_batches(loader, division)
+        sampler = StepSampler(loader.sampler, division, drop_last=loader.drop_last)
+        self._sampler = sampler if isinstance(loader.sampler, Sized) else None
+        return changed_loader(loader, batch_size=division.batch_size, batch_sampler=sampler)
 
     def _check(self, loader: Any) -> None:
         if not isinstance(loader, DataLoader):
@@ -165,20 +165,6 @@ class GlobalBatchSize(RunPart):
             f" {found}."
         )
 
-    def _describe(self, division: Division, num_ranks: int) -> str:
-        ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "1 rank"
-        count = division.batches_per_step
-        accumulated = f", accumulated over {count} batches" if count > 1 else ""
-        return f"global batch of {self._size}: {division.batch_size} samples on {ranks}{accumulated}"
-
-    def _with_batches(self, loader: DataLoader[Any], division: Division) -> DataLoader[Any]:
-        sampler = StepSampler(loader.sampler, division, drop_last=loader.drop_last)
-        self._sampler = sampler if isinstance(loader.sampler, Sized) else None
-        prepared = copy.copy(loader)
-        # A `DataLoader` does not let these be set. What workers there are know the old ones.
-        vars(prepared).update(batch_size=division.batch_size, batch_sampler=sampler, _iterator=None)
-        return prepared
-
     def weigh(self, loss: Tensor) -> Tensor:
         if self._sampler is None or not self._weighs:
             return loss
@@ -186,8 +172,3 @@ class GlobalBatchSize(RunPart):
         index, num_batches = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.num_training_batches
         factor = self._sampler.loss_factor(index, num_batches=num_batches, begun=self._begun())
         return loss if factor == 1 else loss * factor
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks

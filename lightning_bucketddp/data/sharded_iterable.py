@@ -1,22 +1,20 @@
-"""Streams that are dealt out: each rank and each worker takes its part of an `IterableDataset`.
+"""Sharding of streams: each rank and each worker takes its part of an `IterableDataset`.
 
 Note: dealing
-    Every process reads the whole stream. Sample i goes to rank i % world_size; of the samples of a rank, as many in a
-    row as make a batch go to one worker, the next ones to the next worker. So a rank gets the same batches in the same
-    order with any number of workers, `len` is right, and only its last batch may be incomplete. The stream has to be
-    the same in every process: it may be shuffled by a seed, but not by the random numbers of the process. For
-    evaluation the batches of one process are dealt out, so that all ranks run as many (Note: rounds).
+    Every process reads the whole stream, which has to be the same everywhere: shuffled by a seed, if at all. Sample i
+    goes to rank i % world_size; of the samples of a rank, as many in a row as make a batch go to one worker, the next
+    ones to the next worker. So a rank gets the same batches in the same order with any number of workers, `len` is
+    right, and only its last batch may be incomplete. For evaluation the batches of one process are dealt out
+    (Note: rounds).
 
-Note: reading on
-    A checkpoint holds how many samples of the stream all ranks together have trained on. A run that is resumed begins
-    its first pass behind them, on any number of workers; on another number of ranks perhaps a few before, so that all
-    ranks have as many left. The count is the training loop's, because loaders are ahead of it. It is kept for one pass:
-    a loader that is shorter than another one beside it, and has begun again within the epoch, begins once more.
+    A checkpoint holds how many samples of the stream all ranks together have trained on, by the training loop's count,
+    because loaders are ahead of it. A run that is resumed begins its first pass behind them, on another number of ranks
+    perhaps a few before, so that all ranks have as many left. A loader that is shorter than another one beside it, and
+    has begun again within the epoch, begins once more.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sized
 from inspect import unwrap
 from itertools import islice
@@ -27,6 +25,7 @@ import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.data.evaluation import Part, Rounds
+from lightning_bucketddp.data.loaders import changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_names
 
@@ -39,16 +38,13 @@ _OF_RANKS = {
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """The part of `dataset` that this process reads (Note: dealing). Attributes are those of `dataset`.
-
-    Attributes:
-        num_read: how many samples of the whole stream are left out at the beginning of the next pass.
-        begun: how many were left out of this one, and how many batches the training loop counts before it.
-    """
+    """The part of `dataset` that this process reads (Note: dealing). Attributes are those of `dataset`."""
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, batch_size: int) -> None:
         self.dataset = dataset
+        # Samples of the whole stream that are left out at the beginning of the next pass.
         self.num_read = 0
+        # Those left out of this pass, and how many batches the training loop counts before it.
         self.begun = (0, 0)
         self._rank = rank
         self._world_size = world_size
@@ -74,11 +70,7 @@ class ShardedIterable(IterableDataset[Any]):
 
 
 class IterableSharding(RunPart):
-    """Deals out the streams of a run (Note: dealing).
-
-    Args:
-        num_batches_trained: asked for a checkpoint how many batches of the epoch are behind; None: it is over.
-    """
+    """Deals out the streams of a run (Note: dealing). `num_batches_trained` returns None if the epoch is over."""
 
     def __init__(
         self,
@@ -107,25 +99,15 @@ class IterableSharding(RunPart):
                 " `shard_iterable=True` deals out what it reads. If it takes a part of the samples by itself, the rest"
                 " is never used: let it read all of them, or leave `shard_iterable` out."
             )
-        return self._deal(loader, is_training=is_training)
-
-    def _deal(self, loader: DataLoader[Any], *, is_training: bool) -> object:
-        batch_size = loader.batch_size or 1
-        dataset = cast(IterableDataset[Any], loader.dataset)
-        rank, world_size = (self._rank, self._world_size) if is_training else (0, 1)
-        dealt = ShardedIterable(dataset, rank=rank, world_size=world_size, batch_size=batch_size)
-        prepared = copy.copy(loader)
-        # `DataLoader` forbids to set `dataset`. Workers that are there have the old one.
-        vars(prepared).update(dataset=dealt, dealt_from=loader, _iterator=None)
-        original: Any = type(loader)
+        original, batch_size = type(loader), loader.batch_size or 1
         if is_training:
-            members = _stateful(original, self._num_batches_trained, batch_size=batch_size, num_ranks=self._world_size)
+            rank, world_size = self._rank, self._world_size
+            members = _stateful(original, self._num_batches_trained, batch_size=batch_size, num_ranks=world_size)
         else:
+            rank, world_size = 0, 1
             members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
-        members["__module__"] = original.__module__
-        # Still an instance of its own class, as users and Lightning expect.
-        prepared.__class__ = type(original.__name__, (original,), members)
-        return prepared
+        dealt = ShardedIterable(loader.dataset, rank=rank, world_size=world_size, batch_size=batch_size)
+        return changed_loader(loader, members, dataset=dealt, dealt_from=loader)
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
@@ -146,7 +128,7 @@ def _in_rounds(original: Any, part: Part) -> dict[str, Any]:
 def _stateful(
     original: Any, num_batches_trained: Callable[[], int | None], *, batch_size: int, num_ranks: int
 ) -> dict[str, Any]:
-    """Return the members by which Lightning saves and restores the position of a loader (Note: reading on)."""
+    """Return the members by which Lightning saves and restores the position of a loader (Note: dealing)."""
     samples_per_batch = batch_size * num_ranks
 
     def iterate(this: Any) -> Iterator[Any]:

@@ -1,34 +1,32 @@
 """Training data that ends earlier on some ranks than on others.
 
 Note: evenness
-    By default this only watches: a rank whose data ends says so in the next exchange between the ranks, and if the
-    others go on, all of them raise. It costs nothing per step. With `extends`, all ranks ask each other at every batch
-    whether anyone has more; one that has not repeats its last batch, with weight zero, until all have finished. So
-    every rank runs the same steps, with every collective that the user's code has in them.
+    By default a rank whose data ends says so in the next message between the ranks, and if the others go on, all of
+    them raise: this costs nothing per step. With `extends`, all ranks ask each other at every batch whether anyone has
+    more; one that has not repeats its last batch, with weight zero, until all have finished. So every rank runs the
+    same steps, with every collective that the user's code has in them.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DistributedSampler
-
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.data.loaders import changed_loader, is_even, length_of
 
 # Py_TPFLAGS_HEAPTYPE: Python lets an object change from such a class to another one.
 _DEFINED_IN_PYTHON = 1 << 9
 
 
 class UnevenData:
-    """What becomes of the training data of a fit (Note: evenness).
+    """Watches the training data of a fit for ranks that run out of it, or extends it there (Note: evenness).
 
-    Args:
-        extends: go on until the data of all ranks has ended.
-        asks_every: with `extends`, the number of batches between two questions whether anyone has more. If it is not
-            one, they are not asked at all if the lengths of all loaders are known.
+    With `extends`, ranks are asked whether anyone has more every `asks_every` batches. If that is not one, they are not
+    asked at all if the lengths of all loaders are known.
     """
 
     def __init__(self, exchange: StepExchange, *, extends: bool, asks_every: int = 1) -> None:
@@ -48,13 +46,12 @@ class UnevenData:
         self._num_batches_begun += 1
 
     def prepare(self, loader: Any, *, is_only_loader: Callable[[Any], bool]) -> Any:
-        """Return a loader like `loader` that tells the other ranks when it ends, or goes on until theirs do."""
+        """Return a loader like `loader` that notifies the other ranks when it ends, or goes on until theirs do."""
         if is_even(loader):
             return loader
-        prepared = copy.copy(loader) if _has_own_class(loader) else _Batches(loader)
-        original: Any = getattr(prepared, "_even_original", type(prepared))
-        prepared.__class__ = original
-        length = self._agreed_length(prepared)
+        loader = copy.copy(loader) if type(loader).__flags__ & _DEFINED_IN_PYTHON else _Batches(loader)
+        original = loader.__class__ = getattr(loader, "_even_original", type(loader))
+        length = self._agreed_length(loader)
 
         def iterate(this: Any) -> Iterator[Any]:
             # Those that a run that is resumed had read before; asked before the next pass begins.
@@ -66,37 +63,32 @@ class UnevenData:
                 return self._watched(batches, length, num_read=num_read)
             return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
-        members: dict[str, Any] = {"__iter__": iterate, "__module__": original.__module__, "_even_original": original}
-        if self._extends and length is not None:
+        members: dict[str, Any] = {"__iter__": iterate, "_even_original": original}
+        if self._extends and length != math.inf:
             members["__len__"] = lambda _: length
-        # Still an instance of its own class: users and Lightning ask for it, and set attributes of it.
-        prepared.__class__ = type(original.__name__, (original,), members)
-        return prepared
+        return changed_loader(loader, members)
 
-    def _agreed_length(self, loader: Any) -> int | None:
+    def _agreed_length(self, loader: Any) -> float:
         """Return this rank's number of batches, or the largest of all ranks' if all are to have as many."""
-        try:
-            length = len(loader)
-        except (TypeError, NotImplementedError):
-            length = None
+        length = length_of(loader)
         if not self._extends:
             return length
-        self._exchange.send(MessageKind.FETCH, weight=-1 if length is None else length)
-        told = self._exchange.receive()
-        return None if told.least.weight == -1 else int(told.greatest.weight)
+        self._exchange.send(MessageKind.FETCH, weight=-1 if length == math.inf else length)
+        received = self._exchange.receive()
+        return math.inf if received.least.weight == -1 else int(received.greatest.weight)
 
-    def _watched(self, batches: Iterator[Any], length: int | None, *, num_read: int) -> Iterator[Any]:
-        has_told = False
+    def _watched(self, batches: Iterator[Any], length: float, *, num_read: int) -> Iterator[Any]:
+        has_sent = False
         for num_given, batch in enumerate(batches, start=num_read + 1):
             if num_given == length:  # nobody will ask for another
                 self._exchange.send(MessageKind.OUT_OF_DATA)
-                has_told = True
+                has_sent = True
             yield batch
-        if not has_told:
+        if not has_sent:
             self._exchange.send(MessageKind.OUT_OF_DATA)
 
     def _extended(
-        self, batches: Iterator[Any], length: int | None, *, num_read: int, begin_again: Callable[[], Iterator[Any]]
+        self, batches: Iterator[Any], length: float, *, num_read: int, begin_again: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
         self._num_own_batches = None
         self._num_batches_begun = num_read
@@ -109,7 +101,7 @@ class UnevenData:
             elif self._num_own_batches is None:
                 self._num_own_batches = num_given
             is_first = num_given == num_read
-            if self._asks_every == 1 or is_first or (length is None and num_given % self._asks_every == 0):
+            if self._asks_every == 1 or is_first or (length == math.inf and num_given % self._asks_every == 0):
                 if not self._anyone_has(following is not nothing, is_begin=num_given == 0):
                     return
             elif num_given == length:
@@ -121,16 +113,17 @@ class UnevenData:
     def _anyone_has(self, has_batch: bool, *, is_begin: bool) -> bool:
         """Return whether any rank has another batch. All ranks must ask this."""
         self._exchange.send(MessageKind.FETCH, weight=has_batch)
-        told = self._exchange.receive()
-        if is_begin and told.least.weight < told.greatest.weight:
-            without = [message.weight for message in told.by_rank].index(0)
+        received = self._exchange.receive()
+        if is_begin and received.least.weight < received.greatest.weight:
+            without = [message.weight for message in received.by_rank].index(0)
             raise ValueError(
                 f"Rank {self._exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
                 " one batch on every rank."
             )
-        return bool(told.greatest.weight)
+        return bool(received.greatest.weight)
 
     def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # With the first batch, not by `iter`: Lightning ends a fit properly only after that.
         if self._extends:
             raise ValueError(
                 "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
@@ -139,7 +132,7 @@ class UnevenData:
 
 
 class _Batches:
-    """A loader of a built-in type, such as a generator of batches, in a class that can be changed."""
+    """Wraps a loader of a built-in type, such as a list or generator of batches, whose class cannot be changed."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -149,14 +142,3 @@ class _Batches:
 
     def __len__(self) -> int:
         return len(self._batches)
-
-
-def _has_own_class(loader: Any) -> bool:
-    return bool(type(loader).__flags__ & _DEFINED_IN_PYTHON)
-
-
-def is_even(loader: Any) -> bool:
-    """Return whether a sampler gives every rank the same number of samples."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)

@@ -3,13 +3,9 @@
 Note: checksum
     The bits of a tensor, in the order in which they lie in memory, are taken as 64-bit words. Each word is multiplied
     by an odd number and the products are added modulo 2**64. An odd factor loses nothing, so a change of one word, be
-    it a single bit, always shows. The factors are random, so swapped words and changes of opposite sign show too, which
-    a plain sum would miss. They repeat after a prime number of words: a tensor is folded to that length first, which
-    reads it once and needs no memory of its size, and no shape has rows of just that length.
-
-Note: without waiting
-    Checksums are copied to the host behind whatever the device has to do before. Whoever asks for them a step later
-    waits for work that is a step old: the device has the newer step to go on with.
+    it a single bit, always shows. The factors are random, so swapped words and changes of opposite sign show too. They
+    repeat after a prime number of words: a tensor is folded to that length first, which reads it once and needs no
+    memory of its size, and no shape has rows of just that length.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,28 +29,19 @@ _SEED = 20_261
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """The checksums of one device on their way to the host."""
-
-    positions: list[int]
-    values: Tensor
-    arrived: torch.cuda.Event | None
-
-
-@dataclass(frozen=True, slots=True)
 class PendingChecksums:
-    """Checksums that a device still works on."""
+    """Checksums on their way to the host, of one device after the other; `positions` are those of the units."""
 
-    copies: list[_Copy]
+    positions: list[int] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    arrived: list[torch.cuda.Event] = field(default_factory=list)
 
     def wait(self) -> list[int]:
         """Return the checksums, in the order of the units. Blocks the host until the devices have computed them."""
-        by_position: dict[int, int] = {}
-        for copy in self.copies:
-            if copy.arrived is not None:
-                copy.arrived.synchronize()
-            by_position.update(zip(copy.positions, copy.values.tolist(), strict=True))
-        return [by_position[position] for position in range(len(by_position))]
+        for event in self.arrived:
+            event.synchronize()
+        values = [value for of_device in self.values for value in of_device.tolist()]
+        return [value for _, value in sorted(zip(self.positions, values, strict=True))]
 
 
 def units_of(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -76,15 +63,31 @@ class Checksums:
         self._factors: dict[torch.device, Tensor] = {}
 
     def start(self, units: Sequence[Sequence[Tensor]]) -> PendingChecksums:
-        """Start on one number per unit of tensors on one device, equal for equal bits (Note: without waiting)."""
+        """Start on one number per unit of tensors on one device, equal for equal bits.
+
+        They are copied to the host behind what the device has to do before: who asks a step later hardly waits.
+        """
         by_device: dict[torch.device, dict[int, Tensor]] = {}
+        pending = PendingChecksums()
         with torch.no_grad():
             for position, unit in enumerate(units):
                 by_device.setdefault(unit[0].device, {})[position] = self._checksum(unit)
-            return PendingChecksums([_to_host(values) for values in by_device.values()])
+            for device, values in by_device.items():
+                pending.positions.extend(values)
+                pending.values.append(torch.stack(list(values.values())).to("cpu", non_blocking=True))
+                if device.type == "cuda":
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(torch.cuda.current_stream(device))
+                    pending.arrived.append(event)
+        return pending
 
     def _checksum(self, unit: Sequence[Tensor]) -> Tensor:
-        factors = self._factors_on(unit[0].device)
+        device = unit[0].device
+        if device not in self._factors:
+            generator = torch.Generator().manual_seed(_SEED)
+            numbers = torch.randint(-(2**62), 2**62, (_NUM_FACTORS,), generator=generator)
+            self._factors[device] = (2 * numbers + 1).to(device)
+        factors = self._factors[device]
         raw = _bytes(unit[0]) if len(unit) == 1 else torch.cat([_bytes(tensor) for tensor in unit])
         if raw.storage_offset() % _WORD_BYTES:
             raw = raw.clone()
@@ -92,13 +95,6 @@ class Checksums:
         words, rest = raw[: num_words * _WORD_BYTES].view(torch.int64), raw[num_words * _WORD_BYTES :]
         value = (_folded(words) * factors[: min(num_words, _NUM_FACTORS)]).sum()
         return value + (rest * factors[-_WORD_BYTES:][: rest.numel()]).sum() if rest.numel() else value
-
-    def _factors_on(self, device: torch.device) -> Tensor:
-        if device not in self._factors:
-            generator = torch.Generator().manual_seed(_SEED)
-            numbers = torch.randint(-(2**62), 2**62, (_NUM_FACTORS,), generator=generator)
-            self._factors[device] = (2 * numbers + 1).to(device)
-        return self._factors[device]
 
 
 def _folded(words: Tensor) -> Tensor:
@@ -123,16 +119,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _to_host(values: dict[int, Tensor]) -> _Copy:
-    on_device = torch.stack(list(values.values()))
-    on_host = on_device.to("cpu", non_blocking=True)
-    arrived = None
-    if on_device.device.type == "cuda":
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(on_device.device))
-    return _Copy(list(values), on_host, arrived)
-
-
 _MAX_SHOWN = 3
 _CAUSES = (
     "Hardware that flips bits, or code that does not do the same on every rank (a condition on the rank, its own random"
@@ -146,19 +132,13 @@ class ReplicaDivergedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor or number that is not the same everywhere.
-
-    Attributes:
-        name: of the tensor or number.
-        groups: ranks with equal values, the largest group first; of equally large ones the one with the lowest rank.
-        values: the value of each group; None where it does not exist.
-        is_number: the values are numbers, not checksums.
-    """
+    """A tensor or number that is not the same everywhere."""
 
     name: str
+    # Ranks with equal values, the largest group first; of equally large ones the one with the lowest rank.
     groups: list[list[int]]
-    values: list[Any]
-    is_number: bool
+    values: list[Any]  # of each group; None where it does not exist
+    is_number: bool  # or else the values are checksums
 
     @property
     def exists_everywhere(self) -> bool:
@@ -207,9 +187,9 @@ def find_divergence(by_rank: Mapping[int, Mapping[str, Any]], *, numbers: set[st
             groups.setdefault(json.dumps(values.get(name)), []).append(rank)
         if len(groups) > 1:
             largest_first = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
-            values_of_camps = [json.loads(value) for value, _ in largest_first]
+            values_of_groups = [json.loads(value) for value, _ in largest_first]
             ranks = [group for _, group in largest_first]
-            differences.append(Difference(name, ranks, values_of_camps, name in numbers))
+            differences.append(Difference(name, ranks, values_of_groups, name in numbers))
     if not differences:
         return None
     num_outvoted = Counter(rank for difference in differences for rank in difference.outvoted)

@@ -1,10 +1,10 @@
 """When replicas are compared, what is compared, and what is done if they are not equal.
 
 Note: a check in three steps
-    Between two steps, checksums are started on the device. Between the next two, when the device has long come to them,
-    they are on the host, and one digest of them goes to all ranks with the message of the next backward. Then all ranks
-    know whether anyone differs. Nothing waits for the device, and no rank sends anything that the others do not expect.
-    If someone differs, the ranks stop and compare tensor by tensor.
+    Between two steps, checksums are started on the device. Between the next two, when they are on the host, one digest
+    of them goes to all ranks with the message of the next backward. Then all ranks know whether anyone differs. Nothing
+    waits for the device, and no rank sends anything that the others do not expect. If someone differs, the ranks stop
+    and compare tensor by tensor.
 """
 
 from __future__ import annotations
@@ -32,46 +32,24 @@ from lightning_bucketddp.replicas.checksums import (
     units_of,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Parameters, buffers and what optimizers keep.
-
-    Attributes:
-        tensors: by name.
-        numbers: what is not a tensor (learning rates, step counters), by name.
-        owners: where a number can be written: a dict and the key in it.
-    """
+    """Parameters, buffers and what optimizers keep, by name."""
 
     tensors: dict[str, Tensor]
-    numbers: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)  # learning rates, step counters
+    # Where a number can be written: a dict and the key in it.
     owners: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
-    def add_optimizer(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        *,
-        parameters: Mapping[str, Tensor],
-        is_divided: Callable[[Tensor], bool],
-    ) -> None:
-        """Add what `optimizer` keeps for these parameters on every rank, and the numbers of its parameter groups."""
-        names = {id(param): param_name for param_name, param in parameters.items()}
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) in names:
-                    self.numbers[f"{name}: group of {names[id(param)]}"] = index
-            for key, value in group.items():
-                self._add(f"{name}: {key} of group {index}", value, owner=group, key=key, is_number=_is_setting(value))
-        for param, state in optimizer.state.items():
-            if id(param) in names and isinstance(state, dict) and not is_divided(param):
-                for key, value in state.items():
-                    # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
-                    is_counter = isinstance(value, int)
-                    self._add(f"{name}: {key} of {names[id(param)]}", value, owner=state, key=key, is_number=is_counter)
-
-    def _add(self, name: str, value: Any, *, owner: dict[str, Any], key: str, is_number: bool) -> None:
-        if isinstance(value, Tensor) and _has_bits(value):
+    def add(self, name: str, owner: dict[str, Any], key: str, *, is_number: bool) -> None:
+        """Add `owner[key]`, if it is a tensor, or `is_number`."""
+        value = owner[key]
+        # An ordinary tensor: neither sparse nor made of others (a DTensor holds a shard).
+        has_bits = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        if has_bits and not hasattr(value, "__tensor_flatten__"):
             self.tensors[name] = value
         elif is_number:
             self.numbers[name] = value
@@ -88,11 +66,6 @@ class TrainingState:
         of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()]).wait()
         return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
 
-    def set_number(self, name: str, value: Any) -> None:
-        """Write a number where it belongs."""
-        owner, key = self.owners[name]
-        owner[key] = tuple(value) if isinstance(owner[key], tuple) else value
-
 
 @dataclass(frozen=True, slots=True)
 class PendingDigest:
@@ -107,17 +80,9 @@ class PendingDigest:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether it is an ordinary tensor: neither sparse nor made of others (a DTensor holds a shard)."""
-    return tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
-
-
 def _is_setting(value: Any) -> bool:
     """Return whether it is a number, or several (`betas`)."""
     return isinstance(value, int | float) or (isinstance(value, list | tuple) and all(map(_is_setting, value)))
-
-
-log = logging.getLogger(__name__)
 
 
 def training_state(
@@ -127,20 +92,31 @@ def training_state(
     is_divided: Callable[[Tensor], bool] = lambda _: False,
 ) -> TrainingState:
     """Return what is compared: `parameters` and what `optimizers` keep for them, unless that is divided among ranks."""
-    state = TrainingState({name: param.detach() for name, param in parameters.items()})
-    for index, optimizer in enumerate(optimizers):
+    compared = TrainingState({name: param.detach() for name, param in parameters.items()})
+    names = {id(param): name for name, param in parameters.items()}
+    for number, optimizer in enumerate(optimizers):
         # Each rank has another shard of a sharded state (`ZeroRedundancyOptimizer`). Lightning asks for the same name.
-        if not hasattr(optimizer, "consolidate_state_dict"):
-            state.add_optimizer(f"optimizer {index}", optimizer, parameters=parameters, is_divided=is_divided)
-    return state
+        if hasattr(optimizer, "consolidate_state_dict"):
+            continue
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in names:
+                    compared.numbers[f"optimizer {number}: group of {names[id(param)]}"] = index
+            for key, value in group.items():
+                compared.add(f"optimizer {number}: {key} of group {index}", group, key, is_number=_is_setting(value))
+        for param, state in optimizer.state.items():
+            if id(param) in names and isinstance(state, dict) and not is_divided(param):
+                for key, value in state.items():
+                    # A float there may be a rank's own loss (LBFGS). If it matters, the weights will show it.
+                    name = f"optimizer {number}: {key} of {names[id(param)]}"
+                    compared.add(name, state, key, is_number=isinstance(value, int))
+    return compared
 
 
 class ReplicaComparison:
     """Compares the replicas of a training (Note: a check in three steps).
 
-    Args:
-        exchange: carries the digests.
-        has_messages: every synchronised backward exchanges messages; otherwise they are sent when there is a digest.
+    If it `has_messages`, every synchronised backward sends one with `exchange`; else it is sent with a digest only.
     """
 
     def __init__(
@@ -210,11 +186,12 @@ class ReplicaComparison:
         if self._collectives.rank == 0:
             log.warning("bucketddp: %s", text)
 
-    def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, object]) -> None:
+    def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, Any]) -> None:
         names = [difference.name for difference in divergence.differences]
-        for name in names:
-            if name in state.owners:
-                state.set_number(name, from_source[name])
+        for owned in names:
+            if owned in state.owners:
+                (owner, key), value = state.owners[owned], from_source[owned]
+                owner[key] = tuple(value) if isinstance(owner[key], tuple) else value
         tensors = [state.tensors[name] for name in names if name in state.tensors]
         device = self._collectives.device
         on_device = [tensor for tensor in tensors if tensor.device == device]

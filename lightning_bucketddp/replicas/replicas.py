@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +18,7 @@ from lightning_bucketddp.wording import list_names, list_ranks
 # Classes that exchange gradients or weights by themselves: those that wrap a module, and those into which a call turns
 # a module or its parameters. By name, because importing them takes seconds, and only if they are of these packages.
 _WRAPPERS = {
-    "DataParallel",
-    "DeepSpeedEngine",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "ShardedDataParallel",
+    *("DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"),
     WRAPPER_OF_FABRIC,
 }
 _CALLS = {
@@ -42,15 +37,6 @@ class ReplicaMismatchError(RuntimeError):
     """The ranks do not hold the same module."""
 
 
-@dataclass(frozen=True, slots=True)
-class _BufferSlot:
-    """The owner of a buffer, and its key. Looked up at each use: modules replace their buffers, and drop them."""
-
-    name: str
-    owner: nn.Module
-    key: str
-
-
 class Replicas:
     """The state of `module` that all ranks share.
 
@@ -65,12 +51,13 @@ class Replicas:
         check_parameters(module, self.parameters)
         self._parallel_already = find_parallel_submodule(module, self.parameters)
         self.sparse_names = sparse_names_of(module, self.parameters)
-        self._buffer_slots = [
-            _BufferSlot(name, owner, key)
+        # Owner and key of each. Looked up at each use: modules replace their buffers, and drop them.
+        self._buffers = {
+            name: (owner, key)
             for prefix, owner in module.named_modules()
             for key, _ in owner.named_buffers(recurse=False)
             if (name := f"{prefix}.{key}" if prefix else key) not in ignored
-        ]
+        }
 
     def are_outdated(self, module: nn.Module) -> bool:
         """Return whether parameters were added to `module`, taken from it or replaced since this was made."""
@@ -90,7 +77,15 @@ class Replicas:
 
         Also if something else makes a submodule parallel, on any rank.
         """
-        mine = self._describe()
+        mine = {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype),
+                "stride": list(tensor.stride()),
+                "requires_grad": tensor.requires_grad,
+            }
+            for name, tensor in {**self.parameters, **self.buffers()}.items()
+        }
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         digests, refusals = zip(*self.collectives.gather_json([digest, self._parallel_already]), strict=True)
         if ranks := [rank for rank, refusal in enumerate(refusals) if refusal is not None]:
@@ -120,19 +115,8 @@ class Replicas:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that ranks share and that are still there, by name."""
-        slots = [(slot.name, getattr(slot.owner, slot.key, None)) for slot in self._buffer_slots]
-        return {name: buffer for name, buffer in slots if buffer is not None}
-
-    def _describe(self) -> Description:
-        return {
-            name: {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype),
-                "stride": list(tensor.stride()),
-                "requires_grad": tensor.requires_grad,
-            }
-            for name, tensor in {**self.parameters, **self.buffers()}.items()
-        }
+        found = {name: getattr(owner, key, None) for name, (owner, key) in self._buffers.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 class SharedBuffers(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import new_class
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +32,13 @@ def convert_sync_batchnorm(module: nn.Module, collectives: Collectives) -> None:
     # A group of its own: gradient buckets leave in between, at moments that differ from rank to rank.
     own_collectives = collectives.side_group()
     originals = {layer: getattr(layer, "_sync_original", type(layer)) for layer in layers.values()}
-    synced_classes = {original: _synced_class(original, own_collectives) for original in originals.values()}
+    synced_classes: dict[type[_BatchNorm], type[Any]] = {}
     for layer, original in originals.items():
+        if original not in synced_classes:
+            members = {"_sync_original": original, "_sync_collectives": own_collectives}
+            # torch's module name makes tools that trace a model take the layer as a leaf, as they do the original.
+            members["__module__"] = original.__module__
+            synced_classes[original] = type(f"Synced{original.__name__}", (_SyncedBatchNorm, original), members)
         layer.__class__ = synced_classes[original]
 
 
@@ -95,13 +99,6 @@ class _SyncedBatchNorm(_BatchNorm):
         return copied
 
 
-def _synced_class(original: type[_BatchNorm], collectives: Collectives) -> type[Any]:
-    # torch's module name makes tools that trace a model take the layer as a leaf, as they do the original.
-    attributes = {"__module__": original.__module__, "_sync_original": original, "_sync_collectives": collectives}
-    bases = (_SyncedBatchNorm, original)
-    return new_class(f"Synced{original.__name__}", bases, exec_body=lambda namespace: namespace.update(attributes))
-
-
 class _BatchNormOverRanks(TorchFunctionMode):
     """Has `F.batch_norm`, in training, normalise over the batches of all ranks in the block.
 
@@ -138,8 +135,10 @@ class _BatchNormOverRanks(TorchFunctionMode):
                 )
             if count == 0:
                 return F.batch_norm(x, running_mean, running_var, momentum=momentum, **options)
-        _update(running_mean, batch.mean, momentum)
-        _update(running_var, batch.var * (batch.count / (batch.count - 1)), momentum)
+        unbiased = batch.var * (batch.count / (batch.count - 1))
+        for running, value in ((running_mean, batch.mean), (running_var, unbiased)):
+            if running is not None:
+                running.copy_(running.to(value.dtype).lerp(value, momentum))
         normalize: Callable[..., Tensor] = _Normalize.apply
         return normalize(x, options["weight"], options["bias"], batch, options["eps"], collectives, is_idle)
 
@@ -155,7 +154,15 @@ class _Statistics:
 
 def _statistics_over_ranks(x: Tensor, collectives: Collectives) -> _Statistics:
     num_channels = x.shape[1]
-    by_rank = torch.stack(collectives.gather(_local_statistics(x)))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # The mean of each channel, its biased variance, and the number of values per channel.
+    if x.numel() == 0:
+        local = torch.zeros(2 * num_channels + 1, dtype=dtype, device=x.device)
+    else:
+        # The CPU's kernel would round the statistics of half-precision values to half precision.
+        mean, var = torch.batch_norm_update_stats(x if x.is_cuda else x.to(dtype), None, None, 0.0)
+        local = torch.cat([mean, var, mean.new_full((1,), x.numel() // num_channels)])
+    by_rank = torch.stack(collectives.gather(local))
     mean_by_rank, var_by_rank = by_rank[:, :num_channels], by_rank[:, num_channels:-1]
     count_by_rank = by_rank[:, -1:]
     count = count_by_rank.sum()
@@ -164,23 +171,6 @@ def _statistics_over_ranks(x: Tensor, collectives: Collectives) -> _Statistics:
     # Chan's formula. A difference of squares would cancel where the mean is much larger than the deviation.
     var = (share_by_rank * (var_by_rank + (mean_by_rank - mean).square())).sum(0)
     return _Statistics(mean, var, count)
-
-
-def _local_statistics(x: Tensor) -> Tensor:
-    """Return the mean of each channel, its biased variance, and the number of values per channel, in one row."""
-    num_channels = x.shape[1]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.numel() == 0:
-        return torch.zeros(2 * num_channels + 1, dtype=dtype, device=x.device)
-    if not x.is_cuda:
-        x = x.to(dtype)  # the CPU's kernel would round the statistics of half-precision values to half precision
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return torch.cat([mean, var, mean.new_full((1,), x.numel() // num_channels)])
-
-
-def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:
-        running.copy_(running.to(value.dtype).lerp(value, momentum))
 
 
 class _Normalize(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_bucketddp.checkpoint.checkpoint_io import safe_globals_allowed
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.data.evaluation import Part, divide, share_of
+from lightning_bucketddp.data.evaluation import Part, divided, share_of
 from lightning_bucketddp.trainer_internals import (
     combined_loader,
     logged_results,
@@ -171,7 +171,7 @@ class ExactEvaluation:
         try:
             loader = prepare(dataloader, shuffle, mode)
             if self._gives_all and self._was_asked:
-                divide(loader, self.part, keeps_batches=self._keeps_batches and mode == _PREDICTING)
+                loader = divided(loader, self.part, keeps_batches=self._keeps_batches and mode == _PREDICTING)
         finally:
             self._gives_all = False
         return loader

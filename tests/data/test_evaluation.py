@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_bucketddp.data.evaluation import Part, divide, divided, share_of
+from lightning_bucketddp.data.evaluation import Part, divided, share_of
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from tests.support.scripts.evaluations import ByParity, Numbered
 
@@ -76,7 +76,7 @@ def passes_of(loader: DataLoader[Any], part: Part, *, number: int = 1) -> tuple[
         loader = sharding.prepare_loader(loader, is_training=False)
         batches: Any = loader
     else:
-        divide(loader, part)
+        loader = divided(loader, part)
         batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     as_lists = [[batch if isinstance(batch, list) else [batch] for batch in batches] for _ in range(number)]
     return as_lists, share_of(loader)
@@ -121,8 +121,9 @@ def test_every_sample_counts_in_rounds_of_equal_batches(kind: str, number: int, 
 @given(st.sampled_from(SIZED), NUMBERS, RANKS, SIZES)
 def test_lengths_are_those_of_the_passes(kind: str, number: int, world_size: int, size: int) -> None:
     for rank, repeats in itertools.product(range(world_size), (True, False)):
-        loader = make_loader(kind, number, size)
-        [batches], _ = passes_of(loader, Part(rank, world_size, seed=3, repeats=repeats))
+        part = Part(rank, world_size, seed=3, repeats=repeats)
+        loader = divided(make_loader(kind, number, size), part)
+        [batches], _ = passes_of(make_loader(kind, number, size), part)
         # Without repetitions a rank may have nothing for its last batch.
         assert len(loader) - (0 if repeats else 1) <= len(batches) <= len(loader)
 
@@ -167,8 +168,7 @@ def test_samplers_draw_alike_on_all_ranks_and_anew_in_each_pass_and_leave_random
 
 def test_a_pass_that_is_given_up_leaves_random_numbers_as_they_are() -> None:
     loader = DataLoader(Numbered(9), batch_sampler=ByParity(RandomSampler(range(9)), 2, False))
-    divide(loader, Part(0, 2, seed=0))
-    batches = iter(loader.batch_sampler)  # type: ignore[arg-type]
+    batches = iter(divided(loader, Part(0, 2, seed=0)).batch_sampler)
     next(batches)
     torch.manual_seed(5)
     del batches
@@ -180,9 +180,8 @@ def test_endless_batches_are_taken_as_they_come() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return ([number % 7] for number in itertools.count())
 
-    loader = DataLoader(Numbered(7), batch_sampler=Endless())
-    divide(loader, Part(1, 2, seed=0))
-    assert list(itertools.islice(loader.batch_sampler, 4)) == [[1], [3], [5], [0]]  # type: ignore[arg-type]
+    loader = divided(DataLoader(Numbered(7), batch_sampler=Endless()), Part(1, 2, seed=0))
+    assert list(itertools.islice(loader.batch_sampler, 4)) == [[1], [3], [5], [0]]
     with pytest.raises(TypeError):
         len(loader)
 
