@@ -47,8 +47,8 @@ class Row:
 def compare(model: str, profile: Profile, network: Network, num_ranks: int) -> Row:
     """The plan of 25 MiB beside the one computed for this network."""
     cost = network.all_reduce(num_ranks)
-    fixed = predict(profile, ReducerConfig(bucket_cap_mb=25), cost).timeline
-    auto = predict(profile, ReducerConfig(bucket_cap_mb=AUTO), cost).timeline
+    fixed = predict(profile, ReducerConfig(bucket_cap_mb=25), cost)
+    auto = predict(profile, ReducerConfig(bucket_cap_mb=AUTO), cost)
     return Row(
         model,
         network.name,

@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_sharding PROFILE.json [...] [--ranks 8 16 64 256 1024] [--json FILE]
 
 The profiles and networks are those of `benchmarks.simulated_networks`, and so is the model, with what sharding adds to
-it (Note: halves, in `planning/cost.py`; Note: weights at the end of a step, in `planning/simulation.py`).
+it (Note: halves, in `planning/cost.py`; Note: timeline, in `planning/simulation.py`).
 State is that of AdamW, two tensors like each parameter; of the ranks the one that has most counts. Without sharding the
 plan is the one that `bucket_cap_mb="auto"` computes for the network; with it the first one stays, with buckets of up to
 25 MiB.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Network, Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict, predict_sharded, state_by_rank
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict, state_by_rank
 
 RANKS = [8, 16, 64, 256, 1024]
 
@@ -46,8 +46,8 @@ class Row:
 def compare(model: str, profile: Profile, network: Network, num_ranks: int) -> Row:
     """Predict a step without and with sharding."""
     cost, config = network.all_reduce(num_ranks), ReducerConfig()
-    whole = predict(profile, config, cost).timeline
-    sharded = predict_sharded(profile, config, cost, num_ranks=num_ranks)
+    whole = predict(profile, config, cost)
+    sharded = predict(profile, config, cost, num_shards=num_ranks)
     state = state_by_rank(profile.specs, sharded.plan, num_ranks=num_ranks)
     return Row(
         model,
@@ -56,10 +56,10 @@ def compare(model: str, profile: Profile, network: Network, num_ranks: int) -> R
         state_whole_mib=state.unsharded_bytes / MIB,
         state_sharded_mib=state.most_bytes / MIB,
         exposed_whole_ms=whole.exposed_s * 1e3,
-        exposed_sharded_ms=sharded.timeline.exposed_s * 1e3,
-        weights_ms=sharded.timeline.weights_s * 1e3,
+        exposed_sharded_ms=sharded.exposed_s * 1e3,
+        weights_ms=sharded.weights_s * 1e3,
         step_whole_ms=whole.step_s * 1e3,
-        step_sharded_ms=sharded.timeline.step_s * 1e3,
+        step_sharded_ms=sharded.step_s * 1e3,
     )
 
 

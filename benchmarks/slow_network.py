@@ -125,8 +125,8 @@ def measure(args: argparse.Namespace, hosts: tuple[Host, Host], *, rate: str) ->
 def predict_step(variant: Variant, profile: Profile, cost: AllReduceCost, codecs: Codecs) -> float:
     """Seconds of a step, as the simulator has it."""
     if variant.local_steps is None:
-        return predict(profile, ReducerConfig(**variant.options), cost, codecs=codecs).timeline.step_s
-    alone = predict(profile, ReducerConfig(), cost.slower(0)).timeline.step_s
+        return predict(profile, ReducerConfig(**variant.options), cost, codecs=codecs).step_s
+    alone = predict(profile, ReducerConfig(), cost.slower(0)).step_s
     return alone + local_exchange_s(profile, cost) / variant.local_steps
 
 

@@ -14,11 +14,12 @@ import torch
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.recording.reader import read_run
-from lightning_bucketddp.recording.schema import FOLDER, OuterStepTimes, RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
 from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
-from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
+from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Sampling, metrics_of, plan_of, step_of
+from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
 from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
@@ -42,22 +43,22 @@ class RecordedFit:
 
     def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
         self.run = strategy.describe_run()
+        self.unlogged: list[Step] = []
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
         # Of the last step that was read; None if the last round brought none.
         self.new_overlap: float | None = None
-        self._strategy = strategy
+        self.outer_steps: list[OuterStepStats] = []
+        self.strategy = strategy
         self._every_n_rounds = every_n_rounds
         self._recorder = StepRecorder(strategy.root_device)
         self._unread: deque[tuple[MarkedStep, bool]] = deque()
-        self._not_taken: list[Step] = []
         self._num_rounds = 0
         self._num_batches = 0
         self._sampling = Sampling()
         self._is_written = False
         self._plans: dict[int, RecordedPlan] = {}
         self._known_profile: Profile | None = None
-        self.outer_steps: list[OuterStepTimes] = []
         self._has_file = folder is not None
         self._file = RecordFile(folder, rank=self.run.rank)
         self._file.write(self.run)
@@ -65,85 +66,69 @@ class RecordedFit:
     @property
     def profile(self) -> Profile | None:
         """Return the profile that `bucket_cap_mb="auto"` measured, on rank 0."""
-        return None if self._strategy.reducer is None else self._strategy.reducer.profile
+        return None if self.strategy.reducer is None else self.strategy.reducer.profile
 
     @property
     def plan(self) -> RecordedPlan | None:
         """Return the plan of the last step."""
         return self._plans.get(self.steps[-1].plan) if self.steps else None
 
-    @property
-    def divided_state(self) -> DividedState | None:
-        """Return what is divided among the ranks; None: nothing is."""
-        shards = self._strategy.shards
-        return None if shards is None else DividedState(shards.state_bytes, shards.whole_state_bytes)
-
-    @property
-    def is_recording(self) -> bool:
-        return self._strategy.recorder is not None
-
-    def _begin_if_due(self) -> None:
-        """Start recording, before a batch, if the next round is due."""
-        if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
+    def _begin_if_due(self) -> bool:
+        """Start recording, before a batch, if the next round is due; return whether the current one is recorded."""
+        if self.strategy.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
-            self._strategy.begin_recording(self._recorder, self._keep)
+            self.strategy.begin_recording(self._recorder, self._keep)
+        return self.strategy.recorder is not None
 
     def begin_fetch(self) -> None:
         """Begin the phase `data`: the trainer asks for a batch."""
-        self._begin_if_due()
         # A `training_step` that fetches batches itself is not interrupted. A fetch that returned nothing, because the
         # epoch was over, is dropped.
-        if self.is_recording and self._recorder.phase in (None, "data"):
+        if self._begin_if_due() and self._recorder.phase in (None, "data"):
             self._recorder.forget_phase()
             self._recorder.turn_to("data")
 
     def begin_batch(self) -> None:
         """End the phase `data`: the batch has arrived."""
-        self._begin_if_due()
-        self._num_batches += 1
-        if self.is_recording and self._recorder.phase == "data":
+        if self._begin_if_due() and self._recorder.phase == "data":
             self._recorder.turn_to(None)
+        self._num_batches += 1
 
     def end_round(self) -> None:
         """Count a round, after the step of one or several optimizers, and read it if it was recorded."""
         self._num_rounds += 1
         self.new_overlap = None
-        if self.is_recording:
-            self._strategy.end_recording()
+        if self.strategy.recorder is not None:
+            self.strategy.end_recording()
             if self._is_written:
                 self._sampling.add(self._num_batches)
             self.read()
 
     def read_outer_steps(self) -> None:
         """Write down the exchanges of weights between islands since the last call."""
-        assert self._strategy.reducer is not None
-        for one in self._strategy.reducer.stats.outer_steps[len(self.outer_steps) :]:
-            self.outer_steps.append(OuterStepTimes(one.step, one.seconds, one.num_bytes))
-            self._file.write(self.outer_steps[-1])
+        assert self.strategy.reducer is not None
+        for one in self.strategy.reducer.stats.outer_steps[len(self.outer_steps) :]:
+            self.outer_steps.append(one)
+            self._file.write(one)
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Read the steps whose end the device has reached, or wait for all of them."""
         while self._unread and (all_of_them or self._recorder.is_past(self._unread[0][0])):
             marked, is_written = self._unread.popleft()
-            step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self._strategy.root_device))
+            step = step_of(marked, self._recorder.axis, memory_bytes=_peak_memory(self.strategy.root_device))
             if step is not None:
                 self.new_overlap = step.overlap
-                self._not_taken.append(step)
+                self.unlogged.append(step)
                 if is_written or not self._has_file:
                     self.steps.append(step)
                     self._file.write(step)
         if all_of_them:
             self._write_profile()
 
-    def take(self) -> list[Step]:
-        """Return the steps that were read since the last call."""
-        steps, self._not_taken = self._not_taken, []
-        return steps
-
     def close(self) -> None:
         """Stop recording. Steps that cannot be read without waiting are dropped."""
-        self._strategy.end_recording()
+        self.strategy.end_recording()
         with suppress(RuntimeError):  # the device may have failed
             self.read()
         self._recorder.close()
@@ -151,30 +136,26 @@ class RecordedFit:
 
     def _keep(self, marked: MarkedStep) -> None:
         """Keep a step until the device reaches its end, and write its plan if that is new."""
-        reducer = self._strategy.reducer
+        reducer = self.strategy.reducer
         assert reducer is not None
         self._unread.append((marked, self._is_written))
         if reducer.bucket_set is not None and marked.plan not in self._plans:
-            plan = self._plans[marked.plan] = plan_of(
-                marked.plan,
-                reducer.bucket_set.plan,
-                reducer.specs,
-                scatters=reducer.replicas.collectives.scatters,
-            )
+            scatters = reducer.replicas.collectives.scatters
+            plan = plan_of(marked.plan, reducer.bucket_set.plan, reducer.specs, scatters=scatters)
+            self._plans[marked.plan] = plan
             self._file.write(plan)
         self._write_profile()
 
     def _write_profile(self) -> None:
-        """Write the profile of `bucket_cap_mb="auto"` if there is a new one."""
-        reducer, profile = self._strategy.reducer, self.profile
-        if reducer is not None and profile is not None and profile is not self._known_profile:
+        profile = self.profile
+        if profile is not None and profile is not self._known_profile:
+            assert self.strategy.reducer is not None
             self._known_profile = profile
             self._file.write(profile)
-            self._file.write(Tuning(reducer.tuning))
+            self._file.write(Tuning(self.strategy.reducer.tuning))
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far: of torch on a GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -222,11 +203,7 @@ class StepMonitoring(_Callback):
         self.recorded_in: Path | None = None
 
     def show(self, height: int = 900) -> InlinePage:
-        """Return the page of the last fit, for the last line of a notebook's cell.
-
-        Args:
-            height: How many pixels of it are visible at once.
-        """
+        """Return the page of the last fit, of which `height` pixels are visible, for the last line of a cell."""
         from lightning_bucketddp.commands.report.page import InlinePage, make_page
 
         if self.recorded_in is None:
@@ -272,52 +249,49 @@ class StepMonitoring(_Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is None:
             return
-        assert isinstance(trainer.strategy, TrainerStepHooks)
         self._fit.read(all_of_them=True)
         self._fit.read_outer_steps()
         self._log(trainer, self._fit)
         if self._has_summary:
             # A collective: all ranks take part, whether they recorded anything or not.
             numbers = RankNumbers.of(self._fit.run, list(self._fit.steps))
-            gathered = trainer.strategy.gather_json(asdict(numbers))
+            gathered = self._fit.strategy.gather_json(asdict(numbers))
             if trainer.is_global_zero:
-                self._summary = _sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
-        self._close(trainer)
+                self._sum_up(self._fit, [RankNumbers.from_json(content) for content in gathered])
+        self._close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # By now the progress bar is gone.
-        summary, self._summary = self._summary, None
-        if summary is not None:
-            print_summary(summary)
+        if self._summary is not None:
+            print_summary(self._summary)
+        self._summary = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close(trainer)
+        self._close()
+
+    def _sum_up(self, fit: RecordedFit, ranks: list[RankNumbers]) -> None:
+        if not fit.steps:
+            rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
+            return
+        step = TypicalStep.of(ranks, fit.run, fit.plan, fit.profile)
+        shards = fit.strategy.shards
+        state = None if shards is None else (shards.state_bytes, shards.whole_state_bytes)
+        advice = suggestions(step)
+        self._summary = Summary.of(step, suggestions=advice, state_bytes=state, outer_steps=fit.outer_steps)
 
     def _log(self, trainer: Trainer, fit: RecordedFit) -> None:
-        steps = fit.take()
+        steps, fit.unlogged = fit.unlogged, []
         if steps:
             values = metrics_of(steps, num_ranks=trainer.world_size)
-            named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-            log_at_once(trainer, named)
+            log_at_once(trainer, {f"bucketddp/{name}": value for name, value in values.items()})
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
             assert self._stop_seeing_fetches is not None
             self._stop_seeing_fetches()
             self._stop_seeing_fetches = None
             fit.close()
-
-
-def _sum_up(fit: RecordedFit, ranks: list[RankNumbers]) -> Summary | None:
-    """Return the summary of a fit; None, and say so, if no step was recorded."""
-    if not fit.steps:
-        rank_zero_info(f"{_NAME}: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`.")
-        return None
-    typical = TypicalStep(ranks, num_ranks=fit.run.world_size)
-    run = fit.run
-    advice = suggestions(typical, fit.plan, fit.profile, options=run.options, codecs=run.codecs)
-    return Summary.of(typical, fit.plan, suggestions=advice, state=fit.divided_state, outer_steps=fit.outer_steps)

@@ -41,10 +41,7 @@ class _AppliedRate:
 
 
 class EffectiveRates:
-    """Multiplies the learning rates of `optimizer` during its steps, and restores them afterwards.
-
-    Schedulers compute the next learning rate from the last one, from the first one, or from numbers of their own. It
-    does not matter which, because no scheduler and no checkpoint ever sees a multiplied one.
+    """Multiplies the learning rates of `optimizer` during its steps: no scheduler and no checkpoint ever sees them.
 
     `multiplier` returns the multiplier for a step, by its number; `num_steps` is how many the optimizer has made.
     """
@@ -54,7 +51,7 @@ class EffectiveRates:
         self._optimizer = optimizer
         self._multiplier = multiplier
         self._applied: list[_AppliedRate] = []
-        self._depth = 0
+        self.depth = 0  # of nested steps
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -67,24 +64,19 @@ class EffectiveRates:
             self.apply()
 
     def close(self) -> None:
-        """Restore the learning rates and remove the hooks."""
         self.restore()
         while self._handles:
             self._handles.pop().remove()
 
-    def begin_batch(self) -> None:
-        """Reset the depth of nested steps, which a step that raised leaves behind."""
-        self._depth = 0
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch calls the hooks again for a `step` that calls the `step` of its base class.
-        self._depth += 1
-        if self._depth == 1:
+        self.depth += 1
+        if self.depth == 1:
             self.apply()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self.restore()
             self.num_steps += 1
 
@@ -170,7 +162,16 @@ class LearningRateScaling(_Callback):
         self._steps_before = list(state_dict["num_steps"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_warmup_steps = self._find_num_warmup_steps(trainer)
+        if self._warmup_steps is not None:
+            self._num_warmup_steps = self._warmup_steps
+        elif self._warmup_epochs and math.isinf(trainer.num_training_batches):
+            raise ValueError(
+                f"`{_NAME}` cannot tell how many steps {self._warmup_epochs:g} epochs are: the training data has no"
+                " length. Pass `warmup_steps`."
+            )
+        else:
+            steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            self._num_warmup_steps = round(self._warmup_epochs * steps_per_epoch)
         self._find_batch_size(trainer)
         # Optimizers are new in each fit; their steps count from 0 unless a checkpoint was loaded.
         steps = [*self._steps_before, *[0] * len(trainer.optimizers)]
@@ -180,14 +181,19 @@ class LearningRateScaling(_Callback):
             EffectiveRates(optimizer, multiplier, num_steps=num_steps)
             for optimizer, num_steps in zip(trainer.optimizers, steps, strict=False)
         ]
-        self._attach_monitors(trainer)
+        # Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses.
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
+                for hook in _MONITOR_HOOKS:
+                    self._attached.callback(delattr, callback, hook)
+                    setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_batch_size(trainer)  # the data may have been reloaded
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for rates in self._rates:
-            rates.begin_batch()
+            rates.depth = 0  # a step that raised leaves one behind
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         for rates in self._rates:
@@ -198,17 +204,6 @@ class LearningRateScaling(_Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._detach()
-
-    def _find_num_warmup_steps(self, trainer: Trainer) -> int:
-        if self._warmup_steps is not None:
-            return self._warmup_steps
-        if self._warmup_epochs and math.isinf(trainer.num_training_batches):
-            raise ValueError(
-                f"`{_NAME}` cannot tell how many steps {self._warmup_epochs:g} epochs are: the training data has no"
-                " length. Pass `warmup_steps`."
-            )
-        steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        return round(self._warmup_epochs * steps_per_epoch)
 
     def _find_batch_size(self, trainer: Trainer) -> None:
         self._adopt(GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME))
@@ -237,14 +232,6 @@ class LearningRateScaling(_Callback):
         if self._factor <= 1 or num_steps >= self._num_warmup_steps:
             return self._factor
         return 1 + (self._factor - 1) * num_steps / self._num_warmup_steps
-
-    def _attach_monitors(self, trainer: Trainer) -> None:
-        """Let each `LearningRateMonitor`, which reads before a step, see the rates that the step uses."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__):
-                for hook in _MONITOR_HOOKS:
-                    self._attached.callback(delattr, callback, hook)
-                    setattr(callback, hook, partial(self._call_with_rates_applied, getattr(callback, hook)))
 
     def _call_with_rates_applied(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with ExitStack() as applied:

@@ -58,14 +58,6 @@ class GlobalBatch:
         return f"global batch {ranks} x {self.num_micro_batches} = {self.size}"
 
 
-@dataclass(slots=True)
-class _Window:
-    """Consecutive steps with nothing but training between them, and the samples of all ranks in them."""
-
-    began_at: float
-    num_samples: float = 0
-
-
 class ScalingMeasurement(_Callback):
     """Logs the global batch size, the samples per second of all ranks together, and how well that scales.
 
@@ -89,10 +81,11 @@ class ScalingMeasurement(_Callback):
         self._single_rank_samples_per_second = single_rank_samples_per_second
         self._batch_size_per_rank = batch_size_per_rank
         self._batch: GlobalBatch | None = None
-        self._window: _Window | None = None
         self._global_step = 0
-        self._num_samples = 0.0
-        self._seconds = 0.0
+        # When consecutive steps with nothing but training between them began, and the samples of all ranks in them.
+        self._began_at: float | None = None
+        self._new_samples = 0.0
+        self._num_samples, self._seconds = 0.0, 0.0  # of all of them
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_batch_size(trainer)
@@ -101,13 +94,13 @@ class ScalingMeasurement(_Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_batch_size(trainer)  # the data may have been reloaded
-        self._window = None
+        self._began_at = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._window = None
+        self._began_at = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._window = None
+        self._began_at = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,10 +109,10 @@ class ScalingMeasurement(_Callback):
         if trainer.global_step == self._global_step:
             return  # still accumulating
         self._global_step = trainer.global_step
-        if self._window is None:
-            self._window = _Window(began_at=_now(trainer.strategy.root_device))
+        if self._began_at is None:
+            self._began_at, self._new_samples = _now(trainer.strategy.root_device), 0.0
         elif is_log_step(trainer):
-            self._log(trainer, self._window)
+            self._log(trainer, self._began_at)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._seconds == 0:
@@ -136,31 +129,31 @@ class ScalingMeasurement(_Callback):
         self._batch = GlobalBatch.of(trainer, batch_size_per_rank=self._batch_size_per_rank, asked_by=_NAME)
 
     def _count(self, trainer: Trainer, batch_idx: int) -> None:
-        """Add the samples of a batch on all ranks to the window, or drop the window if they are unknown."""
+        """Add the samples of a batch on all ranks, or stop measuring if they are unknown."""
         assert self._batch is not None
-        if self._window is None:
+        if self._began_at is None:
             return
         size: float = self._batch.over_ranks
         if trainer.is_last_batch and self._batch_size_per_rank is None:
-            if (in_epoch := _samples_in_epoch(trainer.train_dataloader)) is None:
-                self._window = None
+            in_epoch = _samples_in_epoch(trainer.train_dataloader)
+            if in_epoch is None:
+                self._began_at = None
                 return
             size = min(size, trainer.world_size * in_epoch - batch_idx * size)
-        self._window.num_samples += size
+        self._new_samples += size
 
-    def _log(self, trainer: Trainer, window: _Window) -> None:
+    def _log(self, trainer: Trainer, began_at: float) -> None:
         assert self._batch is not None
         now = _now(trainer.strategy.root_device)
-        rate = window.num_samples / (now - window.began_at)
+        rate = self._new_samples / (now - began_at)
         size = self._batch.over_ranks * trainer.accumulate_grad_batches
-        values = {"global_batch_size": float(size), "samples_per_second": rate}
+        values = {"bucketddp/global_batch_size": float(size), "bucketddp/samples_per_second": rate}
         if (efficiency := self._efficiency(rate, trainer)) is not None:
-            values["scaling_efficiency"] = efficiency
-        named: dict[str, Any] = {f"bucketddp/{name}": value for name, value in values.items()}
-        log_at_once(trainer, named)
-        self._num_samples += window.num_samples
-        self._seconds += now - window.began_at
-        self._window = _Window(began_at=now)
+            values["bucketddp/scaling_efficiency"] = efficiency
+        log_at_once(trainer, values)
+        self._num_samples += self._new_samples
+        self._seconds += now - began_at
+        self._began_at, self._new_samples = now, 0.0
 
     def _efficiency(self, samples_per_second: float, trainer: Trainer) -> float | None:
         if self._single_rank_samples_per_second is None:
@@ -179,7 +172,6 @@ def _samples_in_epoch(loader: Any) -> float | None:
 
 
 def _now(device: torch.device) -> float:
-    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

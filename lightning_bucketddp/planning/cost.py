@@ -2,22 +2,14 @@
 
 Note: cost of an all-reduce
     Latency + bytes x time per byte, the usual alpha-beta model (Thakur, Rabenseifner, Gropp 2005). On n ranks each link
-    carries 2(n-1)/n of the bytes, which no algorithm can beat and rings and double binary trees reach. A ring takes
-    2(n-1) hops one after the other, a tree 2 log2 n; NCCL has had double binary trees since 2.4 (Sanders, Speck, Träff
-    2009: full bandwidth, logarithmic latency) and takes what is faster. So does `Network`: the fewer hops, at full
-    bandwidth. It knows no hierarchy: every rank has a link of its own, and all links are alike.
+    carries 2(n-1)/n of the bytes. A ring takes 2(n-1) hops one after the other, a double binary tree 2 log2 n (Sanders,
+    Speck, Träff 2009). `Network` takes the fewer hops, as NCCL does, at full bandwidth. It knows no hierarchy: every
+    rank has a link of its own, and all links are alike.
 
 Note: halves
     An all-reduce is a reduce-scatter and then an all-gather, and each takes half of the hops and half of the bytes. So
     where gradients are reduce-scattered and weights are all-gathered, each bucket counts half of its bytes twice. To
     reduce a bucket to its owner, or to broadcast it from there, is counted in the same way: each link carries it once.
-
-Note: cost of a wire format
-    bf16 and fp16 travel in an all-reduce, and the bytes are fewer in proportion. int8 travels in blocks of 256 values
-    with a scale in fp32: first by an all-to-all, so that each rank can add up its share, then by an all-gather. These
-    carry what the halves of an all-reduce do (Note: halves), but each is launched and waited for by itself: the latency
-    counts twice. Two ranks make one exchange of all of it, which is taken to cost as much. To encode and to decode
-    takes passes over memory, at a speed that has to be measured on the device (`reducer/quantization`).
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -57,10 +49,7 @@ class AllReduceCost:
 
     @classmethod
     def fit(cls, seconds_by_bytes: Mapping[int, Sequence[float]]) -> AllReduceCost:
-        """Fit a line to the medians of the repetitions at each size, by relative errors.
-
-        By absolute errors the largest size alone would decide, and the latency be what remains.
-        """
+        """Fit a line to the medians at each size, by relative errors: else the largest size alone would decide."""
         medians = {num_bytes: statistics.median(seconds) for num_bytes, seconds in seconds_by_bytes.items()}
         weights = {num_bytes: 1 / max(seconds, 1e-9) ** 2 for num_bytes, seconds in medians.items()}
         total = sum(weights.values())
@@ -82,9 +71,6 @@ class Network:
     hop_s: float  # that the shortest message takes to the next rank
 
     def all_reduce(self, num_ranks: int) -> AllReduceCost:
-        """Return what an all-reduce between `num_ranks` costs."""
-        if num_ranks == 1:
-            return AllReduceCost(0.0, 0.0)
         return AllReduceCost(_num_hops(num_ranks) * self.hop_s, share_of_a_link(num_ranks) / self.bytes_per_s)
 
     @classmethod
@@ -155,10 +141,6 @@ class Codec:
     decode_s_per_byte: float = 0.0  # the same after backward, when it has come back
     inline_s_per_byte: float = 0.0  # between the exchanges of a bucket, while all others wait
 
-    @property
-    def s_per_byte(self) -> float:
-        return self.encode_s_per_byte + self.decode_s_per_byte + self.inline_s_per_byte
-
 
 NO_CODEC = Codec()
 # By `reduce_dtype`, for fp32 gradients. What is not in it counts as nothing.
@@ -168,7 +150,11 @@ NO_CODECS: Codecs = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What gradients travel as (Note: cost of a wire format); by default as what they are."""
+    """What gradients travel as; by default as what they are.
+
+    int8 travels by an all-to-all and an all-gather. They carry what an all-reduce does (Note: halves), but each is
+    launched and waited for by itself: the latency counts twice.
+    """
 
     share: float = 1.0  # bytes that travel for each byte of gradients
     num_collectives: int = 1
@@ -180,7 +166,8 @@ class Wire:
         own_bytes = sum(spec.num_bytes for spec in specs)
         if reduce_dtype is None or not own_bytes:
             return cls()
-        num_values = sum(spec.num_bytes / _itemsize(spec) for spec in specs)
+        # What was made of recorded buckets does not know dtypes.
+        num_values = sum(spec.num_bytes / (spec.dtype or torch.float32).itemsize for spec in specs)
         share = num_values * BYTES_PER_VALUE[reduce_dtype] / own_bytes
         if share == 1:
             return cls()
@@ -193,11 +180,6 @@ class Wire:
 
     def own_cost(self, measured: AllReduceCost) -> AllReduceCost:
         """Return the cost in their own dtype, if on this wire, with all of the codec, it has been `measured`."""
-        s_per_byte = max(measured.s_per_byte - self.codec.s_per_byte, 0.0) / self.share
+        codec_s_per_byte = sum(astuple(self.codec))
+        s_per_byte = max(measured.s_per_byte - codec_s_per_byte, 0.0) / self.share
         return AllReduceCost(measured.latency_s / self.num_collectives, s_per_byte)
-
-
-def _itemsize(spec: ParameterSpec) -> int:
-    dtype = getattr(torch, spec.kind.partition(" ")[0].removeprefix("torch."), None)
-    # What was made of recorded buckets does not know kinds.
-    return (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize

@@ -1,21 +1,17 @@
 """The optimal plan, whose last reduction ends earliest, and how long a step would take with it. Pure.
 
-Predictions are made with the planner's model (Note: cost of an all-reduce, Note: timeline): no contention, no
-stragglers, a link of its own for each rank. It compares plans and networks; it promises no step times.
+Predictions compare plans and networks (Note: cost of an all-reduce, Note: timeline); they promise no step times.
 
 Note: optimum
     f(j) is the earliest time at which the first j gradients are reduced: f(j) = min over i of max(f(i), ready(j)) +
-    cost(i..j). f does not decrease with j, so among the i with f(i) <= ready(j) the largest is best. Nor does f(i)
-    minus the time that the first i gradients take on the network, so among the other i the smallest is best. Both hold
-    with a ceiling on the size of buckets, too. Of plans that end equally early, the one with the fewest buckets is
-    found backwards (docs/design/optimal-plan.md).
+    cost(i..j). Among the i with f(i) <= ready(j) the largest is best, among the others the smallest. Of plans that end
+    equally early, the one with the fewest buckets is found backwards (docs/design/optimal-plan.md has the proof).
 
     Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
     plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
 
     Exact in that model (Note: timeline) for one kind of parameters, unless the last gradient travels alone. With
-    several kinds, each stretch of gradients makes one bucket of every kind in it, and all buckets of a stretch count as
-    ready when the last of them is: near the optimum.
+    several kinds, each stretch of gradients makes one bucket of every kind in it: near the optimum.
 """
 
 from __future__ import annotations
@@ -33,8 +29,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, complet
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.planning.simulation import Timeline, simulate
 
-# Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them. Networks reach
-# their full speed with much less.
+# Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them.
 CEILING_BYTES = 128 * MIB
 # Links at their nominal speed. A hop through TCP takes some 30 us, through RDMA 5 us, between GPUs of one host 2 us, or
 # 10 us where they have no peer-to-peer access: there all goes through the host's memory, at a third of PCIe 4.0 x16.
@@ -55,8 +50,7 @@ def optimal_plan(
 ) -> list[BucketSpec]:
     """Return the buckets for the parameters of `profile`, by position in it (Note: optimum).
 
-    Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it. A parameter larger than
-    `ceiling_bytes` has a bucket of its own. Without a `cost`, the profile must have one.
+    Sparse parameters, and those that never arrived, are placed as `plan_buckets` does it.
     """
     specs, cost = profile.specs, cost or profile.cost
     assert cost is not None
@@ -73,118 +67,77 @@ def optimal_plan(
             else:
                 together.append(i)
                 ready_s.append(now_s)
-    search = _Search([specs[i] for i in together], ready_s, cost, ceiling_bytes=ceiling_bytes)
-    stretches = search.stretches(until_s=now_s)
-    buckets = [bucket for start, stop in stretches for bucket in _by_kind(specs, together[start:stop])]
+    buckets = alone
+    planned = [specs[i] for i in together]
+    for start, stop in _stretches(planned, ready_s, cost, ceiling_bytes=ceiling_bytes, until_s=now_s):
+        by_kind: dict[str, list[int]] = {}
+        for i in together[start:stop]:
+            by_kind.setdefault(specs[i].kind, []).append(i)
+        buckets += by_kind.values()
     return complete_plan(
         specs,
-        sorted(buckets + alone, key=lambda bucket: bucket[-1]),
+        sorted(buckets, key=lambda bucket: bucket[-1]),
         arrived=profile.arrived,
         missing=profile.missing,
         caps=BucketCaps(by_position=(ceiling_bytes,), last=None),
     )
 
 
-def _by_kind(specs: Sequence[ParameterSpec], members: Sequence[int]) -> list[list[int]]:
-    """Return one bucket of each kind."""
-    kinds = dict.fromkeys(specs[i].kind for i in members)
-    return [[i for i in members if specs[i].kind == kind] for kind in kinds]
+def _stretches(
+    specs: Sequence[ParameterSpec],
+    ready_s: Sequence[float],
+    cost: AllReduceCost,
+    *,
+    ceiling_bytes: int,
+    until_s: float,
+) -> list[tuple[int, int]]:
+    """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible.
 
-
-class _Search:
-    """The search for the best stretches. Stretch (i, j) holds the gradients i, ..., j - 1."""
-
-    def __init__(
-        self, specs: Sequence[ParameterSpec], ready_s: Sequence[float], cost: AllReduceCost, *, ceiling_bytes: int
-    ) -> None:
-        self._ready_s = ready_s
-        self._cost = cost
-        # By number of gradients: their bytes, f, where its last stretch begins and could begin at the earliest, and
-        # behind which gradient each kind was seen last.
-        self._bytes = list(accumulate((spec.num_bytes for spec in specs), initial=0))
-        self._end_s = [0.0]
-        self._begin = [0]
-        self._earliest_begin = [0]
-        self._last_of_kinds: list[tuple[int, ...]] = [()]
-        self._find_ends([spec.kind for spec in specs], ceiling_bytes)
-
-    def stretches(self, *, until_s: float) -> list[tuple[int, int]]:
-        """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible."""
-        found: list[tuple[int, int]] = []
-        j, deadline_s = len(self._ready_s), max(self._end_s[-1], until_s)
-        while j > 0:
-            i = self._first_begin(j, deadline_s)
-            found.append((i, j))
-            deadline_s = max(deadline_s - self._seconds(i, j), self._end_s[i])
-            j = i
-        return found[::-1]
-
-    def _find_ends(self, kinds: Sequence[str], ceiling_bytes: int) -> None:
-        last_of_kind: dict[str, int] = {}
-        last_done = earliest = 0
-        for j, (kind, ready_s) in enumerate(zip(kinds, self._ready_s, strict=True), start=1):
-            last_of_kind[kind] = j
-            self._last_of_kinds.append(tuple(last_of_kind.values()))
-            while earliest < j - 1 and self._bytes[j] - self._bytes[earliest] > ceiling_bytes:
-                earliest += 1
-            while last_done < j - 1 and self._end_s[last_done + 1] <= ready_s:
-                last_done += 1
-            # Where the stretch gets one kind less, the argument begins anew.
-            begins = {last_done, last_done + 1, earliest}.union(last_of_kind.values())
-            end_s, begin = min((self._end_of(i, j), i) for i in begins if earliest <= i < j)
-            self._end_s.append(end_s)
-            self._begin.append(begin)
-            self._earliest_begin.append(earliest)
-
-    def _first_begin(self, j: int, deadline_s: float) -> int:
-        """Return the earliest begin of the last stretch of the first j gradients with which it ends by `deadline_s`."""
-        deadline_s += 1e-9 * deadline_s  # sums in another order differ in their last digits
-        ready_s = self._ready_s[j - 1]
-        candidates = range(self._earliest_begin[j], self._begin[j])
-        first = candidates.start + bisect_left(
-            candidates, True, key=lambda i: ready_s + self._seconds(i, j) <= deadline_s
-        )
-        return first if self._end_of(first, j) <= deadline_s else self._begin[j]
-
-    def _end_of(self, i: int, j: int) -> float:
-        return max(self._end_s[i], self._ready_s[j - 1]) + self._seconds(i, j)
-
-    def _seconds(self, i: int, j: int) -> float:
-        num_kinds = sum(last > i for last in self._last_of_kinds[j])
-        return num_kinds * self._cost.latency_s + (self._bytes[j] - self._bytes[i]) * self._cost.s_per_byte
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A plan, by position in the profile, and the step that it makes."""
-
-    plan: Sequence[BucketSpec]
-    timeline: Timeline
-
-
-def predict_sharded(
-    profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, num_ranks: int, codecs: Codecs = NO_CODECS
-) -> Prediction:
-    """Return what `predict` does, for optimizers whose state is divided among `num_ranks`."""
-    plan = sharded_plan(profile, config, num_ranks=num_ranks)
-    wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
-    return Prediction(plan, simulate(profile, plan, wire.cost(cost), cost_of_weights=cost, codec=wire.codec))
-
-
-def predict(profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, codecs: Codecs = NO_CODECS) -> Prediction:
-    """Return the step of a reducer with this `config` and the backward in `profile`, if an all-reduce costs `cost`.
-
-    `cost` is that of gradients which travel as what they are; `codecs` is needed for others.
+    Stretch (i, j) holds the gradients i, ..., j - 1.
     """
-    wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
-    cost = wire.cost(cost)
-    plan = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
-    plans = [plan]
-    if config.bucket_cap_mb == AUTO and has_choice(plan):
-        # With several kinds of parameters it may be the worse one; the reducer keeps the better plan, too.
-        plans.insert(0, optimal_plan(profile, cost=cost))
-    predictions = (Prediction(p, simulate(profile, p, cost, codec=wire.codec)) for p in plans)
-    return min(predictions, key=lambda p: p.timeline.end_s)
+    num_bytes = list(accumulate((spec.num_bytes for spec in specs), initial=0))
+    # By number of gradients: f, where its last stretch begins and could begin at the earliest, and behind which
+    # gradient each kind was seen last.
+    ends_s, begins, earliest_begins = [0.0], [0], [0]
+    last_of_kinds: list[tuple[int, ...]] = [()]
+
+    def seconds(i: int, j: int) -> float:
+        num_kinds = sum(last > i for last in last_of_kinds[j])
+        return num_kinds * cost.latency_s + (num_bytes[j] - num_bytes[i]) * cost.s_per_byte
+
+    def end_s(i: int, j: int) -> float:
+        return max(ends_s[i], ready_s[j - 1]) + seconds(i, j)
+
+    last_of_kind: dict[str, int] = {}
+    last_done = earliest = 0
+    for j, spec in enumerate(specs, start=1):
+        last_of_kind[spec.kind] = j
+        last_of_kinds.append(tuple(last_of_kind.values()))
+        while earliest < j - 1 and num_bytes[j] - num_bytes[earliest] > ceiling_bytes:
+            earliest += 1
+        while last_done < j - 1 and ends_s[last_done + 1] <= ready_s[j - 1]:
+            last_done += 1
+        # Where the stretch gets one kind less, the argument begins anew.
+        candidates = {last_done, last_done + 1, earliest}.union(last_of_kind.values())
+        best_s, begin = min((end_s(i, j), i) for i in candidates if earliest <= i < j)
+        ends_s.append(best_s)
+        begins.append(begin)
+        earliest_begins.append(earliest)
+
+    found: list[tuple[int, int]] = []
+    j, deadline_s = len(specs), max(ends_s[-1], until_s)
+    while j > 0:
+        # The earliest begin with which the last stretch ends in time.
+        latest_s = deadline_s + 1e-9 * deadline_s  # sums in another order differ in their last digits
+        earlier = range(earliest_begins[j], begins[j])
+        last = j
+        i = earlier.start + bisect_left(earlier, True, key=lambda i: ready_s[last - 1] + seconds(i, last) <= latest_s)
+        if end_s(i, j) > latest_s:
+            i = begins[j]
+        found.append((i, j))
+        deadline_s = max(deadline_s - seconds(i, j), ends_s[i])
+        j = i
+    return found[::-1]
 
 
 # Of Adam and AdamW: the means of gradients and of their squares.
@@ -193,42 +146,56 @@ STATE_TENSORS = 2
 _ALIGN_BYTES = 64
 
 
-def sharded_plan(profile: Profile, config: ReducerConfig, *, num_ranks: int) -> list[BucketSpec]:
-    """Return the plan of an optimizer that works element by element: each rank has a slice of each dense bucket.
+def first_plan(profile: Profile, config: ReducerConfig, *, num_shards: int = 1) -> list[BucketSpec]:
+    """Return the plan that is made of the first backward.
 
-    It is the one that is made of the first backward: another one would move state between ranks.
+    With several `num_shards` each rank has a slice of each dense bucket, for an optimizer that works element by
+    element. That plan stays: another one would move state between ranks.
     """
-    specs = [replace(spec, alone=spec.alone and _has_equal_slices(spec, num_ranks)) for spec in profile.specs]
+
+    def has_equal_slices(spec: ParameterSpec) -> bool:
+        return spec.num_bytes // (spec.dtype or torch.float32).to_real().itemsize % num_shards == 0
+
+    specs = [replace(spec, alone=spec.alone and has_equal_slices(spec)) for spec in profile.specs]
     plan = plan_buckets(specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
-    shares = Shares(num_ranks)
+    if num_shards == 1:
+        return plan
+    shares = Shares(num_shards)
     return [bucket if bucket.sparse or not bucket.members else replace(bucket, sharded=shares) for bucket in plan]
 
 
-def _has_equal_slices(spec: ParameterSpec, num_ranks: int) -> bool:
-    dtype: torch.dtype = getattr(torch, spec.kind.split()[0].removeprefix("torch."))
-    return spec.num_bytes // dtype.to_real().itemsize % num_ranks == 0
+def predict(
+    profile: Profile, config: ReducerConfig, cost: AllReduceCost, *, codecs: Codecs = NO_CODECS, num_shards: int = 1
+) -> Timeline:
+    """Return the step of a reducer with this `config` and the backward in `profile`.
+
+    Args:
+        cost: of an all-reduce of gradients which travel as what they are; `codecs` is needed for others.
+        num_shards: among how many ranks optimizer state is divided.
+    """
+    wire = Wire.of(config.reduce_dtype, profile.specs, codecs)
+    plan = first_plan(profile, config, num_shards=num_shards)
+    plans = [plan]
+    if num_shards == 1 and config.bucket_cap_mb == AUTO and has_choice(plan):
+        # With several kinds of parameters it may be the worse one; the reducer keeps the better plan, too.
+        plans.insert(0, optimal_plan(profile, cost=wire.cost(cost)))
+    steps = (simulate(profile, p, wire.cost(cost), cost_of_weights=cost, codec=wire.codec) for p in plans)
+    return min(steps, key=lambda step: step.end_s)
 
 
 @dataclass(frozen=True, slots=True)
 class StateByRank:
-    """The optimizer state of a plan.
+    """The optimizer state of a plan."""
 
-    Attributes:
-        divided_bytes: by rank, what it has of the state that is divided.
-        whole_bytes: what every rank has: that of parameters whose gradients are sparse.
-    """
-
-    divided_bytes: Sequence[int]
-    whole_bytes: int
+    divided_bytes: Sequence[int]  # by rank, what it has of the state that is divided
+    whole_bytes: int  # what every rank has: that of parameters whose gradients are sparse
 
     @property
     def unsharded_bytes(self) -> int:
-        """Return what every rank would have without sharding."""
         return sum(self.divided_bytes) + self.whole_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Return what the rank has that has most."""
         return max(self.divided_bytes) + self.whole_bytes
 
 

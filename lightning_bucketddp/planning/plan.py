@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
 from lightning_bucketddp.config import BucketCaps
 from lightning_bucketddp.planning.shares import Shares
 
@@ -24,19 +26,21 @@ class ParameterSpec:
     sparse: bool = False
     alone: bool = False  # large enough to travel alone, from where it is
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype in `kind`; None if that has none."""
+        dtype = getattr(torch, self.kind.partition(" ")[0].removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else None
+
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """The parameters of one bucket, by index, in the order in which their gradients arrive.
+    """The parameters of one bucket, by index, in the order in which their gradients arrive."""
 
-    A bucket without members is legal: it carries the used-flags when no other bucket can. One that is `sharded` may
-    have members that are not trained at the moment.
-    """
-
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # none: it carries the used-flags, because no other bucket can
     sparse: bool = False
     alone: bool = False
-    sharded: Shares | None = None
+    sharded: Shares | None = None  # then some members may not be trained at the moment
 
 
 def plan_buckets(
@@ -44,17 +48,17 @@ def plan_buckets(
 ) -> list[BucketSpec]:
     """Place parameters into buckets and put the buckets in the order in which they can leave.
 
-    Args:
-        specs: every parameter that `arrived` and `missing` index.
-        arrived: parameters whose gradients were seen, in order of arrival.
-        missing: parameters that got no gradient. They get buckets of their own and come last: their gradients may never
-            arrive, and a bucket waits for all its members.
-        caps: the sizes wanted.
+    Those that `arrived` are in the order of their gradients. Those `missing` got none, and get buckets of their own,
+    the last ones: a bucket waits for all its members.
     """
-    dense = [i for i in arrived if not specs[i].sparse]
-    buckets = _fill(specs, dense, caps)
-    if caps.last is not None and buckets and len(buckets[-1]) > 1:
-        buckets[-1:] = _split_tail(specs, buckets[-1], caps.last)
+    buckets = _fill(specs, [i for i in arrived if not specs[i].sparse], caps)
+    if caps.last is not None and buckets:
+        # A small last bucket: what leaves last is hidden by nothing.
+        members = buckets[-1]
+        bytes_from_the_end = accumulate(specs[i].num_bytes for i in reversed(members))
+        num_in_tail = max(sum(num_bytes <= caps.last for num_bytes in bytes_from_the_end), 1)
+        head, tail = members[:-num_in_tail], members[-num_in_tail:]
+        buckets[-1:] = [head, tail] if head else [tail]
     return complete_plan(specs, buckets, arrived=arrived, missing=missing, caps=caps)
 
 
@@ -67,8 +71,7 @@ def complete_plan(
     caps: BucketCaps,
 ) -> list[BucketSpec]:
     """Return the plan that begins with these `buckets` of dense gradients that arrived; see `plan_buckets`."""
-    dense_missing = [i for i in missing if not specs[i].sparse]
-    dense = [*buckets, *_fill(specs, dense_missing, caps)]
+    dense = [*buckets, *_fill(specs, [i for i in missing if not specs[i].sparse], caps)]
     sparse = [BucketSpec((i,), sparse=True) for i in (*arrived, *missing) if specs[i].sparse]
     plan = [BucketSpec(tuple(members), alone=specs[members[0]].alone) for members in dense] + sparse
     return _with_room_for_flags(plan, specs)
@@ -77,7 +80,6 @@ def complete_plan(
 def merge_plans(
     known: Sequence[BucketSpec], plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, arrived: Sequence[int]
 ) -> list[BucketSpec]:
-    """Return one plan of the buckets of both, in the order in which they can leave."""
     position = {i: n for n, i in enumerate(arrived)}
 
     def leaves_at(bucket: BucketSpec) -> tuple[bool, int]:
@@ -92,10 +94,7 @@ def has_choice(plan: Sequence[BucketSpec]) -> bool:
 
 
 def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Fill buckets of one kind each, in order; a bucket is closed by the parameter that no longer fits.
-
-    They are returned in the order in which their last members come.
-    """
+    """Return full buckets of one kind each, by their last members; one is closed by what no longer fits."""
     full: list[list[int]] = []
     open_by_kind: dict[str, list[int]] = {}
     num_full, num_bytes = Counter[str](), Counter[str]()
@@ -114,26 +113,14 @@ def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps
     return sorted([*full, *open_by_kind.values()], key=lambda members: position[members[-1]])
 
 
-def _split_tail(specs: Sequence[ParameterSpec], members: list[int], tail_bytes: int) -> list[list[int]]:
-    """Cut a last bucket of at most `tail_bytes` off `members`: what leaves last is hidden by nothing."""
-    bytes_from_the_end = accumulate(specs[i].num_bytes for i in reversed(members))
-    num_in_tail = max(sum(num_bytes <= tail_bytes for num_bytes in bytes_from_the_end), 1)
-    head, tail = members[:-num_in_tail], members[-num_in_tail:]
-    return [head, tail] if head else [tail]
-
-
 def _with_room_for_flags(plan: list[BucketSpec], specs: Sequence[ParameterSpec]) -> list[BucketSpec]:
     """Put a bucket with a buffer last: what is only known then, which parameters were used, travels in it."""
     if plan and _has_buffer(plan[-1]):
         return plan
-    small = [
-        bucket
-        for bucket in plan
-        if _has_buffer(bucket) and sum(specs[i].num_bytes for i in bucket.members) <= _MAY_BE_LAST_BYTES
-    ]
-    if not small:
-        return [*plan, BucketSpec(())]
-    return [bucket for bucket in plan if bucket is not small[-1]] + small[-1:]
+    for bucket in reversed(plan):
+        if _has_buffer(bucket) and sum(specs[i].num_bytes for i in bucket.members) <= _MAY_BE_LAST_BYTES:
+            return [*(other for other in plan if other is not bucket), bucket]
+    return [*plan, BucketSpec(())]
 
 
 def _has_buffer(bucket: BucketSpec) -> bool:

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a bucket is divided: into equal slices, by rank, or not at all.
-
-    Attributes:
-        num_ranks: among how many ranks.
-        owner: the rank that keeps all of it; None: each rank keeps a slice.
-    """
+    """How a bucket is divided among ranks: into equal slices, or not at all."""
 
     num_ranks: int
-    owner: int | None = None
+    owner: int | None = None  # the rank that keeps all of it; None: each rank keeps a slice
 
     def padded(self, numel: int, *, align: int) -> int:
         """Return how many elements a buffer for `numel` needs, so that each rank's share begins at a multiple."""
@@ -31,12 +26,7 @@ class Shares:
         return [(rank * size, (rank + 1) * size) for rank in range(self.num_ranks)]
 
     def ranges(self, offset: int, numel: int, *, of: int) -> list[tuple[int, int]]:
-        """Return which elements of a parameter each rank keeps, by rank.
-
-        Args:
-            offset: where its `numel` elements begin in the bucket.
-            of: how many elements the bucket has.
-        """
+        """Return by rank which elements of a parameter, at `offset` in a bucket of `of` elements, it keeps."""
         return [
             (min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)) for start, stop in self.bounds(of)
         ]

@@ -6,15 +6,11 @@ Note: timeline
     the latency only, because nobody knows its size in advance. The flags in the last bucket, and the few bytes between
     gradients, are not counted.
 
-Note: codecs in a step
-    A bucket that travels as something else is encoded when it is complete, by who computes backward, which is then late
-    by as much. When backward has ended, buckets are decoded in launch order, each as soon as it has come. Both count as
-    waiting.
+    A bucket that travels as another dtype is encoded when it is complete, which makes backward late by as much. When
+    backward has ended, buckets are decoded in launch order, each as soon as it has come. Both count as waiting.
 
-Note: weights at the end of a step
     A bucket that is sharded is reduce-scattered, and all-gathered at the end of the optimizer's step, which waits for
-    it; each costs half of an all-reduce. That an optimizer steps a share of its parameters only makes it faster; that
-    is not counted.
+    it (Note: halves). That the optimizer then steps fewer parameters is not counted.
 """
 
 from __future__ import annotations
@@ -40,8 +36,9 @@ class SimulatedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step, simulated (Note: timeline); `gathers` are those of the weights that it has changed."""
+    """One step with a plan, simulated (Note: timeline); `gathers` are those of the weights that it has changed."""
 
+    plan: Sequence[BucketSpec]  # by position in the profile
     buckets: Sequence[SimulatedBucket]
     forward_s: float
     backward_s: float
@@ -52,8 +49,7 @@ class Timeline:
     @property
     def end_s(self) -> float:
         """Return when backward and the last reduction have ended, and all is decoded."""
-        last_s = self.buckets[-1].end_s if self.buckets else 0.0
-        return max(self.backward_s, last_s, self.decoded_s)
+        return max([self.backward_s, self.decoded_s, *(bucket.end_s for bucket in self.buckets[-1:])])
 
     @property
     def exposed_s(self) -> float:
@@ -62,12 +58,10 @@ class Timeline:
 
     @property
     def weights_s(self) -> float:
-        """Return how long the step waits for weights (Note: weights at the end of a step)."""
         return self.gathers[-1].end_s if self.gathers else 0.0
 
     @property
     def compute_s(self) -> float:
-        """Return how long the step would take without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
@@ -76,7 +70,6 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """Return how long reductions and gathers run."""
         return sum(bucket.end_s - bucket.start_s for bucket in (*self.buckets, *self.gathers))
 
     @property
@@ -98,10 +91,7 @@ def simulate(
     cost_of_weights: AllReduceCost | None = None,
     codec: Codec = NO_CODEC,
 ) -> Timeline:
-    """Return the step that `plan` makes of the backward in `profile`, with an all-reduce that costs `cost`.
-
-    `cost_of_weights` is that of weights which travel in another dtype than gradients.
-    """
+    """Return the step that `plan` makes of the backward in `profile`; `cost` is that of an all-reduce of gradients."""
     buckets: list[SimulatedBucket] = []
     ready = end = encoding = 0.0
     for bucket in plan:
@@ -115,19 +105,14 @@ def simulate(
     decoded = profile.backward_s + encoding
     for reduced in buckets:
         decoded = max(decoded, reduced.end_s) + reduced.num_bytes * codec.decode_s_per_byte
-    gathers = _simulate_gathers(profile, plan, (cost_of_weights or cost).halved())
-    return Timeline(buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, decoded)
-
-
-def _simulate_gathers(profile: Profile, plan: Sequence[BucketSpec], cost: AllReduceCost) -> list[SimulatedBucket]:
     gathers: list[SimulatedBucket] = []
-    end = 0.0
+    gathered = 0.0
     for bucket in plan:
         if bucket.sharded is not None:
             num_bytes = _num_bytes(profile, bucket)
-            start, end = end, end + cost.seconds(num_bytes)
-            gathers.append(SimulatedBucket(num_bytes, 0.0, start, end))
-    return gathers
+            start, gathered = gathered, gathered + (cost_of_weights or cost).halved().seconds(num_bytes)
+            gathers.append(SimulatedBucket(num_bytes, 0.0, start, gathered))
+    return Timeline(plan, buckets, profile.forward_s, profile.backward_s, profile.optimizer_s, gathers, decoded)
 
 
 def cost_until(profile: Profile, plan: Sequence[BucketSpec], *, end_s: float) -> AllReduceCost:
@@ -148,7 +133,6 @@ def _num_bytes(profile: Profile, bucket: BucketSpec) -> int:
 
 
 def _ready(profile: Profile, bucket: BucketSpec) -> float:
-    all_arrived = all(i < len(profile.ready_s) for i in bucket.members)
-    if bucket.sparse or not bucket.members or not all_arrived:
+    if bucket.sparse or not all(i in profile.arrived for i in bucket.members):
         return profile.backward_s
-    return max(profile.ready_s[i] for i in bucket.members)
+    return max((profile.ready_s[i] for i in bucket.members), default=profile.backward_s)

@@ -1,14 +1,4 @@
-"""What fewer bits on the wire, or fewer exchanges, would make of a step, and which to take. Pure.
-
-Note: local steps
-    With `local_steps=H` ranks train alone for H steps and then average their weights, in an all-reduce of as many bytes
-    as the gradients have. Nothing hides it; of each step it takes 1/H. Each rank is taken to be an island of its own.
-
-Note: which to take
-    What changes the numbers least comes first. 16 bits are worth it from 2% of a step on. 8 bits must save 5% more than
-    that. Local steps, which train differently, are for where a step with int8 still waits longer than it computes; then
-    the fewest that end this.
-"""
+"""What fewer bits on the wire, or fewer exchanges, would make of a step, and which to take. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire, share_of_a_link
-from lightning_bucketddp.planning.optimal_plan import predict, predict_sharded
+from lightning_bucketddp.planning.optimal_plan import predict
 
 LOCAL_STEPS = (10, 30, 100)
+# The share of a step that fewer bits must save.
 WORTH_16_BITS = 0.02
 WORTH_8_BITS = 0.05
 _ABOUT = "see docs/slow-networks.md"
@@ -69,11 +60,9 @@ class WireOptions:
 
         def with_dtype(reduce_dtype: str | None, option: str) -> WireOption:
             chosen, share = replace(config, reduce_dtype=reduce_dtype), Wire.of(reduce_dtype, profile.specs).share
+            step = predict(profile, chosen, cost, codecs=codecs, num_shards=num_ranks if is_sharded else 1)
             if is_sharded:
-                step = predict_sharded(profile, chosen, cost, num_ranks=num_ranks, codecs=codecs).timeline
                 share = (share + 1) / 2  # weights travel as what they are
-            else:
-                step = predict(profile, chosen, cost, codecs=codecs).timeline
             return WireOption(option, sent_bytes * share, step.compute_s, step.exposed_s)
 
         own = with_dtype(None, "gradients as they are")
@@ -92,7 +81,11 @@ class WireOptions:
 
     @property
     def best(self) -> WireOption:
-        """Return the one to take (Note: which to take)."""
+        """Return the one to take: what changes the numbers least, if it is enough.
+
+        Local steps, which train differently, are for where a step with int8 still waits longer than it computes; then
+        the fewest that end this.
+        """
         precise = self._best_of_16_bits
         best = self.int8 if self.int8.saves(precise) >= WORTH_8_BITS else precise
         if best.exposed_s <= best.compute_s or not self.local:
@@ -110,7 +103,7 @@ class WireOptions:
         if best.local_steps > 1:
             return (
                 f"{saved}, but trains differently, {_ABOUT}. `{int8.option}` saves {int8.saves(self.own):.0%}, and a"
-                f" step still waits {_ms(int8.exposed_s)} for {_ms(int8.compute_s)} of computation."
+                f" step still waits {in_ms(int8.exposed_s)} for {in_ms(int8.compute_s)} of computation."
             )
         if best is int8:
             precise = self._best_of_16_bits
@@ -123,14 +116,14 @@ class WireOptions:
             else f"`{int8.option}` would take {-more:.0%} longer: do not set it."
         )
         if best is self.own:
-            return f"Leave gradients as they are on {network}: a step waits {_ms(best.exposed_s)}. {instead}"
+            return f"Leave gradients as they are on {network}: a step waits {in_ms(best.exposed_s)}. {instead}"
         return f"{saved}. {instead}"
 
 
 def local_exchange_s(profile: Profile, cost: AllReduceCost) -> float:
-    """Return how long the weights of all parameters take, once (Note: local steps)."""
+    """Return how long the average of all weights takes, with each rank an island of its own; nothing hides it."""
     return cost.seconds(sum(spec.num_bytes for spec in profile.specs))
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"

@@ -12,7 +12,6 @@ from lightning_bucketddp.recording.schema import (
     FOLDER,
     BucketTimes,
     GatherTimes,
-    OuterStepTimes,
     RecordedPlan,
     Run,
     Span,
@@ -20,6 +19,7 @@ from lightning_bucketddp.recording.schema import (
     Tuning,
     read,
 )
+from lightning_bucketddp.reducer.observer import OuterStepStats
 
 _PATTERN = "rank-*.jsonl"
 # A page with this many bars has a few megabytes, which a browser opens in a moment.
@@ -35,7 +35,7 @@ class RankRecord:
     steps: dict[int, Step] = field(default_factory=dict)
     profile: Profile | None = None
     tuning: str = ""
-    outer_steps: list[OuterStepTimes] = field(default_factory=list)
+    outer_steps: list[OuterStepStats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class RunRecord:
 
     @property
     def last_plan(self) -> RecordedPlan | None:
-        """Return the plan of the last step."""
         steps = self.first.steps
         return self.first.plans.get(steps[max(steps)].plan)
 
@@ -80,7 +79,7 @@ def find_folder(path: Path) -> Path:
 def read_run(folder: Path) -> RunRecord:
     """Read the files in `folder`. Ranks that are missing or cannot be read are named in `problems`."""
     problems: list[str] = []
-    found = [record for path in folder.glob(_PATTERN) if (record := _read_if_possible(path, problems)) is not None]
+    found = [record for path in folder.glob(_PATTERN) if (record := _read_rank(path, problems)) is not None]
     if not found:
         raise ValueError(f"No rank has recorded a step in {folder}. " + " ".join(problems))
     found.sort(key=lambda record: record.run.rank)
@@ -97,61 +96,52 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, ranks, problems)
 
 
-def _read_if_possible(path: Path, problems: list[str]) -> RankRecord | None:
+def _read_rank(path: Path, problems: list[str]) -> RankRecord | None:
+    """Return what is in the file of a rank; None, and add why to `problems`, if it cannot be read."""
+    record: RankRecord | None = None
     try:
-        return _read_rank(path)
+        for line in read(path):
+            if isinstance(line, Run):
+                record = RankRecord(line)  # the last run in the file counts
+            elif record is None:
+                raise ValueError("It does not begin with a description of the run.")
+            elif isinstance(line, RecordedPlan):
+                record.plans[line.version] = line
+            elif isinstance(line, Profile):
+                record.profile = line
+            elif isinstance(line, Tuning):
+                record.tuning = line.story
+            elif isinstance(line, OuterStepStats):
+                record.outer_steps.append(line)
+            elif line.spans:
+                record.steps[line.step] = line
+        if record is None or not record.steps:
+            raise ValueError("It holds no step.")
     except (ValueError, OSError) as error:
         problems.append(f"{path.name} was left out: {error}")
         return None
-
-
-def _read_rank(path: Path) -> RankRecord:
-    record: RankRecord | None = None
-    for line in read(path):
-        if isinstance(line, Run):
-            record = RankRecord(line)  # the last run in the file counts
-        elif record is None:
-            raise ValueError("It does not begin with a description of the run.")
-        elif isinstance(line, RecordedPlan):
-            record.plans[line.version] = line
-        elif isinstance(line, Profile):
-            record.profile = line
-        elif isinstance(line, Tuning):
-            record.tuning = line.story
-        elif isinstance(line, OuterStepTimes):
-            record.outer_steps.append(line)
-        elif line.spans:
-            record.steps[line.step] = line
-    if record is None or not record.steps:
-        raise ValueError("It holds no step.")
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedStep:
-    """One step on the clock of the lowest rank that recorded it (Note: one clock, in `schema`)."""
+def align(record: RunRecord, number: int) -> dict[int, Step]:
+    """Return step `number` of the ranks that recorded it, on the clock of the first of them (Note: one clock).
 
-    number: int
-    ranks: Mapping[int, Step]  # those that recorded it
-
-    @property
-    def start_s(self) -> float:
-        return min(step.start_s for step in self.ranks.values())
-
-    @property
-    def end_s(self) -> float:
-        return max(step.end_s for step in self.ranks.values())
-
-    @property
-    def plan(self) -> int:
-        return next(iter(self.ranks.values())).plan
-
-
-def align(record: RunRecord, number: int) -> AlignedStep:
-    """Return step `number`, with each rank's times shifted until its reductions end when those of the first rank do."""
+    The times of the others are shifted until their reductions end when those of the first do.
+    """
     steps = {rank: ours.steps[number] for rank, ours in record.ranks.items() if number in ours.steps}
-    reference = next(iter(steps.values()))
-    return AlignedStep(number, {rank: _shifted(step, reference) for rank, step in steps.items()})
+    first = next(iter(steps.values()))
+    aligned: dict[int, Step] = {}
+    for rank, step in steps.items():
+        differences = [a.ended_s - b.ended_s for a, b in zip(first.buckets, step.buckets, strict=False)]
+        # Without reductions, ranks do not wait for each other: that they began together is a guess.
+        by_s = statistics.median(differences) if differences else first.start_s - step.start_s
+        aligned[rank] = replace(
+            step,
+            spans=[Span(s.name, s.start_s + by_s, s.end_s + by_s) for s in step.spans],
+            buckets=[BucketTimes(b.ready_s + by_s, b.launched_s + by_s, b.ended_s + by_s) for b in step.buckets],
+            gathers=[GatherTimes(g.bucket, g.started_s + by_s, g.ended_s + by_s) for g in step.gathers],
+        )
+    return aligned
 
 
 def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
@@ -163,21 +153,3 @@ def shown_steps(record: RunRecord, *, most_bars: int = _MOST_BARS) -> list[int]:
         return numbers
     slowest = max(steps, key=lambda step: step.step_s).step
     return sorted({*numbers[::every], numbers[-1], slowest})
-
-
-def _shifted(step: Step, reference: Step) -> Step:
-    pairs = zip(step.buckets, reference.buckets, strict=False)
-    differences = [theirs.ended_s - ours.ended_s for ours, theirs in pairs]
-    # Without reductions, ranks do not wait for each other: that they began together is a guess.
-    shift_s = statistics.median(differences) if differences else reference.start_s - step.start_s
-    return replace(
-        step,
-        spans=[Span(span.name, span.start_s + shift_s, span.end_s + shift_s) for span in step.spans],
-        buckets=[
-            BucketTimes(times.ready_s + shift_s, times.launched_s + shift_s, times.ended_s + shift_s)
-            for times in step.buckets
-        ],
-        gathers=[
-            GatherTimes(times.bucket, times.started_s + shift_s, times.ended_s + shift_s) for times in step.gathers
-        ],
-    )

@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_bucketddp.planning.cost import Codec, Codecs, Profile, share_of_a_link
+from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.wording import load_printable_json
 
 FOLDER = "bucketddp"
 ALL_REDUCE = "all-reduce"
-# Phases in which a step waits for other ranks: for gradients, and for weights.
+PHASES = ("data", "forward", "backward", "exposed", "optimizer", "weights")
+# Those in which a step waits for other ranks: for gradients, and for weights.
 WAITS = ("exposed", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The first line: the rank that writes the file, and what stays the same during its run.
-
-    `device` and `backend` are names; `options` has those of the strategy that affect communication, `codecs` what
-    encoding takes there.
-    """
+    """The first line: the rank that writes the file, and what stays the same during its run."""
 
     rank: int
     world_size: int
@@ -39,21 +37,18 @@ class Run:
     backend: str
     num_parameters: int
     gradient_bytes: int
-    options: dict[str, Any] = field(default_factory=dict)
-    codecs: Codecs = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the strategy, which affect communication
+    codecs: Codecs = field(default_factory=dict)  # what encoding takes on this device
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBucket:
-    """One bucket of a plan: its parameters in the order their gradients arrive, and the bytes of each.
-
-    If it is `sharded`, each rank steps a share of it, and the ranks exchange the weights then.
-    """
+    """One bucket of a plan: its parameters in the order their gradients arrive, and the bytes of each."""
 
     parameters: Sequence[str]
     sizes: Sequence[int]
     sparse: bool = False
-    sharded: bool = False
+    sharded: bool = False  # each rank steps a share of it, and the ranks exchange the weights then
     collective: str = ALL_REDUCE  # or "reduce-scatter", or "reduce", of gradients of which a rank keeps its share only
 
     @property
@@ -77,21 +72,8 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterStepTimes:
-    """An exchange of weights between islands (`local_steps`), after so many steps of the optimizers."""
-
-    step: int
-    seconds: float  # with the time that the islands waited for each other
-    num_bytes: int  # that this rank gave to the network
-
-
-@dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of a step.
-
-    It is `data`, `forward`, `backward`, `exposed` (waiting for reductions), `weights` (waiting for those that other
-    ranks have stepped) or `optimizer`.
-    """
+    """A phase of a step, one of `PHASES`; or a reduction, or an exchange of weights."""
 
     name: str
     start_s: float
@@ -149,45 +131,26 @@ class Step:
         return sum(span.seconds for span in self.spans)
 
     def seconds(self, name: str) -> float:
-        """Return the total time of the phase `name`."""
         return sum(span.seconds for span in self.spans if span.name == name)
 
     def reductions(self) -> list[Span]:
         """Return when each reduction ran: from its launch, or from the end of the one before if that is later."""
-        return _one_after_the_other(
-            [Span(f"bucket {index}", times.launched_s, times.ended_s) for index, times in enumerate(self.buckets)]
-        )
+        return _in_sequence(Span(f"bucket {i}", b.launched_s, b.ended_s) for i, b in enumerate(self.buckets))
 
     def exchanges(self) -> list[Span]:
         """Return when each exchange of weights ran, as `reductions` does."""
-        return _one_after_the_other(
-            [Span(f"weights {times.bucket}", times.started_s, times.ended_s) for times in self.gathers]
-        )
-
-    def waits(self) -> list[float]:
-        """Return, by bucket, how much of the exposed time its reduction ran in."""
-        return [
-            sum(
-                max(min(span.end_s, reduction.end_s) - max(span.start_s, reduction.start_s), 0.0)
-                for span in self.spans
-                if span.name == "exposed"
-            )
-            for reduction in self.reductions()
-        ]
+        return _in_sequence(Span(f"weights {times.bucket}", times.started_s, times.ended_s) for times in self.gathers)
 
     @property
     def communication_s(self) -> float:
-        """Return how long reductions and exchanges of weights ran."""
         return sum(span.seconds for span in (*self.reductions(), *self.exchanges()))
 
     @property
     def exposed_s(self) -> float:
-        """Return how long the step waited for reductions and for weights."""
         return sum(map(self.seconds, WAITS))
 
     @property
     def own_s(self) -> float:
-        """Return the time of the step without waiting for other ranks."""
         return self.step_s - self.exposed_s
 
     @property
@@ -195,7 +158,7 @@ class Step:
         return overlap_of(self.exposed_s, self.communication_s)
 
 
-def _one_after_the_other(transfers: Sequence[Span]) -> list[Span]:
+def _in_sequence(transfers: Iterable[Span]) -> list[Span]:
     """Return when each of `transfers` ran, of which some wait until the one before has ended."""
     spans: list[Span] = []
     before = -math.inf
@@ -215,21 +178,19 @@ def bandwidth_of(bytes_on_wire: float, communication_s: float, *, num_ranks: int
     return share_of_a_link(num_ranks) * bytes_on_wire / communication_s if communication_s > 0 else 0.0
 
 
-Line = Run | RecordedPlan | Step | Profile | Tuning | OuterStepTimes
-
+Line = Run | RecordedPlan | Step | Profile | Tuning | OuterStepStats
 _KINDS: dict[str, type] = {
     "run": Run,
     "plan": RecordedPlan,
     "step": Step,
     "profile": Profile,
     "tuning": Tuning,
-    "outer_step": OuterStepTimes,
+    "outer_step": OuterStepStats,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Return the path of the file that `rank` writes."""
     return folder / f"rank-{rank}.jsonl"
 
 

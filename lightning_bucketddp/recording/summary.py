@@ -1,10 +1,5 @@
 """The summary at the end of a fit: where a step spends its time, and what to change.
 
-Note: expected gains
-    The simulation of the plan (Note: timeline) is scaled until it ends when the reductions ended in the run, on the
-    straggler if there is one: that rank waits for nobody but the network. The effect of another option is simulated
-    from there. Each gain is that of one change alone; several changes together gain less than the sum.
-
 Note: advice and measurement
     A simulation never overrules a measurement: it does not know that reductions slow backward down
     (docs/design/optimal-plan.md). Where `bucket_cap_mb="auto"` was set, and could measure, no bucket size is suggested.
@@ -24,13 +19,14 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
-from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codecs, Profile, Wire
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire
 from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.planning.wire import WORTH_8_BITS
-from lightning_bucketddp.recording.schema import WAITS, OuterStepTimes, RecordedPlan
-from lightning_bucketddp.recording.typical_step import TypicalStep, plan_in
+from lightning_bucketddp.planning.wire import WORTH_8_BITS, in_ms
+from lightning_bucketddp.recording.schema import WAITS, RecordedPlan
+from lightning_bucketddp.recording.typical_step import TypicalStep, mean_phases, plan_in
+from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.wording import list_names, pluralize
 
 _IN_WORDS = {
@@ -49,14 +45,6 @@ _CAPS_MB = (1, 5, 10, 25, 50, 100)
 
 
 @dataclass(frozen=True, slots=True)
-class DividedState:
-    """The size of the optimizers' state on rank 0, and what it would be without `shard_optimizer`."""
-
-    own_bytes: int
-    whole_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """A table of the phases of a step, and the lines below it."""
 
@@ -68,26 +56,41 @@ class Summary:
     def of(
         cls,
         typical: TypicalStep,
-        plan: RecordedPlan | None,
         *,
         suggestions: Sequence[str],
-        state: DividedState | None = None,
-        outer_steps: Sequence[OuterStepTimes] = (),
+        state_bytes: tuple[int, int] | None = None,
+        outer_steps: Sequence[OuterStepStats] = (),
     ) -> Summary:
-        """Return the summary of a fit with this typical step; `plan` is that of its last steps."""
-        lines = [] if plan is None else _describe_communication(typical, plan)
+        """Return the summary of a fit with this typical step.
+
+        `state_bytes` are those of the optimizers' state on rank 0, and what it would be without `shard_optimizer`.
+        """
+        lines = [] if typical.plan is None else _describe_communication(typical, typical.plan)
         if typical.exchange_s > 0:
-            lines.append(_describe_exchange(typical))
-        if outer_steps:
-            lines.append(_describe_outer_steps(outer_steps))
-        if len(typical.ranks) > 1:
-            lines.append(_describe_straggler(typical))
+            lines.append(
+                f"Weights: their exchange ends a step and takes {in_ms(typical.exchange_s)} of that; the step waits"
+                f" {in_ms(typical.phases.get('weights', 0.0))} for it."
+            )
+        if number := len(outer_steps):
+            mib, seconds = sum(one.num_bytes for one in outer_steps) / MIB, sum(one.seconds for one in outer_steps)
+            lines.append(
+                f"Outer steps between islands: {number} in {outer_steps[-1].step} steps; each takes"
+                f" {in_ms(seconds / number)} and {mib / number:.2f} MiB of each rank."
+            )
+        if typical.straggler is not None:
+            rank, by_s = typical.straggler
+            lines.append(
+                f"Slowest rank: {rank.rank} on {rank.host}, {in_ms(by_s)} ({by_s / typical.step_s:.0%} of the step)"
+                f" slower than the others. It waits {in_ms(rank.exposed_s)}, for the network alone."
+            )
+        elif len(typical.ranks) > 1:
+            lines.append("Slowest rank: none; all take about the same time.")
         largest = max(typical.ranks, key=lambda rank: rank.memory_bytes)
         lines.append(f"Memory: {largest.memory_bytes / MIB:,.0f} MiB at most, on rank {largest.rank}.")
-        if state is not None:
+        if state_bytes is not None:
+            own_mib, whole_mib = (num_bytes / MIB for num_bytes in state_bytes)
             lines.append(
-                f"Optimizer state: {state.own_bytes / MIB:.2f} MiB on rank 0, {state.whole_bytes / MIB:.2f} MiB without"
-                " `shard_optimizer`."
+                f"Optimizer state: {own_mib:.2f} MiB on rank 0, {whole_mib:.2f} MiB without `shard_optimizer`."
             )
         lines += [f"Suggestion {n}: {text}" for n, text in enumerate(suggestions, start=1)]
         num_steps = pluralize(typical.ranks[0].num_steps, "recorded step")
@@ -95,7 +98,6 @@ class Summary:
 
 
 def print_summary(summary: Summary) -> None:
-    """Print to the terminal, a notebook or a file."""
     console = Console(highlight=False)
     console.print(summary.title)
     table = Table("one step", Column("ms", justify="right"), Column("%", justify="right"))
@@ -112,7 +114,7 @@ def print_summary(summary: Summary) -> None:
 def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[str]:
     num_buckets = len(plan.buckets)
     lines = [
-        f"Communication: {_ms(typical.communication_s)}, of which {typical.overlap:.0%} is hidden;"
+        f"Communication: {in_ms(typical.communication_s)}, of which {typical.overlap:.0%} is hidden;"
         f" {typical.bytes_on_wire / MIB:.2f} MiB in {pluralize(num_buckets, 'bucket')} at"
         f" {typical.bandwidth * 8 / 1e9:.2f} Gbit/s."
     ]
@@ -121,61 +123,26 @@ def _describe_communication(typical: TypicalStep, plan: RecordedPlan) -> list[st
         bucket = plan.buckets[index]
         lines.append(
             f"Late bucket: {index} of {num_buckets}, {bucket.num_bytes / MIB:.2f} MiB"
-            f" ({list_names(bucket.parameters, limit=2)}): {1e3 * wait_s:.2f} of the {_ms(typical.exposed_s)} exposed"
+            f" ({list_names(bucket.parameters, limit=2)}): {1e3 * wait_s:.2f} of the {in_ms(typical.exposed_s)} exposed"
             " are spent on it."
         )
     return lines
 
 
-def _describe_exchange(typical: TypicalStep) -> str:
-    return (
-        f"Weights: their exchange ends a step and takes {_ms(typical.exchange_s)} of that; the step waits"
-        f" {_ms(typical.phases.get('weights', 0.0))} for it."
-    )
-
-
-def _describe_outer_steps(outer_steps: Sequence[OuterStepTimes]) -> str:
-    number = len(outer_steps)
-    mib, seconds = sum(one.num_bytes for one in outer_steps) / MIB, sum(one.seconds for one in outer_steps)
-    return (
-        f"Outer steps between islands: {number} in {outer_steps[-1].step} steps; each takes {_ms(seconds / number)} and"
-        f" {mib / number:.2f} MiB of each rank."
-    )
-
-
-def _describe_straggler(typical: TypicalStep) -> str:
-    if typical.straggler is None:
-        return "Slowest rank: none; all take about the same time."
-    rank, by_s = typical.straggler.rank, typical.straggler.by_s
-    return (
-        f"Slowest rank: {rank.rank} on {rank.host}, {_ms(by_s)} ({by_s / typical.step_s:.0%} of the step) slower than"
-        f" the others. It waits {_ms(rank.exposed_s)}, for the network alone."
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
-
-
-def suggestions(
-    typical: TypicalStep,
-    plan: RecordedPlan | None,
-    measured: Profile | None,
-    *,
-    options: Mapping[str, Any],
-    codecs: Codecs = NO_CODECS,
-) -> list[str]:
-    """Return the changes that gain most, best first, with their gains (Note: expected gains).
-
-    `measured` is the backward that `bucket_cap_mb="auto"` measured, if it did; `codecs` what encoding takes there.
-    """
+def suggestions(typical: TypicalStep) -> list[str]:
+    """Return the changes that gain most, best first, with their gains; each gain is that of one change alone."""
+    options = typical.run.options
     found = list(_suggest_for_ranks(typical, options))
     against: list[str] = []
-    if plan is not None:
-        run = _Simulated.of(typical, plan, measured)
-        waits = {} if run is None else run.waits_by_dtype(options, codecs)
+    if typical.plan is not None:
+        run = _Simulated.of(typical, typical.plan)
+        waits = {} if run is None else run.waits_by_dtype(options, typical.run.codecs)
         found += _suggest_for_network(typical, run, waits, options)
-        against = [] if run is None else _advise_against_int8(typical, run, waits, options)
+        # 8 bits that are set must gain enough for their precision.
+        gain_s = math.inf if run is None else waits.get("bf16", math.inf) - run.wait_s
+        if options.get("reduce_dtype") == "int8" and gain_s <= WORTH_8_BITS * typical.step_s:
+            effect = f"saves {in_ms(gain_s)} only" if gain_s > 0 else f"takes {in_ms(-gain_s)} longer"
+            against = [f'`reduce_dtype="bf16"` instead of "int8", which {effect} here and costs precision.']
     worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > _WORTHWHILE * typical.step_s]
     best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])
     texts = [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
@@ -188,16 +155,15 @@ def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iter
     if data_s > _MUCH_DATA * typical.step_s:
         num_workers = options.get("num_workers")
         now = "" if num_workers is None else f", which is {num_workers} now"
-        yield f"a larger `num_workers` of the `DataLoader`{now}, would save up to {_ms(data_s)}", data_s
+        yield f"a larger `num_workers` of the `DataLoader`{now}, would save up to {in_ms(data_s)}", data_s
     if typical.straggler is not None:
-        rank, by_s = typical.straggler.rank, typical.straggler.by_s
-        others = [other for other in typical.ranks if other is not rank]
-        usual = TypicalStep(others, num_ranks=len(others)).phases
+        rank, by_s = typical.straggler
+        usual = mean_phases(other.phases for other in typical.ranks if other is not rank)
         excess = {phase: seconds - usual[phase] for phase, seconds in rank.phases.items() if phase not in WAITS}
         phase = max(excess, key=lambda name: excess[name])
         text = (
-            f"rank {rank.rank} on {rank.host} makes the others wait {_ms(by_s)}, most of it in {phase}"
-            f" ({_ms(excess[phase])}): see what else runs there, and whether its batches are larger"
+            f"rank {rank.rank} on {rank.host} makes the others wait {in_ms(by_s)}, most of it in {phase}"
+            f" ({in_ms(excess[phase])}): see what else runs there, and whether its batches are larger"
         )
         yield text, by_s
 
@@ -206,10 +172,10 @@ def _suggest_for_network(
     typical: TypicalStep, run: _Simulated | None, waits: Mapping[str, float], options: Mapping[str, Any]
 ) -> Iterator[tuple[str, float]]:
     """Yield options that shorten the wait for the network, each with the seconds that it gains."""
-    wait_s, straggler = typical.network_wait_s, typical.straggler
-    wait = f"the {_ms(wait_s)} exposed"
-    if straggler is not None:
-        wait = f"the {_ms(wait_s)} that rank {straggler.rank.rank}, the slowest, waits"
+    wait_s = typical.unhindered.exposed_s
+    wait = f"the {in_ms(wait_s)} exposed"
+    if typical.straggler is not None:
+        wait = f"the {in_ms(wait_s)} that rank {typical.straggler[0].rank}, the slowest, waits"
     if run is not None:
         for option, gain_s in _simulate_options(run, waits, options, step_s=typical.step_s):
             yield f"{option} would hide {1e3 * gain_s:.2f} of {wait}", gain_s
@@ -219,7 +185,7 @@ def _suggest_for_network(
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """The backward of a run, with a cost that explains how long its steps wait (Note: expected gains)."""
+    """The backward of a run, of the straggler if there is one, with a cost that explains how long its steps wait."""
 
     profile: Profile
     plan: Sequence[BucketSpec]  # by position in the profile
@@ -227,24 +193,21 @@ class _Simulated:
     wait_s: float
 
     @classmethod
-    def of(cls, typical: TypicalStep, plan: RecordedPlan, measured: Profile | None) -> _Simulated | None:
+    def of(cls, typical: TypicalStep, plan: RecordedPlan) -> _Simulated | None:
         """Return it; None if it is not known what a reduction costs."""
-        profile = typical.profile(plan, measured)
+        profile = typical.profile()
         if profile is None:
             return None
-        profile = typical.fitted(profile, plan)
+        profile = typical.fitted(profile)
         positions, cost = plan_in(profile, plan), profile.cost
         if positions is None or cost is None:
             return None
         # A wait that the simulation does not explain cannot be gained by changing the plan.
-        wait_s = min(simulate(profile, positions, cost).exposed_s, typical.network_wait_s)
+        wait_s = min(simulate(profile, positions, cost).exposed_s, typical.unhindered.exposed_s)
         return cls(profile, positions, cost, wait_s)
 
     def waits_by_dtype(self, options: Mapping[str, Any], codecs: Codecs) -> dict[str, float]:
-        """Return how long a step would wait with bf16, and with int8 if it is known what encoding takes.
-
-        Empty if something else says what travels.
-        """
+        """Return how long a step would wait with other dtypes whose codec is known; {} where none can be chosen."""
         if options.get("ddp_comm_hook") is not None or options.get("gradient_dtype") != "torch.float32":
             return {}
         specs = self.profile.specs
@@ -267,20 +230,9 @@ def _simulate_options(
         yield '`reduce_dtype="int8"`, with 8 bits for each gradient,', run.wait_s - waits["int8"]
     predicted = {name: predict(run.profile, config, run.cost) for name, config in _other_sizes(options).items()}
     if predicted:
-        option, best = min(predicted.items(), key=lambda item: item[1].timeline.exposed_s)
+        option, best = min(predicted.items(), key=lambda item: item[1].exposed_s)
         text = f"`{option}` ({len(best.plan)} instead of {len(run.plan)} buckets)"
-        yield text, run.wait_s - best.timeline.exposed_s
-
-
-def _advise_against_int8(
-    typical: TypicalStep, run: _Simulated, waits: Mapping[str, float], options: Mapping[str, Any]
-) -> list[str]:
-    """Return why not to set it, if it is set and gains too little for its precision."""
-    gain_s = waits.get("bf16", math.inf) - run.wait_s
-    if options.get("reduce_dtype") != "int8" or gain_s > WORTH_8_BITS * typical.step_s:
-        return []
-    effect = f"saves {_ms(gain_s)} only" if gain_s > 0 else f"takes {_ms(-gain_s)} longer"
-    return [f'`reduce_dtype="bf16"` instead of "int8", which {effect} here and costs precision.']
+        yield text, run.wait_s - best.exposed_s
 
 
 def _other_sizes(options: Mapping[str, Any]) -> dict[str, ReducerConfig]:

@@ -1,12 +1,5 @@
 """The typical step of a run, and the backward that its buckets show. Pure.
 
-Note: profiles from buckets
-    A recorded step tells when each bucket was complete, not when each gradient arrived. The gradients of a bucket are
-    taken to arrive at an even rate of bytes, between the completion of the bucket before and that of their own. The
-    cost of a reduction is fitted to the times of the buckets' reductions; these include waiting for the slowest rank,
-    so use the steps of the slowest rank if there is a choice. Where bucket sizes differ by less than a factor of 4,
-    their times show noise, not the effect of size: such a profile has no cost.
-
 Note: typical step
     Each rank sorts its last 1,000 recorded steps by length and averages the middle third. So phases add up to the
     step, which their medians would not, and outliers count as little as in a median. The run's typical step is the
@@ -20,7 +13,7 @@ Note: typical step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean, median
@@ -31,8 +24,8 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import cost_until
 from lightning_bucketddp.recording.schema import (
     ALL_REDUCE,
+    PHASES,
     WAITS,
-    RecordedBucket,
     RecordedPlan,
     Run,
     Span,
@@ -43,18 +36,19 @@ from lightning_bucketddp.recording.schema import (
 
 _REDUCING = ("backward", "exposed")
 _DIFFERENT = 4
-# Completes an error message or a note on why a profile has no cost.
+# Completes an error message or a note on why a profile has no cost: the times show noise, not the effect of size.
 NO_COST = f"the sizes of its buckets differ by less than a factor of {_DIFFERENT}"
+# Only the last ones of each rank count.
+NUM_STEPS = 1000
+_LATE_BY = 0.03
+_NUM_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardNumbers:
-    """The backward that steps of one rank with one plan show: medians, those of buckets in order.
+    """The backward that steps of one rank with one plan show: medians, those of buckets in order."""
 
-    `ready_s` is when a bucket was complete, counted from the start of backward; the others are durations.
-    """
-
-    ready_s: Sequence[float]
+    ready_s: Sequence[float]  # when a bucket was complete, counted from the start of backward
     reduction_s: Sequence[float]
     forward_s: float
     backward_s: float
@@ -77,32 +71,38 @@ class BackwardNumbers:
         )
 
     def profile(self, plan: RecordedPlan, *, num_ranks: int) -> Profile:
-        """Return the profile, with the parameters of `plan`, which the steps used (Note: profiles from buckets)."""
-        arrivals = _arrivals(plan.buckets, self.ready_s)
+        """Return the profile, with the parameters of `plan`, which the steps used.
+
+        The gradients of a bucket are taken to arrive at an even rate of bytes, between the completion of the bucket
+        before and that of their own. The cost is fitted to the times of the reductions; these include waiting for the
+        slowest rank, so use the steps of the slowest rank if there is a choice.
+        """
+        arrivals: dict[ParameterSpec, float] = {}
+        before_s = 0.0
+        for ready, bucket in sorted(zip(self.ready_s, plan.buckets, strict=True), key=lambda pair: pair[0]):
+            for name, size, so_far in zip(bucket.parameters, bucket.sizes, accumulate(bucket.sizes), strict=True):
+                share = so_far / bucket.num_bytes if bucket.num_bytes else 1.0
+                spec = ParameterSpec(name, size, kind="", sparse=bucket.sparse)
+                arrivals[spec] = before_s + (ready - before_s) * share
+            before_s = ready
+        seconds: dict[int, list[float]] = {}
+        for bucket, reduction_s in zip(plan.buckets, self.reduction_s, strict=True):
+            if bucket.num_bytes and not bucket.sparse:
+                seconds.setdefault(bucket.num_bytes, []).append(reduction_s)
+        has_cost = bool(seconds) and max(seconds) >= _DIFFERENT * min(seconds)
         return Profile(
             list(arrivals),
             list(arrivals.values()),
             backward_s=max([self.backward_s, *arrivals.values()]),
-            cost=self._cost(plan),
+            cost=AllReduceCost.fit(seconds) if has_cost else None,
             num_ranks=num_ranks,
             forward_s=self.forward_s,
             optimizer_s=self.optimizer_s,
         )
 
-    def _cost(self, plan: RecordedPlan) -> AllReduceCost | None:
-        seconds: dict[int, list[float]] = {}
-        for bucket, reduction_s in zip(plan.buckets, self.reduction_s, strict=True):
-            if bucket.num_bytes and not bucket.sparse:
-                seconds.setdefault(bucket.num_bytes, []).append(reduction_s)
-        is_known = bool(seconds) and max(seconds) >= _DIFFERENT * min(seconds)
-        return AllReduceCost.fit(seconds) if is_known else None
-
 
 def profile_of(plan: RecordedPlan, steps: Sequence[Step], *, num_ranks: int) -> Profile | None:
-    """Return the profile that `steps` of one rank with `plan` show, with the cost of an all-reduce.
-
-    None if there are no such steps.
-    """
+    """Return the profile that `steps` of one rank with `plan` show, with the cost of an all-reduce; None if none do."""
     seen = [step for step in steps if step.plan == plan.version and len(step.buckets) == len(plan.buckets)]
     backward = BackwardNumbers.of(seen)
     if backward is None:
@@ -132,67 +132,70 @@ def reduced_backward(step: Step) -> Span | None:
     return Span("backward", step.spans[first].start_s, step.spans[last].start_s)
 
 
-def _arrivals(buckets: Sequence[RecordedBucket], ready_s: Sequence[float]) -> dict[ParameterSpec, float]:
-    """Return each parameter with the time its gradient is taken to arrive."""
-    arrivals: dict[ParameterSpec, float] = {}
-    before_s = 0.0
-    for ready, bucket in sorted(zip(ready_s, buckets, strict=True), key=lambda pair: pair[0]):
-        for name, size, so_far in zip(bucket.parameters, bucket.sizes, accumulate(bucket.sizes), strict=True):
-            share = so_far / bucket.num_bytes if bucket.num_bytes else 1.0
-            spec = ParameterSpec(name, size, kind="", sparse=bucket.sparse)
-            arrivals[spec] = before_s + (ready - before_s) * share
-        before_s = ready
-    return arrivals
-
-
-PHASES = ("data", "forward", "backward", "exposed", "optimizer", "weights")
-# Only the last ones of each rank count.
-NUM_STEPS = 1000
-_LATE_BY = 0.03
-_NUM_ERRORS = 3
-
-
-def waiting_s(phases: Mapping[str, float]) -> float:
-    """Return how much of a step with these phases is spent waiting for other ranks."""
-    return sum(phases.get(phase, 0.0) for phase in WAITS)
-
-
-def _without_idle(phases: dict[str, float]) -> dict[str, float]:
-    """Return `phases` without waiting for weights where no step does that: nothing is sharded."""
-    return {phase: seconds for phase, seconds in phases.items() if phase != "weights" or seconds > 0}
+def mean_phases(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means, without waiting for weights where no step does that: nothing is sharded."""
+    steps = list(steps)
+    means = {phase: fmean([phases.get(phase, 0.0) for phases in steps] or [0.0]) for phase in PHASES}
+    return {phase: seconds for phase, seconds in means.items() if phase != "weights" or seconds > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankNumbers:
-    """The typical step of one rank (Note: typical step). Times are seconds."""
+class StepNumbers:
+    """A typical step (Note: typical step). Times are seconds."""
+
+    phases: dict[str, float]
+    communication_s: float = 0.0
+    exchange_s: float = 0.0  # the part of it in which weights travel
+    bytes_on_wire: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """Return how much of the step is spent waiting for other ranks."""
+        return sum(self.phases.get(phase, 0.0) for phase in WAITS)
+
+    @property
+    def own_s(self) -> float:
+        return self.step_s - self.exposed_s
+
+    @property
+    def overlap(self) -> float:
+        return overlap_of(self.exposed_s, self.communication_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankNumbers(StepNumbers):
+    """The typical step of one rank."""
 
     rank: int
     host: str
     num_steps: int  # how many recorded steps count
-    phases: dict[str, float]
     own_error_s: float = 0.0  # the standard error of `own_s`
-    communication_s: float = 0.0
-    exchange_s: float = 0.0  # the part of it in which weights travel
-    bytes_on_wire: float = 0.0
     memory_bytes: int = 0
     waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
     backward: BackwardNumbers | None = None  # of steps with the last plan; None if nothing was reduced
 
     @classmethod
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
-        """Return the typical step of the rank that recorded `steps`."""
         steps = steps[-NUM_STEPS:]
         middle = _middle(steps)
         last = [s for s in steps if s.plan == steps[-1].plan and len(s.buckets) == len(steps[-1].buckets)]
+
+        def mean(values: Iterable[float]) -> float:
+            return fmean([*values] or [0.0])
+
         return cls(
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
-            phases=_without_idle({phase: fmean([step.seconds(phase) for step in middle] or [0.0]) for phase in PHASES}),
+            phases=mean_phases({phase: step.seconds(phase) for phase in PHASES} for step in middle),
             own_error_s=_error([step.own_s for step in steps]),
-            communication_s=fmean([step.communication_s for step in middle] or [0.0]),
-            exchange_s=fmean([sum(span.seconds for span in step.exchanges()) for step in middle] or [0.0]),
-            bytes_on_wire=fmean([step.bytes_on_wire for step in middle] or [0.0]),
+            communication_s=mean(step.communication_s for step in middle),
+            exchange_s=mean(sum(span.seconds for span in step.exchanges()) for step in middle),
+            bytes_on_wire=mean(step.bytes_on_wire for step in middle),
             memory_bytes=max((step.memory_bytes for step in steps), default=0),
             waits=_waits(_middle(last)),
             backward=BackwardNumbers.of(last),
@@ -204,69 +207,38 @@ class RankNumbers:
         backward = content.pop("backward")
         return cls(**content, backward=None if backward is None else BackwardNumbers(**backward))
 
-    @property
-    def step_s(self) -> float:
-        return sum(self.phases.values())
 
-    @property
-    def exposed_s(self) -> float:
-        return waiting_s(self.phases)
-
-    @property
-    def own_s(self) -> float:
-        """Return the time of the step without waiting for other ranks."""
-        return self.step_s - self.exposed_s
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """The rank that the others wait for, and how much longer it takes than they do."""
-
-    rank: RankNumbers
-    by_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TypicalStep:
-    """The typical step of a run, made of those of the ranks that are known (Note: typical step)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypicalStep(StepNumbers):
+    """The typical step of a run, made of those of the ranks that are known."""
 
     ranks: Sequence[RankNumbers]  # at least one
-    num_ranks: int  # of the run
+    run: Run
+    plan: RecordedPlan | None  # of the last steps
+    measured: Profile | None  # the backward that `bucket_cap_mb="auto"` measured, if it did
 
-    @property
-    def phases(self) -> dict[str, float]:
-        return _without_idle({phase: fmean(rank.phases.get(phase, 0.0) for rank in self.ranks) for phase in PHASES})
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.phases.values())
-
-    @property
-    def exposed_s(self) -> float:
-        return waiting_s(self.phases)
-
-    @property
-    def communication_s(self) -> float:
-        return fmean(rank.communication_s for rank in self.ranks)
-
-    @property
-    def exchange_s(self) -> float:
-        return fmean(rank.exchange_s for rank in self.ranks)
-
-    @property
-    def overlap(self) -> float:
-        return overlap_of(self.exposed_s, self.communication_s)
-
-    @property
-    def bytes_on_wire(self) -> float:
-        return fmean(rank.bytes_on_wire for rank in self.ranks)
+    @classmethod
+    def of(
+        cls, ranks: Sequence[RankNumbers], run: Run, plan: RecordedPlan | None = None, measured: Profile | None = None
+    ) -> TypicalStep:
+        return cls(
+            ranks=ranks,
+            run=run,
+            plan=plan,
+            measured=measured,
+            phases=mean_phases(rank.phases for rank in ranks),
+            communication_s=fmean(rank.communication_s for rank in ranks),
+            exchange_s=fmean(rank.exchange_s for rank in ranks),
+            bytes_on_wire=fmean(rank.bytes_on_wire for rank in ranks),
+        )
 
     @property
     def bandwidth(self) -> float:
-        return bandwidth_of(self.bytes_on_wire, self.communication_s, num_ranks=self.num_ranks)
+        return bandwidth_of(self.bytes_on_wire, self.communication_s, num_ranks=self.run.world_size)
 
     @property
-    def straggler(self) -> Straggler | None:
+    def straggler(self) -> tuple[RankNumbers, float] | None:
+        """Return the rank that the others wait for, and how many seconds longer it takes than they do."""
         slowest = max(self.ranks, key=lambda rank: rank.own_s)
         others = [rank.own_s for rank in self.ranks if rank is not slowest]
         if not others:
@@ -274,16 +246,12 @@ class TypicalStep:
         usual_s = median(others)
         noise_s = max(_LATE_BY * usual_s, _NUM_ERRORS * max(rank.own_error_s for rank in self.ranks))
         by_s = slowest.own_s - usual_s
-        return Straggler(slowest, by_s) if by_s > noise_s else None
+        return (slowest, by_s) if by_s > noise_s else None
 
     @property
-    def network_wait_s(self) -> float:
-        """Return how long steps wait for the network alone: the exposed time, that of the straggler if there is one."""
-        return waiting_s(self._network_phases)
-
-    @property
-    def _network_phases(self) -> dict[str, float]:
-        return self.phases if self.straggler is None else self.straggler.rank.phases
+    def unhindered(self) -> StepNumbers:
+        """Return a step that waits for the network alone: that of the straggler if there is one."""
+        return self if self.straggler is None else self.straggler[0]
 
     @property
     def late_bucket(self) -> tuple[int, float] | None:
@@ -292,26 +260,27 @@ class TypicalStep:
         waits = [fmean(rank.waits[i] * rank.phases["exposed"] for rank in self.ranks) for i in range(num_buckets)]
         return max(enumerate(waits), key=lambda late: late[1]) if any(waits) else None
 
-    def profile(self, plan: RecordedPlan, measured: Profile | None) -> Profile | None:
+    def profile(self) -> Profile | None:
         """Return the backward to simulate other plans with; None if it is not known.
 
-        It is the one that was `measured` for `bucket_cap_mb="auto"`, with the costs used there, so that a simulation
-        repeats what was predicted then. Without one it is made of the recorded buckets, with costs that explain how
-        long the steps with `plan` wait for the network.
+        It is the one that was `measured`, so that a simulation repeats what was predicted then; or else one made of the
+        recorded buckets, with costs that explain how long steps wait for the network.
         """
-        if measured is not None and plan_in(measured, plan) is not None:
-            return measured
-        rank = self.straggler.rank if self.straggler is not None else self.ranks[0]
-        if rank.backward is None or len(rank.backward.ready_s) != len(plan.buckets):
+        if self.plan is None:
             return None
-        return self.fitted(rank.backward.profile(plan, num_ranks=self.num_ranks), plan)
+        if self.measured is not None and plan_in(self.measured, self.plan) is not None:
+            return self.measured
+        rank = self.straggler[0] if self.straggler is not None else self.ranks[0]
+        if rank.backward is None or len(rank.backward.ready_s) != len(self.plan.buckets):
+            return None
+        return self.fitted(rank.backward.profile(self.plan, num_ranks=self.run.world_size))
 
-    def fitted(self, profile: Profile, plan: RecordedPlan) -> Profile:
-        """Return `profile` with costs that explain how long steps with `plan` wait for reductions."""
-        positions = plan_in(profile, plan)
+    def fitted(self, profile: Profile) -> Profile:
+        """Return `profile` with costs that explain how long steps with the plan wait for reductions."""
+        positions = None if self.plan is None else plan_in(profile, self.plan)
         if profile.cost is None or positions is None:
             return profile
-        end_s = profile.backward_s + self._network_phases["exposed"]
+        end_s = profile.backward_s + self.unhindered.phases["exposed"]
         return replace(profile, cost=cost_until(profile, positions, end_s=end_s))
 
 
@@ -322,10 +291,16 @@ def _middle(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def _waits(steps: Sequence[Step]) -> list[float]:
-    """Return, by bucket, the share of the exposed time in which its reduction ran."""
+    """Return, by bucket, the share of the exposed time in which its reduction ran; all steps have one plan."""
     exposed_s = sum(step.seconds("exposed") for step in steps)
-    waits = [step.waits() for step in steps]
-    return [sum(by_bucket) / exposed_s if exposed_s > 0 else 0.0 for by_bucket in zip(*waits, strict=True)]
+    waits = [0.0] * (len(steps[0].buckets) if steps else 0)
+    for step in steps:
+        exposed = [span for span in step.spans if span.name == "exposed"]
+        for index, reduction in enumerate(step.reductions()):
+            waits[index] += sum(
+                max(min(span.end_s, reduction.end_s) - max(span.start_s, reduction.start_s), 0.0) for span in exposed
+            )
+    return [wait_s / exposed_s if exposed_s > 0 else 0.0 for wait_s in waits]
 
 
 def _error(seconds: Sequence[float]) -> float:

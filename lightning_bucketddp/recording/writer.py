@@ -11,7 +11,6 @@ from typing import TextIO
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.recording.schema import (
     ALL_REDUCE,
     BucketTimes,
@@ -55,7 +54,7 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
         num_skipped=marked.num_skipped,
         memory_bytes=memory_bytes,
         gathers=[
-            GatherTimes(gather.bucket, axis.seconds(gather.started), min(map(axis.seconds, gather.ends)))
+            GatherTimes(gather.bucket, axis.seconds(gather.launched), min(map(axis.seconds, gather.ends)))
             for gather in gathers
         ],
     )
@@ -64,31 +63,16 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
 def plan_of(
     version: int, buckets: Sequence[BucketSpec], specs: Sequence[ParameterSpec], *, scatters: bool = False
 ) -> RecordedPlan:
-    """Return the line for a plan.
-
-    Args:
-        specs: those of all parameters.
-        scatters: of buckets that are sharded, each rank gets the gradients of its share only.
-    """
+    """Return the line for a plan; with `scatters` each rank gets the gradients of its share of sharded buckets only."""
     recorded = []
     for bucket in buckets:
-        members = [specs[i] for i in bucket.members]
-        recorded.append(
-            RecordedBucket(
-                [member.name for member in members],
-                [member.num_bytes for member in members],
-                bucket.sparse,
-                sharded=bucket.sharded is not None,
-                collective=_collective(bucket.sharded if scatters else None),
-            )
-        )
+        names, sizes = [specs[i].name for i in bucket.members], [specs[i].num_bytes for i in bucket.members]
+        collective = ALL_REDUCE
+        if bucket.sharded is not None and scatters:
+            collective = "reduce-scatter" if bucket.sharded.owner is None else "reduce"
+        is_sharded = bucket.sharded is not None
+        recorded.append(RecordedBucket(names, sizes, bucket.sparse, sharded=is_sharded, collective=collective))
     return RecordedPlan(version, recorded)
-
-
-def _collective(shares: Shares | None) -> str:
-    if shares is None:
-        return ALL_REDUCE
-    return "reduce-scatter" if shares.owner is None else "reduce"
 
 
 def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
@@ -146,13 +130,11 @@ class RecordFile:
             self._file = self._path.open("w")
 
     def write(self, line: Line) -> None:
-        """Append `line`, if there is a file."""
         if self._file is not None:
             with self._giving_up_on_errors():
                 write(line, self._file)
 
     def close(self) -> None:
-        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             with self._giving_up_on_errors():

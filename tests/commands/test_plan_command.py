@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, predict_sharded
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, predict
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording import schema
@@ -124,7 +124,7 @@ def test_a_sharded_step_is_the_simulators(tmp_path: Path, capsys: pytest.Capture
     [network] = planned["networks"]
     for row in network["by_ranks"][1:]:
         cost, num_ranks = NETWORKS["eth-10g"].all_reduce(row["ranks"]), row["ranks"]
-        expected = predict_sharded(profile, ReducerConfig(), cost, num_ranks=num_ranks).timeline
+        expected = predict(profile, ReducerConfig(), cost, num_shards=num_ranks)
         assert (row["exposed_s"], row["weights_s"]) == (expected.exposed_s, expected.weights_s)
         assert row["exposed_s"] > row["weights_s"] > 0
     assert network["by_ranks"][0]["exposed_s"] == 0

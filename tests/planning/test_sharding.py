@@ -8,7 +8,7 @@ import pytest
 
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
-from lightning_bucketddp.planning.optimal_plan import predict_sharded, sharded_plan, state_by_rank
+from lightning_bucketddp.planning.optimal_plan import first_plan, predict, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.shares import Shares
 from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
@@ -35,7 +35,7 @@ def random_profile(seed: int) -> Profile:
 @for_each("num_ranks", [2, 3, 8, 1024])
 def test_the_state_of_all_ranks_is_the_whole(num_ranks: int) -> None:
     profile = random_profile(num_ranks)
-    plan = sharded_plan(profile, ReducerConfig(), num_ranks=num_ranks)
+    plan = first_plan(profile, ReducerConfig(), num_shards=num_ranks)
     state = state_by_rank(profile.specs, plan, num_ranks=num_ranks)
     assert state.whole_bytes == 2 * profile.specs[7].num_bytes
     assert sum(state.divided_bytes) == 2 * profile.dense_bytes
@@ -49,7 +49,7 @@ def test_the_state_of_all_ranks_is_the_whole(num_ranks: int) -> None:
 def test_what_has_no_equal_slices_does_not_travel_alone() -> None:
     specs = [ParameterSpec(name, size, "torch.float32 cpu", alone=True) for name, size in [("a", 36), ("b", 40)]]
     profile = Profile(specs, [1.0, 2.0], 2.0, None, 2)
-    plan = sharded_plan(profile, ReducerConfig(bucket_cap_mb=25), num_ranks=3)
+    plan = first_plan(profile, ReducerConfig(bucket_cap_mb=25), num_shards=3)
     assert [(bucket.members, bucket.alone) for bucket in plan] == [((0,), True), ((1,), False)]
     assert [bucket.sharded for bucket in plan] == [Shares(3)] * 2
 
@@ -77,21 +77,21 @@ def test_a_step_by_hand() -> None:
 @for_each("seed", range(5))
 def test_both_halves_take_as_long_as_an_all_reduce(seed: int) -> None:
     profile, cost = random_profile(seed), Network("", 1e9, 1e-5).all_reduce(8)
-    predicted = predict_sharded(profile, ReducerConfig(), cost, num_ranks=8)
+    predicted = predict(profile, ReducerConfig(), cost, num_shards=8)
     whole = simulate(profile, [BucketSpec(b.members, b.sparse, b.alone) for b in predicted.plan], cost)
-    assert predicted.timeline.communication_s == pytest.approx(whole.communication_s)
+    assert predicted.communication_s == pytest.approx(whole.communication_s)
     assert whole.gathers == []
     # Weights travel as they are, whatever gradients do.
-    halved = predict_sharded(profile, ReducerConfig(reduce_dtype="bf16"), cost, num_ranks=8).timeline
-    assert halved.gathers == predicted.timeline.gathers
-    assert halved.end_s < predicted.timeline.end_s
+    halved = predict(profile, ReducerConfig(reduce_dtype="bf16"), cost, num_shards=8)
+    assert halved.gathers == predicted.gathers
+    assert halved.end_s < predicted.end_s
 
 
 @for_each("seed", range(5))
 def test_a_network_without_limits_exposes_nothing_and_a_slower_one_never_less(seed: int) -> None:
     profile = random_profile(seed)
     exposed = [
-        predict_sharded(profile, ReducerConfig(), AllReduceCost(0, 1 / speed), num_ranks=8).timeline.exposed_s
+        predict(profile, ReducerConfig(), AllReduceCost(0, 1 / speed), num_shards=8).exposed_s
         for speed in (float("inf"), 1e12, 1e10, 1e8)
     ]
     assert exposed[0] == 0

@@ -9,7 +9,7 @@ import torch
 
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Codec, Profile, Wire
-from lightning_bucketddp.planning.optimal_plan import predict, predict_sharded
+from lightning_bucketddp.planning.optimal_plan import predict
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.planning.wire import WireOptions
@@ -93,8 +93,8 @@ def test_steps_by_hand() -> None:
 def test_sharded_gradients_travel_small_and_weights_as_they_are() -> None:
     config = ReducerConfig(reduce_dtype="int8", bucket_cap_mb=0.1)
     found = WireOptions.predict(PROFILE, config, SLOW, num_ranks=2, codecs={}, is_sharded=True)
-    assert found.int8.exposed_s == predict_sharded(PROFILE, config, SLOW, num_ranks=2).timeline.exposed_s
-    assert found.int8.exposed_s > predict(PROFILE, config, SLOW).timeline.exposed_s
+    assert found.int8.exposed_s == predict(PROFILE, config, SLOW, num_shards=2).exposed_s
+    assert found.int8.exposed_s > predict(PROFILE, config, SLOW).exposed_s
     assert found.int8.sent_bytes == pytest.approx(SIZE * (1 + 260 / 1024))
     assert found.local == []
 

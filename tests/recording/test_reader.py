@@ -93,15 +93,15 @@ def test_ranks_with_different_clocks_come_onto_one(tmp_path: Path) -> None:
     true = recording.step(30)
     clocks = replace(recording, clock_s={1: 5e3, 2: -77.7})
     aligned = align(read_run(clocks.write(tmp_path)), 30)
-    for rank, step in aligned.ranks.items():
+    for rank, step in aligned.items():
         for span, expected in zip(step.spans, true[rank].spans, strict=True):
             assert (span.start_s, span.end_s) == pytest.approx((expected.start_s, expected.end_s), abs=1e-9)
         for times, wanted in zip(step.buckets, true[rank].buckets, strict=True):
             assert times.ready_s == pytest.approx(wanted.ready_s, abs=1e-9)
             assert times.launched_s == pytest.approx(wanted.launched_s, abs=1e-9)
             assert times.ended_s == pytest.approx(wanted.ended_s, abs=1e-9)
-    assert aligned.start_s == pytest.approx(true[0].start_s)
-    assert aligned.end_s == pytest.approx(true[2].end_s)
+    assert min(step.start_s for step in aligned.values()) == pytest.approx(true[0].start_s)
+    assert max(step.end_s for step in aligned.values()) == pytest.approx(true[2].end_s)
 
 
 def test_one_reduction_that_a_rank_saw_late_does_not_shift_its_clock(tmp_path: Path) -> None:
@@ -110,18 +110,18 @@ def test_one_reduction_that_a_rank_saw_late_does_not_shift_its_clock(tmp_path: P
     late = replace(step.buckets[-1], ended_s=step.buckets[-1].ended_s + 1.0)
     record.ranks[1].steps[0] = replace(step, buckets=[*step.buckets[:-1], late])
     aligned = align(record, 0)
-    assert aligned.ranks[1].start_s == pytest.approx(aligned.ranks[0].start_s + STAGGER_S)
+    assert aligned[1].start_s == pytest.approx(aligned[0].start_s + STAGGER_S)
 
 
 def test_without_reductions_ranks_are_taken_to_begin_together(tmp_path: Path) -> None:
     aligned = align(read_run(Recording(num_buckets=0, clock_s={1: 9.0}).write(tmp_path)), 0)
-    assert aligned.ranks[1].start_s == pytest.approx(aligned.ranks[0].start_s)
+    assert aligned[1].start_s == pytest.approx(aligned[0].start_s)
 
 
 def test_a_step_that_one_rank_did_not_record_is_aligned_without_it(tmp_path: Path) -> None:
     record = read_run(Recording(num_ranks=3).write(tmp_path))
     del record.ranks[0].steps[40]
-    assert list(align(record, 40).ranks) == [1, 2]
+    assert list(align(record, 40)) == [1, 2]
 
 
 # --- What is shown

@@ -15,7 +15,6 @@ from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codec, C
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import (
     BucketTimes,
-    OuterStepTimes,
     RecordedBucket,
     RecordedPlan,
     Run,
@@ -24,9 +23,10 @@ from lightning_bucketddp.recording.schema import (
     path_of,
     read,
 )
-from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
-from lightning_bucketddp.recording.typical_step import RankNumbers, Straggler, TypicalStep
+from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
+from lightning_bucketddp.recording.typical_step import RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Sampling
+from lightning_bucketddp.reducer.observer import OuterStepStats
 from tests.support.cases import for_each
 
 MS = 1e-3
@@ -74,14 +74,15 @@ def about(value: float) -> Any:
     return pytest.approx(value)
 
 
-def typical(*ranks: RankNumbers) -> TypicalStep:
-    return TypicalStep(ranks, num_ranks=len(ranks))
+def typical(*ranks: RankNumbers, plan: RecordedPlan | None = TWO_BUCKETS) -> TypicalStep:
+    return TypicalStep.of(ranks, replace(RUN, world_size=len(ranks)), plan)
 
 
 def suggested(
     ranks: list[RankNumbers], plan: RecordedPlan | None = TWO_BUCKETS, *, codecs: Codecs = NO_CODECS, **options: Any
 ) -> list[str]:
-    return suggestions(typical(*ranks), plan, PROFILE, options={**OPTIONS, **options}, codecs=codecs)
+    run = replace(RUN, world_size=len(ranks), options={**OPTIONS, **options}, codecs=codecs)
+    return suggestions(TypicalStep.of(ranks, run, plan, PROFILE))
 
 
 def test_half_the_bytes_hide_what_the_simulation_says() -> None:
@@ -177,25 +178,25 @@ def test_waiting_for_weights_is_waiting_and_explains_no_reduction() -> None:
         replace(rank, phases={**rank.phases, "weights": 4 * MS}, exchange_s=6 * MS) for rank in (numbers(0), numbers(1))
     ]
     step = typical(*ranks)
-    assert (step.exposed_s, step.network_wait_s) == (about(7 * MS), about(7 * MS))
+    assert (step.exposed_s, step.unhindered.exposed_s) == (about(7 * MS), about(7 * MS))
     assert (ranks[0].own_s, step.straggler) == (about(20 * MS), None)
-    assert step.fitted(PROFILE, TWO_BUCKETS).cost == typical(numbers(0)).fitted(PROFILE, TWO_BUCKETS).cost
+    assert step.fitted(PROFILE).cost == typical(numbers(0)).fitted(PROFILE).cost
     assert step.late_bucket == (1, about(0.7 * 3 * MS))
-    lines = Summary.of(step, TWO_BUCKETS, suggestions=[], state=DividedState(MIB, 2 * MIB)).lines
+    lines = Summary.of(step, suggestions=[], state_bytes=(MIB, 2 * MIB)).lines
     assert "Weights: their exchange ends a step and takes 6.00 ms of that; the step waits 4.00 ms for it." in lines
     assert "Optimizer state: 1.00 MiB on rank 0, 2.00 MiB without `shard_optimizer`." in lines
 
 
 def test_outer_steps_are_told() -> None:
-    outer_steps = [OuterStepTimes(30, 200 * MS, 4 * MIB), OuterStepTimes(60, 400 * MS, 4 * MIB)]
-    lines = Summary.of(typical(numbers(0)), TWO_BUCKETS, suggestions=[], outer_steps=outer_steps).lines
+    outer_steps = [OuterStepStats(30, 200 * MS, 4 * MIB), OuterStepStats(60, 400 * MS, 4 * MIB)]
+    lines = Summary.of(typical(numbers(0)), suggestions=[], outer_steps=outer_steps).lines
     assert "Outer steps between islands: 2 in 60 steps; each takes 300.00 ms and 4.00 MiB of each rank." in lines
 
 
 def test_a_rank_that_others_wait_for_is_the_suggestion_and_not_the_network() -> None:
     # Rank 0 waits 8 ms more than rank 1, which waits for the network alone.
     ranks = [numbers(0, exposed=11), numbers(1, exposed=3, forward=25)]
-    assert typical(*ranks).straggler == Straggler(ranks[1], about(8 * MS))
+    assert typical(*ranks).straggler == (ranks[1], about(8 * MS))
     texts = suggested(ranks)
     assert texts[0] == (
         "rank 1 on host1 makes the others wait 8.00 ms, most of it in forward (8.00 ms): see what else runs there, and"
@@ -211,12 +212,12 @@ def test_a_straggler_is_late_by_more_than_a_little_and_more_than_by_chance(
     more: float, error: float, is_late: bool
 ) -> None:
     # 3% of what the others take for themselves are 0.6 ms.
-    step = typical(numbers(0, error=error), numbers(1, error=error / 2), numbers(2, forward=17 + more))
+    step = typical(numbers(0, error=error), numbers(1, error=error / 2), numbers(2, forward=17 + more), plan=None)
     assert (step.straggler is not None) == is_late
-    assert step.network_wait_s == pytest.approx(3 * MS)
-    [line] = [line for line in Summary.of(step, None, suggestions=[]).lines if line.startswith("Slowest rank: ")]
+    assert step.unhindered.exposed_s == pytest.approx(3 * MS)
+    [line] = [line for line in Summary.of(step, suggestions=[]).lines if line.startswith("Slowest rank: ")]
     assert (line == "Slowest rank: none; all take about the same time.") != is_late
-    assert any("rank 2" in text for text in suggestions(step, None, None, options={})) == is_late
+    assert any("rank 2" in text for text in suggestions(step)) == is_late
 
 
 @pytest.mark.parametrize(("data", "is_much"), [(2, False), (3, True)])
@@ -241,7 +242,7 @@ def test_without_a_plan_or_what_an_all_reduce_costs_nothing_is_simulated() -> No
     other = RecordedPlan(1, [RecordedBucket(["c"], [4])])
     assert suggested([numbers(0)], None) == []
     for plan, profile in ((other, PROFILE), (TWO_BUCKETS, None), (TWO_BUCKETS, replace(PROFILE, cost=None))):
-        [text] = suggestions(typical(numbers(0)), plan, profile, options=OPTIONS)
+        [text] = suggestions(TypicalStep.of([numbers(0)], replace(RUN, world_size=1, options=OPTIONS), plan, profile))
         assert text.startswith("`accumulate_grad_batches=2`")
 
 
@@ -262,7 +263,7 @@ def test_the_numbers_of_a_rank_are_of_its_middle_steps_and_travel_as_json() -> N
     assert found.phases == {"data": 0, "forward": 1, "backward": 2, "exposed": 5, "optimizer": 1}
     assert (found.step_s, found.own_s, found.exposed_s, found.memory_bytes, found.num_steps) == (9, 4, 5, 6, 3)
     assert found.communication_s == 6
-    assert TypicalStep([found], num_ranks=2).bandwidth == 2
+    assert TypicalStep.of([found], RUN).bandwidth == 2
     assert RankNumbers.from_json(json.loads(json.dumps(asdict(found)))) == found
     assert RankNumbers.of(RUN, []).step_s == 0
 
@@ -280,8 +281,8 @@ def test_phases_add_up_to_the_steps_whatever_varies() -> None:
 def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
     names = ["d", "c", "b", "a"]
     plan = RecordedPlan(1, [RecordedBucket(["e"], [MIB]), RecordedBucket(names, [MIB] * 4)])
-    step = typical(numbers(0, exposed=11), numbers(1, exposed=3, forward=25))
-    assert Summary.of(step, plan, suggestions=["do this."]).lines == [
+    step = typical(numbers(0, exposed=11), numbers(1, exposed=3, forward=25), plan=plan)
+    assert Summary.of(step, suggestions=["do this."]).lines == [
         "Communication: 4.00 ms, of which 0% is hidden; 20.00 MiB in 2 buckets at 41.94 Gbit/s.",
         "Late bucket: 1 of 2, 4.00 MiB (`d`, `c` and 2 more): 4.90 of the 7.00 ms exposed are spent on it.",
         "Slowest rank: 1 on host1, 8.00 ms (26% of the step) slower than the others. It waits 3.00 ms, for the network"
@@ -289,7 +290,7 @@ def test_the_late_bucket_takes_its_part_of_what_is_exposed() -> None:
         "Memory: 200 MiB at most, on rank 1.",
         "Suggestion 1: do this.",
     ]
-    assert Summary.of(typical(numbers()), None, suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
+    assert Summary.of(typical(numbers(), plan=None), suggestions=[]).lines == ["Memory: 100 MiB at most, on rank 0."]
 
 
 def test_the_only_bucket_takes_all_that_is_exposed() -> None:
@@ -298,12 +299,12 @@ def test_the_only_bucket_takes_all_that_is_exposed() -> None:
     for steps, waits in (([one], [1.0]), ([STEP], [0.3, 0.7])):
         found = RankNumbers.of(RUN, steps)
         assert found.waits == pytest.approx(waits)
-        late = TypicalStep([found], num_ranks=2).late_bucket
+        late = TypicalStep.of([found], RUN).late_bucket
         assert late == (len(waits) - 1, about(5 * waits[-1]))
 
 
 def test_the_table_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(Summary.of(typical(numbers(0), numbers(1)), None, suggestions=["[b]do[/b] `this`."]))
+    print_summary(Summary.of(typical(numbers(0), numbers(1), plan=None), suggestions=["[b]do[/b] `this`."]))
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     title, *_ = printed.splitlines()

@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -35,8 +35,9 @@ from lightning_bucketddp.commands.doctor.finding import (
     Observation,
     ProbeGroup,
     Severity,
-    Theme,
     counted,
+    error,
+    ok,
     one_per_host,
     within,
 )
@@ -50,7 +51,6 @@ Alone it starts processes of its own on this host. To check several hosts, launc
 
 Exit status: 0 nothing is wrong, 1 something is, 2 the command was used wrongly."""
 
-_RANKS = Theme("Ranks")
 _STYLES = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
 
@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check as a rank of the launcher that started this process, or else start ranks on this host."""
     if not math.isfinite(arguments.timeout) or arguments.timeout <= 0:
         raise UsageError(f"--timeout must be a positive number of seconds, got {arguments.timeout:g}.")
     launched = ProbeGroup.from_environment()
@@ -86,17 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_rank(group: ProbeGroup, arguments: argparse.Namespace) -> int:
-    """Diagnose as one rank, print what it found, and return the exit status."""
     rank = group.store.rank
     shows_progress = rank == 0 and sys.stderr.isatty() and not arguments.json
+
+    def progress(text: str) -> None:
+        if shows_progress:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
     with stdout_on_stderr():
-        diagnosis = diagnose(
-            group,
-            directory=arguments.checkpoints,
-            timeout_s=arguments.timeout,
-            progress=_show_progress if shows_progress else lambda _text: None,
-        )
-    findings = list(diagnosis.findings()) if rank == 0 else diagnosis.trouble
+        diagnosis = diagnose(group, directory=arguments.checkpoints, timeout_s=arguments.timeout, progress=progress)
+    findings = diagnosis.findings() if rank == 0 else diagnosis.trouble
     if rank > 0:
         for finding in findings:
             print(f"rank {rank}: {finding.text}", file=sys.stderr)
@@ -127,14 +125,6 @@ def stdout_on_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _show_progress(text: str) -> None:
-    """Print `text` over the progress shown before."""
-    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-# --- Diagnosis
-
-
 @dataclass(slots=True)
 class Diagnosis:
     """What the ranks observed and measured, and what follows from it."""
@@ -147,26 +137,28 @@ class Diagnosis:
     backend: str = ""  # that was measured
     is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield all findings, theme by theme."""
-        yield from self.trouble
-        if not self.trouble and len(self.ranks) > 1:
-            yield _RANKS.ok(f"{len(self.ranks)} ranks on {counted(len(one_per_host(self.ranks)), 'host')} met.")
-        yield from host.judge_software(self.ranks)
-        yield from host.judge_gpus(self.ranks)
-        yield from network.judge_network(self.ranks)
-        yield from network.judge_ports(self.ranks)
-        yield from host.judge_limits(self.ranks)
-        if self.clocks_s:
-            yield from network.judge_clocks(self.ranks, self.clocks_s)
+    def findings(self) -> list[Finding]:
+        met = ok(f"{len(self.ranks)} ranks on {counted(len(one_per_host(self.ranks)), 'host')} met.")
+        speed: list[Finding] = []
         if self.all_reduce is not None or not self.trouble:
-            yield from network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
+            speed += network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
         if self.wires:
-            yield from network.judge_wires(self.wires)
-        yield from checkpoints.judge(self.ranks)
+            speed += network.judge_wires(self.wires)
+        by_theme: dict[str, Iterable[Finding]] = {
+            "Ranks": self.trouble or ([met] if len(self.ranks) > 1 else []),
+            "Software": host.judge_software(self.ranks),
+            "GPUs": host.judge_gpus(self.ranks),
+            "Network": network.judge_network(self.ranks),
+            "Ports": network.judge_ports(self.ranks),
+            "Limits": host.judge_limits(self.ranks),
+            "Clocks": network.judge_clocks(self.ranks, self.clocks_s) if self.clocks_s else [],
+            "All-reduce": speed,
+            "Checkpoints": checkpoints.judge(self.ranks),
+        }
+        return [replace(finding, theme=theme) for theme, findings in by_theme.items() for finding in findings]
 
     def to_json(self) -> dict[str, Any]:
-        findings = list(self.findings())
+        findings = self.findings()
         all_reduce = None
         if self.all_reduce is not None:
             expected = network.expect_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
@@ -196,14 +188,14 @@ def diagnose(
         with group.join(timeout_s=timeout_s) as (hosts, gradients):
             limit_s = timeout_s + network.LONGEST_S
             within(limit_s, lambda: _measure(diagnosis, hosts, gradients, progress), what="talking to the others")
-    except StartError as error:
-        what, _, remedy = str(error).partition(". ")
-        diagnosis.trouble.append(_RANKS.error(f"{what}.", remedy))
-    except (RuntimeError, NeverEnded) as error:
-        diagnosis.is_stuck |= isinstance(error, NeverEnded)
+    except StartError as failed:
+        what, _, remedy = str(failed).partition(". ")
+        diagnosis.trouble.append(error(f"{what}.", remedy))
+    except (RuntimeError, NeverEnded) as failed:
+        diagnosis.is_stuck |= isinstance(failed, NeverEnded)
         diagnosis.trouble.append(
-            _RANKS.error(
-                f"Ranks met, but cannot talk to each other: {' '.join(str(error).split())[:300]}.",
+            error(
+                f"Ranks met, but cannot talk to each other: {' '.join(str(failed).split())[:300]}.",
                 "Check that firewalls let ranks connect at any port; set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`"
                 " to the interface that connects the hosts.",
             )
@@ -217,7 +209,6 @@ def diagnose(
 
 
 def observe(group: ProbeGroup) -> dict[str, Any]:
-    """Return what this rank sees of its host, as JSON."""
     store = group.store
     return {
         "rank": store.rank,
@@ -256,19 +247,20 @@ def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int,
     diagnosis.ranks[0]["checkpoints"] = found
 
 
-# --- Printing
-
-
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print a table of all findings, the measured all-reduces, and a conclusion."""
-    findings = list(diagnosis.findings())
+    findings = diagnosis.findings()
+    numbers = Counter(finding.severity for finding in findings)
+    parts = [counted(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
+    what = " and ".join(parts) or "Nothing is wrong"
+    end = ": do not start a long run like this." if numbers[Severity.ERROR] else "."
     with trimmed_console() as console:
         console.print(_finding_table(_merge_alike(findings, diagnosis)))
         console.print()
         if diagnosis.all_reduce is not None:
             console.print(_all_reduce_table(diagnosis.all_reduce))
             console.print()
-        console.print(_conclusion(findings))
+        console.print(Text(f"{what}{end}", style=_STYLES[max(numbers) if parts else Severity.OK]))
 
 
 def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Finding]:
@@ -287,9 +279,8 @@ def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Find
 
 
 def _finding_table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for theme, of_theme in groupby(findings, key=lambda finding: finding.theme):
         table.add_row(Text(theme, style="bold"), "")
         for finding in of_theme:
@@ -302,19 +293,9 @@ def _finding_table(findings: Sequence[Finding]) -> Table:
 
 
 def _all_reduce_table(measured: Observation) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for column in ("all-reduce", "time", "each rank sends"):
-        table.add_column(column, justify="right")
+    columns = [Column(name, justify="right") for name in ("all-reduce", "time", "each rank sends")]
+    table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
     for size in measured["by_size"]:
         speed = f"{size['link_bytes_per_s'] / 1e9:.3f} GB/s"
         table.add_row(network.size_in_words(size["bytes"]), f"{size['seconds'] * 1e3:,.3f} ms", speed)
     return table
-
-
-def _conclusion(findings: Sequence[Finding]) -> Text:
-    numbers = Counter(finding.severity for finding in findings)
-    parts = [counted(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
-    what = " and ".join(parts) or "Nothing is wrong"
-    end = ": do not start a long run like this." if numbers[Severity.ERROR] else "."
-    style = _STYLES[max(numbers) if parts else Severity.OK]
-    return Text(f"{what}{end}", style=style)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, find_temporary_files
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, counted
+from lightning_bucketddp.commands.doctor.finding import Finding, Observation, counted, error, note, ok, warning
 from lightning_bucketddp.commands.doctor.host import GIB
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.wording import list_some_ranks
 
-_THEME = Theme("Checkpoints")
 _TRIAL_BYTES = 64 * MIB
 _BLOCK_BYTES = 4 * MIB
 _SLOW_BYTES_PER_S = 50e6
@@ -36,42 +35,38 @@ def observe(directory: Path, *, rank: int) -> dict[str, Any]:
         seen |= {"num_leftovers": len(leftovers), "leftover_bytes": sum(_size(path) for path in leftovers)}
         seen |= {"file_system": _file_system(directory), "free": shutil.disk_usage(directory).free}
         return seen | _write_trial(directory)
-    except OSError as error:
-        return seen | {"error": error.strerror or str(error)}
+    except OSError as failed:
+        return seen | {"error": failed.strerror or str(failed)}
 
 
 def judge(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Judge the trial of rank 0, and check that all ranks find the directory."""
     seen = ranks[0]["checkpoints"]
     if seen is None:
-        yield _THEME.note(
-            "No directory was looked at.", "Pass `--checkpoints DIR` with the one that checkpoints go to."
-        )
+        yield note("No directory was looked at.", "Pass `--checkpoints DIR` with the one that checkpoints go to.")
         return
     if not seen["exists"]:
-        yield _THEME.error(
+        yield error(
             f"There is no directory {seen['directory']}.", "Check the name, and that its disk is mounted; or make it."
         )
         return
-    yield from _judge_writing(seen)
+    yield _judge_writing(seen)
     if "free" in seen:
         yield from _judge_place(seen)
     without = [rank["rank"] for rank in ranks if not (rank["checkpoints"] and rank["checkpoints"]["exists"])]
     if without:
-        yield _THEME.warning(
+        yield warning(
             f"There is no directory {seen['directory']} on {list_some_ranks(without)}: resuming reads it on all.",
             "Put checkpoints on a file system that all hosts share.",
         )
 
 
-def _judge_writing(seen: Observation) -> Iterator[Finding]:
+def _judge_writing(seen: Observation) -> Finding:
     directory = seen["directory"]
     if seen["error"] is not None:
-        yield _THEME.error(
+        return error(
             f"A checkpoint cannot be written to {directory}: {seen['error']}.",
             "Make room there, get the right to write there, or choose another directory.",
         )
-        return
     speed = seen["num_bytes"] / max(seen["seconds"], 1e-9)
     text = (
         f"A file of {seen['num_bytes'] / MIB:.1f} MiB was written to {directory}, flushed and renamed in"
@@ -79,21 +74,20 @@ def _judge_writing(seen: Observation) -> Iterator[Finding]:
     )
     if speed < _SLOW_BYTES_PER_S:
         waits = f"A checkpoint of 1 GiB holds training up for {GIB / speed:.0f} s"
-        yield _THEME.warning(f"{text}. {waits}.", "Pass `async_checkpoints=True` to the strategy, or use a local disk.")
-    else:
-        yield _THEME.ok(f"{text}.")
+        return warning(f"{text}. {waits}.", "Pass `async_checkpoints=True` to the strategy, or use a local disk.")
+    return ok(f"{text}.")
 
 
 def _judge_place(seen: Observation) -> Iterator[Finding]:
     kind, free = seen["file_system"], f"{seen['free'] / GIB:.1f} GiB are free in {seen['directory']}"
     if (end := _LOST_WHEN.get(kind)) is not None:
-        yield _THEME.warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
+        yield warning(f"The file system is {kind}: checkpoints are lost when {end}.", "Use a disk that stays.")
     if seen["free"] < _LITTLE_SPACE:
-        yield _THEME.warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
+        yield warning(f"Only {free}.", "Make room, or keep fewer checkpoints (`save_top_k`).")
     else:
-        yield _THEME.ok(f"{free} ({kind or 'unknown file system'}).")
+        yield ok(f"{free} ({kind or 'unknown file system'}).")
     if seen["num_leftovers"]:
-        yield _THEME.note(
+        yield note(
             f"{counted(seen['num_leftovers'], 'temporary file')} of saves, {seen['leftover_bytes'] / MIB:,.1f} MiB: of"
             " saves that are under way, or that were killed.",
             "Nothing to do: the next save removes those whose writers are gone.",
@@ -101,7 +95,6 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
 
 
 def _write_trial(directory: Path) -> dict[str, Any]:
-    """Write a file in the way checkpoints are written, and time it."""
     path = directory / f".bucketddp-doctor-{os.getpid()}"
     block = os.urandom(_BLOCK_BYTES)  # which no file system can compress
     start = time.perf_counter()
@@ -117,7 +110,6 @@ def _write_trial(directory: Path) -> dict[str, Any]:
 
 
 def _file_system(directory: Path) -> str | None:
-    """Return the type of the file system that `directory` is on."""
     found: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

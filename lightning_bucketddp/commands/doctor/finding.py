@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.network import gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import tried_nccl
+from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import LAUNCHER_PID, ChildProcesses, StoreAddress
@@ -45,33 +46,19 @@ class Severity(IntEnum):
 class Finding:
     """The result of one check, in a sentence, and what to do about it; `theme` is the heading it is printed under."""
 
-    theme: str
     severity: Severity
     text: str
     remedy: str = ""
+    theme: str = ""
 
     def to_json(self) -> dict[str, str]:
         return {"theme": self.theme, "verdict": str(self.severity), "text": self.text, "remedy": self.remedy}
 
 
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """Makes findings under one heading."""
-
-    name: str
-
-    def ok(self, text: str) -> Finding:
-        return Finding(self.name, Severity.OK, text)
-
-    def note(self, text: str, remedy: str = "") -> Finding:
-        return Finding(self.name, Severity.NOTE, text, remedy)
-
-    def warning(self, text: str, remedy: str) -> Finding:
-        return Finding(self.name, Severity.WARNING, text, remedy)
-
-    def error(self, text: str, remedy: str) -> Finding:
-        return Finding(self.name, Severity.ERROR, text, remedy)
-
+ok = partial(Finding, Severity.OK)
+note = partial(Finding, Severity.NOTE)
+warning = partial(Finding, Severity.WARNING)
+error = partial(Finding, Severity.ERROR)
 
 # What a rank observed, as JSON.
 Observation = Mapping[str, Any]
@@ -90,18 +77,13 @@ def differences(values: Mapping[int, Mapping[str, Any]], *, absent: str) -> dict
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_per_host(ranks: Sequence[Observation]) -> list[Observation]:
-    """Return the first rank of each host."""
-    return list({observed["host"]: observed for observed in reversed(ranks)}.values())[::-1]
-
-
-def on(observed: Observation, ranks: Sequence[Observation]) -> str:
-    """Return ` on HOSTNAME` if there are several hosts, else nothing."""
-    return f" on {observed['hostname']}" if len(one_per_host(ranks)) > 1 else ""
+    """Return the first rank of each host, with `where`: ` on HOSTNAME` if there are several hosts, else nothing."""
+    hosts = list({observed["host"]: observed for observed in reversed(ranks)}.values())[::-1]
+    return [{**observed, "where": f" on {observed['hostname']}" if len(hosts) > 1 else ""} for observed in hosts]
 
 
 T = TypeVar("T")
@@ -116,17 +98,11 @@ class NeverEnded(Exception):
 
 def within(seconds: float, do: Callable[[], T], *, what: str) -> T:
     """Run `do` in a thread, and return or raise what it does; `NeverEnded` if it takes longer than `seconds`."""
-    outcome: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(do())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="bucketddp-doctor").start()
+    worker = Worker("bucketddp-doctor")
+    outcome = worker.submit(do)
     if not futures.wait([outcome], timeout=seconds).done:
         raise NeverEnded(f"{what} did not end within {seconds:g} s")
+    worker.close()
     return outcome.result()
 
 
@@ -152,8 +128,8 @@ class ProbeGroup:
         try:
             rank, world_size, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
             local_rank = int(given.get("LOCAL_RANK", rank))
-        except ValueError as error:
-            raise UsageError(f"RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: {error}.") from None
+        except ValueError as wrong:
+            raise UsageError(f"RANK, WORLD_SIZE, MASTER_PORT and LOCAL_RANK must be numbers: {wrong}.") from None
         address = StoreAddress(
             address=given["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, local_rank=local_rank
         )
@@ -164,11 +140,13 @@ class ProbeGroup:
     def spawn(cls, world_size: int, *, arguments: Sequence[str]) -> Iterator[ProbeGroup]:
         """Start ranks on this host that run the same command, and kill them at the end."""
         listener = socket.create_server((_LOCAL, 0), backlog=socket.SOMAXCONN)
-        port = listener.getsockname()[1]
-        variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": port, LAUNCHER_PID: os.getpid()}
+        address = StoreAddress(
+            address=_LOCAL, port=listener.getsockname()[1], rank=0, world_size=world_size, local_rank=0
+        )
+        variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": _LOCAL, "MASTER_PORT": address.port}
+        variables[LAUNCHER_PID] = os.getpid()
         command = [sys.executable, "-m", "lightning_bucketddp.cli", "doctor", *arguments]
         children: list[subprocess.Popen[bytes]] = []
-        address = StoreAddress(address=_LOCAL, port=port, rank=0, world_size=world_size, local_rank=0)
         try:
             for rank in range(1, world_size):
                 own = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -195,11 +173,11 @@ class ProbeGroup:
             yield self._init_group(store, timeout_s=timeout_s)
         except NeverEnded:
             raise  # a thread still uses the group, and destroying it would wait for that thread
-        except BaseException as error:
+        except BaseException as cause:
             try:
                 _destroy_group(timeout_s=timeout_s, is_broken=True)
             except NeverEnded:
-                raise NeverEnded(str(error)) from error
+                raise NeverEnded(str(cause)) from cause
             raise
         _destroy_group(timeout_s=timeout_s, is_broken=False)
 

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,17 +21,15 @@ from lightning_bucketddp import __version__
 from lightning_bucketddp.commands.doctor.finding import (
     Finding,
     Observation,
-    Theme,
     counted,
     differences,
-    on,
+    error,
+    note,
+    ok,
     one_per_host,
+    warning,
 )
 from lightning_bucketddp.config import MIB
-
-_SOFTWARE = Theme("Software")
-_GPUS = Theme("GPUs")
-_LIMITS = Theme("Limits")
 
 # These define what ranks send to each other; other versions may differ.
 _MUST_BE_EQUAL = ("torch", "NCCL", "lightning", "pytorch-lightning", "lightning-bucketddp")
@@ -57,11 +56,7 @@ _TOO_SMALL_SHARED_MEMORY = 64 * MIB
 _SMALL_MEMORY_PER_RANK = GIB
 
 
-# --- Software
-
-
 def observe_software() -> dict[str, Any]:
-    """Return the versions of what training uses here."""
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "lightning-bucketddp": __version__}
     for name in _LIGHTNING:
         with suppress(PackageNotFoundError):
@@ -79,33 +74,30 @@ def observe_software() -> dict[str, Any]:
 def judge_software(ranks: Sequence[Observation]) -> Iterator[Finding]:
     """List the versions of rank 0, and check that all ranks have the same."""
     first = ranks[0]["software"]
-    yield _SOFTWARE.ok(", ".join(f"{name} {number}" for name, number in first["versions"].items()) + ".")
+    yield ok(", ".join(f"{name} {number}" for name, number in first["versions"].items()) + ".")
     if "gloo" in first["backends"]:
         built_for = f"CUDA {first['cuda']}" if first["cuda"] else "CPUs only"
-        yield _SOFTWARE.ok(f"Backends: {', '.join(first['backends'])}; torch is built for {built_for}.")
+        yield ok(f"Backends: {', '.join(first['backends'])}; torch is built for {built_for}.")
     else:
-        yield _SOFTWARE.error("This torch has no gloo, which ranks need to start.", "Install torch from pytorch.org.")
+        yield error("This torch has no gloo, which ranks need to start.", "Install torch from pytorch.org.")
     if not any(name in first["versions"] for name in _LIGHTNING):
-        yield _SOFTWARE.error(
-            "Neither `lightning` nor `pytorch_lightning` is installed.", "Run `pip install lightning`."
-        )
+        yield error("Neither `lightning` nor `pytorch_lightning` is installed.", "Run `pip install lightning`.")
     versions = {observed["rank"]: observed["software"]["versions"] for observed in ranks}
     different = differences(versions, absent="none")
     for name, what in different.items():
-        make = _SOFTWARE.error if name in _MUST_BE_EQUAL else _SOFTWARE.warning
+        make = error if name in _MUST_BE_EQUAL else warning
         yield make(f"Ranks have different versions of {name}: {what}.", "Install the same environment on every host.")
     if len(ranks) > 1 and not different:
-        yield _SOFTWARE.ok(f"All {len(ranks)} ranks have the same versions.")
-
-
-# --- GPUs
+        yield ok(f"All {len(ranks)} ranks have the same versions.")
 
 
 def observe_gpus() -> dict[str, Any]:
-    """Return what torch and the driver report about the GPUs of this host."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
-        "devices": [_describe_gpu(index) for index in range(count)],
+        "devices": [
+            {"name": torch.cuda.get_device_name(index), "free_mib": free // MIB, "total_mib": total // MIB}
+            for index, (free, total) in enumerate(map(torch.cuda.mem_get_info, range(count)))
+        ],
         "seen_by_driver": [line for line in _ask("--query-gpu=name", "--format=csv,noheader").splitlines() if line],
         "without_peer_access": [
             [a, b] for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)
@@ -116,45 +108,39 @@ def observe_gpus() -> dict[str, Any]:
 
 
 def judge_gpus(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Check that the GPUs are usable, alike, free, and linked on each host."""
     hosts = one_per_host(ranks)
     for observed in hosts:
-        yield from _judge_gpus_of_host(observed["gpus"], on(observed, ranks))
+        yield from _judge_gpus_of_host(observed["gpus"], observed["where"])
     if len({device["name"] for observed in hosts for device in observed["gpus"]["devices"]}) > 1:
-        yield _GPUS.warning("GPUs differ, and every step waits for the slowest.", "Use one kind of GPU for a run.")
+        yield warning("GPUs differ, and every step waits for the slowest.", "Use one kind of GPU for a run.")
 
 
 def _judge_gpus_of_host(seen: Observation, where: str) -> Iterator[Finding]:
     names = [device["name"] for device in seen["devices"]]
     if names:
-        yield _GPUS.ok(f"{', '.join(f'{names.count(name)} x {name}' for name in dict.fromkeys(names))}{where}.")
+        yield ok(f"{', '.join(f'{names.count(name)} x {name}' for name in dict.fromkeys(names))}{where}.")
     elif seen["seen_by_driver"]:
-        yield _GPUS.error(
+        yield error(
             f"The driver sees {len(seen['seen_by_driver'])} GPUs{where}, but torch cannot use them.",
             "Install a torch that is built for CUDA and for this driver; look at `CUDA_VISIBLE_DEVICES`.",
         )
     else:
-        yield _GPUS.note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
+        yield note(f"There is no GPU{where}: ranks train on CPUs and talk through gloo.")
     for index, device in enumerate(seen["devices"]):
         if device["free_mib"] < _FREE_SHARE * device["total_mib"]:
-            yield _GPUS.warning(
+            yield warning(
                 f"Of GPU {index}{where} only {device['free_mib'] / 1024:.1f} of {device['total_mib'] / 1024:.1f} GiB"
                 " are free.",
                 "See in `nvidia-smi` which other process computes there.",
             )
     if len(names) > 1 and seen["without_peer_access"]:
         pairs = ", ".join(f"{b}-{a}" for a, b in seen["without_peer_access"])
-        yield _GPUS.warning(
+        yield warning(
             f"GPUs{where} do not reach each other directly (pairs {pairs}): what they exchange goes through the host.",
             "Look at `nvidia-smi topo -m`; in virtual machines and with some BIOS settings (ACS) it is switched off.",
         )
     elif len(names) > 1:
-        yield _GPUS.ok(f"All GPUs{where} reach each other directly.")
-
-
-def _describe_gpu(index: int) -> dict[str, Any]:
-    free, total = torch.cuda.mem_get_info(index)
-    return {"name": torch.cuda.get_device_name(index), "free_mib": free // MIB, "total_mib": total // MIB}
+        yield ok(f"All GPUs{where} reach each other directly.")
 
 
 def _link_speed() -> dict[str, Any] | None:
@@ -181,16 +167,16 @@ def _ask(*arguments: str) -> str:
     return ""
 
 
-# --- Limits and resources
-
-
 def observe_limits() -> dict[str, Any]:
-    """Return the limits of this process, and the resources of its host."""
+    shared_memory = None
+    with suppress(OSError):
+        disk = shutil.disk_usage(_SHARED_MEMORY)
+        shared_memory = {"total": disk.total, "free": disk.free}
     return {
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "processes": _limit(resource.RLIMIT_NPROC),
         "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
-        "shared_memory": _size_of(_SHARED_MEMORY),
+        "shared_memory": shared_memory,
         "cores": _num_cores(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_available": _memory_available(),
@@ -198,96 +184,80 @@ def observe_limits() -> dict[str, Any]:
 
 
 def judge_limits(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Check on each host that limits and resources are enough for its ranks."""
     for observed in one_per_host(ranks):
-        where = on(observed, ranks)
+        seen, where = observed["resources"], observed["where"]
         num_local = sum(other["host"] == observed["host"] for other in ranks)
-        seen = observed["resources"]
         yield _judge_open_files(seen["open_files"], where, num_ranks=len(ranks))
         if seen["processes"] is not None and seen["processes"] < _PROCESSES:
-            yield _LIMITS.warning(
+            yield warning(
                 f"This user may start only {seen['processes']:,} processes and threads{where}.",
                 f"Raise it: `ulimit -u {_PROCESSES * 4}`, or in /etc/security/limits.conf.",
             )
-        yield _judge_locked_memory(seen["locked_memory"], where, infiniband=observed["network"]["infiniband_gbit"])
+        locked = seen["locked_memory"]
+        if observed["network"]["infiniband_gbit"] and locked is not None:
+            yield error(
+                f"Locked memory is limited to {locked / MIB:g} MiB{where}, and InfiniBand needs as much as it can get.",
+                "Run `ulimit -l unlimited`, or start the container with `--ulimit memlock=-1`.",
+            )
+        else:
+            size = "no limit" if locked is None else f"{locked / MIB:g} MiB, which is enough without InfiniBand"
+            yield ok(f"Locked memory{where}: {size}.")
         yield _judge_shared_memory(seen["shared_memory"], where)
-        yield from _judge_cores(seen, where, num_local=num_local)
-        yield _judge_memory(seen["memory_available"], where, num_local=num_local)
+        yield _judge_cores(seen["cores"], seen["omp_num_threads"], where, num_local=num_local)
+        if (free := seen["memory_available"]) is None:
+            yield note(f"How much memory is free{where} cannot be told.")
+            continue
+        text = f"Memory{where}: {free / GIB:.1f} GiB are free for {counted(num_local, 'rank')}."
+        if free < _SMALL_MEMORY_PER_RANK * num_local:
+            yield warning(text, "End what else runs there, or start fewer processes or data workers.")
+        else:
+            yield ok(text)
 
 
 def _judge_open_files(limit: int | None, where: str, *, num_ranks: int) -> Finding:
     needed = _FILES_OF_A_RANK + _FILES_PER_RANK * num_ranks
     if limit is None or limit >= needed + _FILES_FOR_DATA_WORKERS:
-        return _LIMITS.ok(f"Open files{where}: {'no limit' if limit is None else f'{limit:,}'}.")
+        return ok(f"Open files{where}: {'no limit' if limit is None else f'{limit:,}'}.")
     wanted = 65536
     remedy = f"Raise it before the start: `ulimit -n {wanted}`, or `LimitNOFILE={wanted}` of the service."
     if limit < needed:
         needs = f"with {counted(num_ranks, 'rank')} each needs about {needed:,}"
-        return _LIMITS.error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
-    return _LIMITS.warning(
+        return error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
+    return warning(
         f"A process may open only {limit:,} files{where}: with many data workers that may not be enough.", remedy
     )
-
-
-def _judge_locked_memory(limit: int | None, where: str, *, infiniband: float | None) -> Finding:
-    if infiniband and limit is not None:
-        return _LIMITS.error(
-            f"Locked memory is limited to {limit / MIB:g} MiB{where}, and InfiniBand needs as much as it can get.",
-            "Run `ulimit -l unlimited`, or start the container with `--ulimit memlock=-1`.",
-        )
-    text = "no limit" if limit is None else f"{limit / MIB:g} MiB, which is enough without InfiniBand"
-    return _LIMITS.ok(f"Locked memory{where}: {text}.")
 
 
 def _judge_shared_memory(size: Observation | None, where: str) -> Finding:
     remedy = "Start the container with `--shm-size=8g` or `--ipc=host`; else use `num_workers=0`."
     if size is None:
-        return _LIMITS.error(f"There is no {_SHARED_MEMORY}{where}, which data workers hand batches through.", remedy)
+        return error(f"There is no {_SHARED_MEMORY}{where}, which data workers hand batches through.", remedy)
     text = f"{_SHARED_MEMORY}{where}: {size['free'] / GIB:.2f} of {size['total'] / GIB:.2f} GiB are free"
     if size["free"] < _TOO_SMALL_SHARED_MEMORY:
-        return _LIMITS.error(f"{text}. Data workers hand batches through it and will die.", remedy)
+        return error(f"{text}. Data workers hand batches through it and will die.", remedy)
     if size["free"] < _SMALL_SHARED_MEMORY:
-        return _LIMITS.warning(f"{text}. Data workers hand batches through it.", remedy)
-    return _LIMITS.ok(f"{text}.")
+        return warning(f"{text}. Data workers hand batches through it.", remedy)
+    return ok(f"{text}.")
 
 
-def _judge_cores(seen: Observation, where: str, *, num_local: int) -> Iterator[Finding]:
-    cores, threads = seen["cores"], seen["omp_num_threads"]
+def _judge_cores(cores: int, threads: str | None, where: str, *, num_local: int) -> Finding:
     if num_local > cores:
-        yield _LIMITS.warning(
+        return warning(
             f"{num_local} ranks share {counted(cores, 'core')}{where}.",
             "Start fewer processes, or ask for more cores (`--cpus-per-task` with SLURM).",
         )
-    elif threads is not None and threads.isdigit() and int(threads) * num_local > cores:
-        yield _LIMITS.warning(
+    if threads is not None and threads.isdigit() and int(threads) * num_local > cores:
+        return warning(
             f"OMP_NUM_THREADS={threads} for each of {num_local} ranks{where}, with {cores} cores for all.",
             f"Set `OMP_NUM_THREADS={max(cores // num_local, 1)}`.",
         )
-    else:
-        chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so the launcher decides"
-        yield _LIMITS.ok(f"{counted(cores, 'core')}{where} for {counted(num_local, 'rank')}; {chosen}.")
-
-
-def _judge_memory(available: int | None, where: str, *, num_local: int) -> Finding:
-    if available is None:
-        return _LIMITS.note(f"How much memory is free{where} cannot be told.")
-    text = f"Memory{where}: {available / GIB:.1f} GiB are free for {counted(num_local, 'rank')}."
-    if available < _SMALL_MEMORY_PER_RANK * num_local:
-        return _LIMITS.warning(text, "End what else runs there, or start fewer processes or data workers.")
-    return _LIMITS.ok(text)
+    chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so the launcher decides"
+    return ok(f"{counted(cores, 'core')}{where} for {counted(num_local, 'rank')}; {chosen}.")
 
 
 def _limit(kind: int) -> int | None:
-    """Return a limit of this process, or None if there is none."""
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _size_of(path: str) -> dict[str, int] | None:
-    with suppress(OSError):
-        disk = os.statvfs(path)
-        return {"total": disk.f_blocks * disk.f_frsize, "free": disk.f_bavail * disk.f_frsize}
-    return None
 
 
 def _num_cores() -> int:

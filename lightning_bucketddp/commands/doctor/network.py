@@ -17,19 +17,24 @@ import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.network import SETTINGS, interface_towards, nccl_settings, uses_sockets_untuned
-from lightning_bucketddp.commands.doctor.finding import Finding, Observation, Theme, differences, on, one_per_host
+from lightning_bucketddp.commands.doctor.finding import (
+    Finding,
+    Observation,
+    differences,
+    error,
+    note,
+    ok,
+    one_per_host,
+    warning,
+)
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
 from lightning_bucketddp.planning.wire import WORTH_8_BITS
-from lightning_bucketddp.reducer.observer import Clock, clock_of
+from lightning_bucketddp.reducer.observer import clock_of
 from lightning_bucketddp.reducer.plan_tuner import CostMeter
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 
-_NETWORK = Theme("Network")
-_PORTS = Theme("Ports")
-_CLOCKS = Theme("Clocks")
-_ALL_REDUCE = Theme("All-reduce")
 _DEVICES = Path("/sys/class")
 # Settings that may differ between hosts.
 _OF_A_HOST = ("_IFNAME", "_HOSTID")
@@ -58,11 +63,7 @@ _POOR_SHARE_OF_LINK = 1 / 3
 _POOR_SHARE_OF_MEMORY = 1 / 50
 
 
-# --- Interfaces and settings
-
-
 def observe_network(*, main_address: str) -> dict[str, Any]:
-    """Return the interfaces of this host, and the settings of gloo and NCCL."""
     settings = nccl_settings(os.environ)
     return {
         "interfaces": {path.name: _describe_interface(path) for path in sorted((_DEVICES / "net").glob("*"))},
@@ -74,73 +75,58 @@ def observe_network(*, main_address: str) -> dict[str, Any]:
 
 
 def judge_network(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Say which interfaces ranks will use, and check the settings."""
     hosts = one_per_host(ranks)
     for observed in hosts:
-        yield from _judge_host(observed, where=on(observed, ranks), is_alone=len(hosts) == 1)
-    yield from _judge_equality(ranks)
-    is_untuned = all(observed["network"]["uses_sockets_untuned"] for observed in ranks)
-    if len(hosts) > 1 and is_untuned and all(observed["gpus"]["devices"] for observed in hosts):
-        settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
-        yield _NETWORK.note(
-            f"NCCL goes through sockets here, so `bucketddp` sets {settings} in training and did so now."
-        )
-
-
-def _judge_host(observed: Observation, *, where: str, is_alone: bool) -> Iterator[Finding]:
-    network = observed["network"]
-    up = {name: i["gbit"] for name, i in network["interfaces"].items() if i["is_up"] and name != "lo"}
-    described = [f"{name} ({f'{gbit:g} Gbit/s' if gbit else 'speed not known'})" for name, gbit in up.items()]
-    yield _NETWORK.ok(f"Interfaces that are up{where}: {', '.join(described) or 'none but loopback'}.")
-    if network["infiniband_gbit"]:
-        yield _NETWORK.ok(f"InfiniBand or RoCE{where}: {network['infiniband_gbit']:g} Gbit/s.")
-    settings = network["settings"]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        yield from _judge_chosen_interface(variable, settings.get(variable), network["interfaces"], where)
-    if "GLOO_SOCKET_IFNAME" not in settings:
-        towards = network["towards_main_address"]
-        if towards is None and not is_alone:
-            yield _NETWORK.warning(
-                f"It cannot be told through which interface{where} the other hosts are reached.",
-                "Set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to its name.",
-            )
-        way = f"gloo uses {towards}, the way to the main address" if towards else "all ranks talk within this host"
-        yield _NETWORK.ok(f"Between ranks{where}: {way}.")
-    for name, (value, consequence) in _SLOW_SETTINGS.items():
-        matters = name != "NCCL_IB_DISABLE" or network["infiniband_gbit"]
-        if settings.get(name, "").upper() == value and matters:
-            yield _NETWORK.warning(f"{name}={settings[name]}{where}: {consequence}.", f"Unset `{name}` for a long run.")
-
-
-def _judge_chosen_interface(
-    variable: str, chosen: str | None, interfaces: Mapping[str, Any], where: str
-) -> Iterator[Finding]:
-    """Check that it exists. gloo takes a name; NCCL takes prefixes, or `=` and names, or `^` and exclusions."""
-    if chosen is None or chosen.startswith("^"):
-        return
-    exact = variable.startswith("GLOO") or chosen.startswith("=")
-    wanted = chosen.lstrip("=").split(",")
-    found = [name for name in interfaces if any(name == w if exact else name.startswith(w) for w in wanted)]
-    if found:
-        yield _NETWORK.ok(f"{variable}={chosen}{where}: {', '.join(found)}.")
-    else:
-        yield _NETWORK.error(
-            f"{variable}={chosen}{where}, but there is no such interface.",
-            f"Set it to one of {', '.join(interfaces)}, or unset it.",
-        )
-
-
-def _judge_equality(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Check that ranks agree on settings, and list these."""
+        yield from _judge_host(observed, is_alone=len(hosts) == 1)
     settings = {observed["rank"]: observed["network"]["settings"] for observed in ranks}
     for name, what in sorted(differences(settings, absent="unset").items()):
         if not name.endswith(_OF_A_HOST):
-            yield _NETWORK.warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
+            yield warning(f"{name} differs: {what}.", "Set it in the same way on every host.")
     names = sorted({name for of_rank in settings.values() for name in of_rank})
     if names:
         mine = ranks[0]["network"]["settings"]
         described = ", ".join(f"{name}={mine.get(name, '(not on rank 0)')}" for name in names)
-        yield _NETWORK.note(f"Settings in the environment: {described}.")
+        yield note(f"Settings in the environment: {described}.")
+    is_untuned = all(observed["network"]["uses_sockets_untuned"] for observed in ranks)
+    if len(hosts) > 1 and is_untuned and all(observed["gpus"]["devices"] for observed in hosts):
+        tuned = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+        yield note(f"NCCL goes through sockets here, so `bucketddp` sets {tuned} in training and did so now.")
+
+
+def _judge_host(observed: Observation, *, is_alone: bool) -> Iterator[Finding]:
+    network, where = observed["network"], observed["where"]
+    up = {name: i["gbit"] for name, i in network["interfaces"].items() if i["is_up"] and name != "lo"}
+    described = [f"{name} ({f'{gbit:g} Gbit/s' if gbit else 'speed not known'})" for name, gbit in up.items()]
+    yield ok(f"Interfaces that are up{where}: {', '.join(described) or 'none but loopback'}.")
+    if network["infiniband_gbit"]:
+        yield ok(f"InfiniBand or RoCE{where}: {network['infiniband_gbit']:g} Gbit/s.")
+    settings, interfaces = network["settings"], network["interfaces"]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # gloo takes a name; NCCL takes prefixes, or `=` and names, or `^` and exclusions.
+        chosen = settings.get(variable, "^")
+        if chosen.startswith("^"):
+            continue
+        exact = variable.startswith("GLOO") or chosen.startswith("=")
+        wanted = chosen.lstrip("=").split(",")
+        found = [name for name in interfaces if any(name == w if exact else name.startswith(w) for w in wanted)]
+        if found:
+            yield ok(f"{variable}={chosen}{where}: {', '.join(found)}.")
+        else:
+            remedy = f"Set it to one of {', '.join(interfaces)}, or unset it."
+            yield error(f"{variable}={chosen}{where}, but there is no such interface.", remedy)
+    if "GLOO_SOCKET_IFNAME" not in settings:
+        towards = network["towards_main_address"]
+        if towards is None and not is_alone:
+            yield warning(
+                f"It cannot be told through which interface{where} the other hosts are reached.",
+                "Set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to its name.",
+            )
+        way = f"gloo uses {towards}, the way to the main address" if towards else "all ranks talk within this host"
+        yield ok(f"Between ranks{where}: {way}.")
+    for name, (value, consequence) in _SLOW_SETTINGS.items():
+        matters = name != "NCCL_IB_DISABLE" or network["infiniband_gbit"]
+        if settings.get(name, "").upper() == value and matters:
+            yield warning(f"{name}={settings[name]}{where}: {consequence}.", f"Unset `{name}` for a long run.")
 
 
 def _describe_interface(interface: Path) -> dict[str, Any]:
@@ -163,9 +149,6 @@ def _infiniband_gbit() -> float | None:
     return min(rates, default=None)
 
 
-# --- Ports
-
-
 def observe_ports(*, checks_main_port: bool) -> dict[str, Any]:
     """Try to listen at a port; at the main port only if asked, since launched ranks use it already."""
     chosen = os.environ.get("MASTER_PORT") if checks_main_port else None
@@ -177,22 +160,21 @@ def observe_ports(*, checks_main_port: bool) -> dict[str, Any]:
 
 
 def judge_ports(ranks: Sequence[Observation]) -> Iterator[Finding]:
-    """Check on each host that processes can listen."""
     for observed in one_per_host(ranks):
-        seen, where = observed["ports"], on(observed, ranks)
+        seen, where = observed["ports"], observed["where"]
         if seen["free_port"] is None:
-            yield _PORTS.ok(f"Processes can listen at ports that the system chooses{where}.")
+            yield ok(f"Processes can listen at ports that the system chooses{where}.")
         else:
-            yield _PORTS.error(
+            yield error(
                 f"Processes cannot listen at any port{where}: {seen['free_port']}.",
                 "Look at the rules of the container or sandbox.",
             )
         if seen["main_port"] is None:
             continue
         if seen["at_main_port"] is None:
-            yield _PORTS.ok(f"MASTER_PORT={seen['main_port']}{where} is free.")
+            yield ok(f"MASTER_PORT={seen['main_port']}{where} is free.")
         else:
-            yield _PORTS.error(
+            yield error(
                 f"Rank 0 cannot listen at MASTER_PORT={seen['main_port']}{where}: {seen['at_main_port']}.",
                 "Set it to a free port, the same for all ranks; for a run on this host alone leave it unset.",
             )
@@ -204,14 +186,11 @@ def _why_not_listen(port: str) -> str | None:
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
+    except OSError as refused:
+        return os.strerror(refused.errno) if refused.errno else str(refused)
     except (ValueError, OverflowError):
         return "that is no port"
     return None
-
-
-# --- Clocks
 
 
 def measure_clocks(hosts: Collectives) -> list[float]:
@@ -225,23 +204,19 @@ def measure_clocks(hosts: Collectives) -> list[float]:
 
 
 def judge_clocks(ranks: Sequence[Observation], ahead_s: Sequence[float]) -> Iterator[Finding]:
-    """Check that the clocks of hosts agree, so that their files and logs can be put in order."""
     hosts = one_per_host(ranks)
     if len(hosts) == 1:
         return
     worst = max(hosts, key=lambda observed: abs(ahead_s[observed["rank"]]))
     name, difference = worst["hostname"], ahead_s[worst["rank"]]
     if abs(difference) < _FAR_S:
-        yield _CLOCKS.ok(f"The clocks of {len(hosts)} hosts are at most {abs(difference) * 1e3:.0f} ms from rank 0's.")
+        yield ok(f"The clocks of {len(hosts)} hosts are at most {abs(difference) * 1e3:.0f} ms from rank 0's.")
     else:
         way = "ahead of" if difference > 0 else "behind"
-        yield _CLOCKS.warning(
+        yield warning(
             f"The clock of {name} is {abs(difference):.1f} s {way} rank 0's: logs and files get times that mislead.",
             "Let a time service run on every host (`timedatectl set-ntp true`).",
         )
-
-
-# --- All-reduce
 
 
 def measure_all_reduce(collectives: Collectives, *, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -251,7 +226,14 @@ def measure_all_reduce(collectives: Collectives, *, progress: Callable[[str], No
     started = time.perf_counter()
     for num_bytes in _SIZES:
         progress(f"all-reduce of {size_in_words(num_bytes)} ...")
-        seconds[num_bytes] = _times(collectives, clock, num_bytes)
+        tensor = torch.zeros(num_bytes // 4, device=collectives.device)
+        marks = []
+        for _ in range(1 + _NUM_REPETITIONS):
+            start = clock.mark()
+            collectives.sum(tensor)
+            marks.append((start, clock.mark()))
+        # The first one waits for the slowest rank to start.
+        seconds[num_bytes] = [clock.seconds(start, stop) for start, stop in marks[1:]]
         next_s = _GROWTH * (1 + _NUM_REPETITIONS) * statistics.median(seconds[num_bytes])
         if not collectives.broadcast_json(time.perf_counter() - started + next_s < _ENOUGH_S):
             break
@@ -274,45 +256,50 @@ def measure_all_reduce(collectives: Collectives, *, progress: Callable[[str], No
 def judge_all_reduce(ranks: Sequence[Observation], measured: Observation | None, *, backend: str) -> Iterator[Finding]:
     """Compare the measured all-reduces, if there are several ranks, with the nominal speed of the hardware."""
     if measured is None:
-        yield _ALL_REDUCE.note("One rank alone exchanges nothing.", "Pass `--processes 2` to measure it all the same.")
+        yield note("One rank alone exchanges nothing.", "Pass `--processes 2` to measure it all the same.")
         return
     smallest, largest = measured["by_size"][0], measured["by_size"][-1]
     # Small messages may fit into the buffers of a network and look too fast.
     large = [size for size in measured["by_size"] if size["bytes"] >= MIB] or [largest]
     best = max(size["link_bytes_per_s"] for size in large)
-    yield _ALL_REDUCE.ok(
+    yield ok(
         f"{len(ranks)} ranks, {backend}: {size_in_words(smallest['bytes'])} takes {smallest['seconds'] * 1e6:,.0f} us,"
         f" {size_in_words(largest['bytes'])} takes {largest['seconds'] * 1e3:,.1f} ms; a rank sends up to"
         f" {best / 1e9:.2f} GB/s."
     )
     expected = expect_all_reduce(ranks, measured, backend=backend)
     if expected["bytes_per_s"] is None:
-        yield _ALL_REDUCE.note(f"What it should give is not known: {expected['origin']}.")
+        yield note(f"What it should give is not known: {expected['origin']}.")
         return
     share = best / expected["bytes_per_s"]
     text = f"That is {share:.0%} of {expected['bytes_per_s'] / 1e9:.2f} GB/s: {expected['origin']}."
     if share < expected["poor_share"]:
-        yield _ALL_REDUCE.warning(text, expected["remedy"])
+        yield warning(text, expected["remedy"])
     else:
-        yield _ALL_REDUCE.ok(text)
+        yield ok(text)
 
 
 def expect_all_reduce(ranks: Sequence[Observation], measured: Observation, *, backend: str) -> dict[str, Any]:
     """Return the speed that a rank could reach in each direction, and where that figure comes from."""
     hosts = one_per_host(ranks)
+    poor_share = _POOR_SHARE_OF_LINK
     if len(hosts) > 1:
-        return _expect_network(hosts, backend=backend)
-    if backend == "NCCL":
+        speed, origin = _speed_between(hosts, backend=backend)
+        remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/faster.md."
+    elif backend == "NCCL":
         link = ranks[0]["gpus"]["link_bytes_per_s"]
-        remedy = "Look at `nvidia-smi topo -m` and at `NCCL_P2P_DISABLE`; `NCCL_DEBUG=INFO` tells which way NCCL goes."
         known = link or {"value": None, "origin": "the driver does not tell what links the GPUs"}
-        return _expect(known["value"], known["origin"], _POOR_SHARE_OF_LINK, remedy)
-    origin = "what copying within memory gives here, measured with all ranks at once"
-    remedy = "See what else computes on this host, and whether each rank has a core of its own."
-    return _expect(measured["memory_bytes_per_s"], origin, _POOR_SHARE_OF_MEMORY, remedy)
+        speed, origin = known["value"], known["origin"]
+        remedy = "Look at `nvidia-smi topo -m` and at `NCCL_P2P_DISABLE`; `NCCL_DEBUG=INFO` tells which way NCCL goes."
+    else:
+        speed, poor_share = measured["memory_bytes_per_s"], _POOR_SHARE_OF_MEMORY
+        origin = "what copying within memory gives here, measured with all ranks at once"
+        remedy = "See what else computes on this host, and whether each rank has a core of its own."
+    return {"bytes_per_s": speed, "origin": origin, "poor_share": poor_share, "remedy": remedy}
 
 
-def _expect_network(hosts: Sequence[Observation], *, backend: str) -> dict[str, Any]:
+def _speed_between(hosts: Sequence[Observation], *, backend: str) -> tuple[float | None, str]:
+    """Return the bytes per second of the slowest link between hosts, None if not known, and who says so."""
     if backend == "NCCL" and all(observed["network"]["infiniband_gbit"] for observed in hosts):
         gbit = [observed["network"]["infiniband_gbit"] for observed in hosts]
         origin = "the slowest InfiniBand port, says /sys/class/infiniband"
@@ -325,24 +312,8 @@ def _expect_network(hosts: Sequence[Observation], *, backend: str) -> dict[str, 
         gbit = [o["network"]["interfaces"].get(name, {}).get("gbit") for o, name in zip(hosts, names, strict=True)]
         origin = f"the slowest of {', '.join(sorted({str(n) for n in names}))}, says /sys/class/net"
     if not all(gbit):
-        return _expect(None, "the system does not tell the speed of the network that connects the hosts", 0.0, "")
-    remedy = "Look at the switch and the cables (`ethtool`), at who else uses the network, and at docs/faster.md."
-    return _expect(min(gbit) * 1e9 / 8, origin, _POOR_SHARE_OF_LINK, remedy)
-
-
-def _expect(bytes_per_s: float | None, origin: str, poor_share: float, remedy: str) -> dict[str, Any]:
-    return {"bytes_per_s": bytes_per_s, "origin": origin, "poor_share": poor_share, "remedy": remedy}
-
-
-def _times(collectives: Collectives, clock: Clock, num_bytes: int) -> list[float]:
-    tensor = torch.zeros(num_bytes // 4, device=collectives.device)
-    marks = []
-    for _ in range(1 + _NUM_REPETITIONS):
-        start = clock.mark()
-        collectives.sum(tensor)
-        marks.append((start, clock.mark()))
-    # The first one waits for the slowest rank to start.
-    return [clock.seconds(start, stop) for start, stop in marks[1:]]
+        return None, "the system does not tell the speed of the network that connects the hosts"
+    return min(gbit) * 1e9 / 8, origin
 
 
 def _memory_speed(collectives: Collectives) -> float:
@@ -355,9 +326,6 @@ def _memory_speed(collectives: Collectives) -> float:
 
 def size_in_words(num_bytes: int) -> str:
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // 1024} KiB"
-
-
-# --- What gradients travel as
 
 
 def measure_wires(collectives: Collectives, *, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -377,7 +345,7 @@ def measure_wires(collectives: Collectives, *, progress: Callable[[str], None]) 
 
 
 def judge_wires(wires: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say what gradients should travel as between these ranks, whatever the model (Note: which to take)."""
+    """Say what gradients should travel as between these ranks, whatever the model (see `WireOptions.best`)."""
     num_parameters = 100_000_000
     seconds = {name: AllReduceCost(**cost).seconds(4 * num_parameters) for name, cost in wires.items()}
     ms = {name: f"{1e3 * taken:,.0f} ms" for name, taken in seconds.items()}
@@ -395,4 +363,4 @@ def judge_wires(wires: Mapping[str, Any]) -> Iterator[Finding]:
     else:
         takes = "no shorter" if seconds["int8"] < seconds[precise] else "longer"
         remedy = f'Do not set `reduce_dtype="int8"` here: it takes {takes} than {precise}.'
-    yield _ALL_REDUCE.note(text, remedy)
+    yield note(text, remedy)

@@ -10,31 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_bucketddp.commands import UsageError, trimmed_console
-from lightning_bucketddp.commands.plan.named_module import (
-    BackwardTimes,
-    NamedModule,
-    estimated,
-    measured,
-    recorded,
-    without_times,
-)
+from lightning_bucketddp.commands.plan.named_module import BackwardTimes, NamedModule, estimated, measured, recorded
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.cost import NO_CODECS, Codecs, Network, Profile
-from lightning_bucketddp.planning.optimal_plan import (
-    NETWORKS,
-    STATE_TENSORS,
-    Prediction,
-    StateByRank,
-    predict,
-    predict_sharded,
-    sharded_plan,
-)
-from lightning_bucketddp.planning.plan import BucketSpec, plan_buckets
+from lightning_bucketddp.planning.cost import NO_CODECS
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, STATE_TENSORS, StateByRank, first_plan, predict
+from lightning_bucketddp.planning.simulation import Timeline
 from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.reducer.quantization import GPU_CODECS, measure_codecs
 from lightning_bucketddp.wording import list_names, pluralize
@@ -105,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, predict, and print or plot the result."""
     config = _config(arguments)
     if arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
@@ -115,7 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
     named = NamedModule.find(arguments.module, arguments.args, config=arguments.config)
     plan = _plan(named, config, device, arguments)
     if arguments.svg is not None:
-        _write_svg(plan, arguments.svg)
+        if not plan.scalings:
+            raise UsageError("--svg needs times: pass --profile or --backward-ms.")
+        try:
+            arguments.svg.write_text(plan.to_svg(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{arguments.svg} cannot be written: {error.strerror}.") from error
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
@@ -127,59 +116,47 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     times = _times(named, device, arguments)
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
-    codecs, codec_origin = _codecs(profile) if profile.backward_s > 0 else (NO_CODECS, "")
+    codecs, codec_origin = NO_CODECS, ""
+    if profile.backward_s > 0:
+        # Not on the device that the profile names: it is a file that anyone may have written.
+        is_cpu = profile.specs[0].kind.endswith(" cpu")
+        codecs, codec_origin = GPU_CODECS, "what it takes on an H200, because there is no GPU here"
+        if is_cpu or torch.cuda.is_available():
+            codecs, codec_origin = measure_codecs(torch.device("cpu" if is_cpu else "cuda")), "what was measured here"
     found = [find_network(name, profile, codecs) for name in networks]
-    numbers_of_ranks = sorted({*_NUMBERS_OF_RANKS, arguments.ranks})
+    num_ranks: int = arguments.ranks
     is_sharded: bool = arguments.shard_optimizer
-
-    def predict_for(network: Network, num_ranks: int) -> Prediction:
-        cost = network.all_reduce(num_ranks)
-        if is_sharded and num_ranks > 1:
-            return predict_sharded(profile, config, cost, num_ranks=num_ranks, codecs=codecs)
-        return predict(profile, config, cost, codecs=codecs)
-
-    def options_on(network: Network) -> WireOptions | None:
-        num_ranks = arguments.ranks
-        if num_ranks == 1:
-            return None
-        cost = network.all_reduce(num_ranks)
-        return WireOptions.predict(profile, config, cost, num_ranks=num_ranks, codecs=codecs, is_sharded=is_sharded)
-
-    scalings = [
-        Scaling(network, origin, {n: predict_for(network, n) for n in numbers_of_ranks}, options_on(network))
-        for network, origin in found
-        if profile.backward_s > 0
-    ]
+    scalings: list[Scaling] = []
+    for network, origin in found if profile.backward_s > 0 else []:
+        by_ranks: dict[int, Timeline] = {}
+        for n in sorted({*_NUMBERS_OF_RANKS, num_ranks}):
+            shards = n if is_sharded else 1
+            by_ranks[n] = predict(profile, config, network.all_reduce(n), codecs=codecs, num_shards=shards)
+        options = None
+        if num_ranks > 1:
+            cost = network.all_reduce(num_ranks)
+            options = WireOptions.predict(
+                profile, config, cost, num_ranks=num_ranks, codecs=codecs, is_sharded=is_sharded
+            )
+        scalings.append(Scaling(network, origin, by_ranks, options))
     if scalings:
-        buckets = scalings[0].by_ranks[arguments.ranks].plan
-    elif is_sharded and arguments.ranks > 1:
-        buckets = sharded_plan(profile, config, num_ranks=arguments.ranks)
+        buckets = scalings[0].by_ranks[num_ranks].plan
     else:
-        buckets = plan_buckets(profile.specs, arrived=profile.arrived, missing=profile.missing, caps=config.caps)
+        buckets = first_plan(profile, config, num_shards=num_ranks if is_sharded else 1)
     return ModulePlan(
         module=named.name,
         device=profile.specs[0].kind.split()[-1],
         times=times,
         buckets=buckets,
-        origin=_origin(config, [] if is_sharded else scalings, num_ranks=arguments.ranks, is_sharded=is_sharded),
-        num_ranks=arguments.ranks,
+        origin=_origin(config, [] if is_sharded else scalings, num_ranks=num_ranks, is_sharded=is_sharded),
+        num_ranks=num_ranks,
         scalings=scalings,
         codec_origin=codec_origin,
         state_tensors=arguments.state_tensors if is_sharded else None,
     )
 
 
-def _codecs(profile: Profile) -> tuple[Codecs, str]:
-    """Return how fast gradients are encoded, measured here if they are on such a device, and where that is from."""
-    # Not more than this: a profile is a file that anyone may have written.
-    is_cpu = profile.specs[0].kind.endswith(" cpu")
-    if is_cpu or torch.cuda.is_available():
-        return measure_codecs(torch.device("cpu" if is_cpu else "cuda")), "what was measured here"
-    return GPU_CODECS, "what it takes on an H200, because there is no GPU here"
-
-
 def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: int, is_sharded: bool) -> str:
-    """Say in words how the plan was made."""
     cap = config.bucket_cap_mb
     if cap != AUTO:
         return f"bucket_cap_mb={cap}"
@@ -192,7 +169,6 @@ def _origin(config: ReducerConfig, scalings: Sequence[Scaling], *, num_ranks: in
 
 
 def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespace) -> BackwardTimes:
-    """Return the times from the best source that is given."""
     module = named.without_memory()
     if arguments.profile is not None:
         return recorded(arguments.profile, module, device=device)
@@ -202,7 +178,7 @@ def _times(named: NamedModule, device: torch.device, arguments: argparse.Namespa
         return estimated(module, backward_s=arguments.backward_ms / 1e3, device=device)
     if getattr(module, "example_input_array", None) is not None:
         return measured(named.make(), device=device)
-    return without_times(module, device=device)
+    return estimated(module, backward_s=0.0, device=device)
 
 
 def _config(arguments: argparse.Namespace) -> ReducerConfig:
@@ -216,22 +192,15 @@ def _config(arguments: argparse.Namespace) -> ReducerConfig:
         raise UsageError(f"--bucket-cap-mb must be {AUTO} or positive numbers of MiB, got {cap!r}.") from None
 
 
-def _write_svg(plan: ModulePlan, path: Path) -> None:
-    if not plan.scalings:
-        raise UsageError("--svg needs times: pass --profile or --backward-ms.")
-    try:
-        path.write_text(plan.to_svg(), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-# --- Printing
-
-
 def print_plan(plan: ModulePlan) -> None:
-    """Print the buckets, where times come from, and the predictions for each network."""
+    specs = plan.profile.specs
+    mib = sum(spec.num_bytes for spec in specs) / MIB
+    title = (
+        f"{plan.module}: {len(specs):,} parameter tensors, {mib:,.2f} MiB of gradients in"
+        f" {pluralize(len(plan.buckets), 'bucket')}, for training on {plan.device}"
+    )
     with trimmed_console() as console:
-        console.print(Text(_headline(plan), style="bold"))
+        console.print(Text(title, style="bold"))
         console.print(f"({plan.origin})", markup=False)
         console.print(_bucket_table(plan))
         if plan.state is not None:
@@ -240,13 +209,15 @@ def print_plan(plan: ModulePlan) -> None:
         if plan.scalings and plan.times.is_of_cpu:
             console.print(Text(_ABOUT_CPUS, style="bold yellow"))
         for scaling in plan.scalings:
-            console.print(Text(f"\n{_describe_network(scaling)}", style="bold"))
-            console.print(_describe_step(scaling, plan.num_ranks), markup=False)
+            network = scaling.network
+            speed = f"{network.bytes_per_s / 1e9:.4g} GB/s from each rank, {network.hop_s * 1e6:.3g} us per hop"
+            console.print(Text(f"\n{network.name}: {speed} ({scaling.origin})", style="bold"))
+            console.print(_describe_step(scaling.by_ranks[plan.num_ranks], plan.num_ranks), markup=False)
             console.print(_scaling_table(plan, scaling))
             if scaling.wire_options is not None:
                 console.print(f"\nOn {plan.num_ranks:,} ranks with other options:", markup=False)
                 console.print(_option_table(scaling.wire_options))
-                console.print(scaling.wire_options.advice(scaling.network.name), markup=False)
+                console.print(scaling.wire_options.advice(network.name), markup=False)
         if plan.scalings:
             weights = "" if plan.state is None else " weights sent when the optimizer has stepped,"
             console.print(
@@ -256,15 +227,6 @@ def print_plan(plan: ModulePlan) -> None:
                 " exchanges.",
                 markup=False,
             )
-
-
-def _headline(plan: ModulePlan) -> str:
-    specs = plan.profile.specs
-    mib = sum(spec.num_bytes for spec in specs) / MIB
-    return (
-        f"{plan.module}: {len(specs):,} parameter tensors, {mib:,.2f} MiB of gradients in"
-        f" {pluralize(len(plan.buckets), 'bucket')}, for training on {plan.device}"
-    )
 
 
 def _describe_state(plan: ModulePlan, state: StateByRank) -> str:
@@ -277,25 +239,6 @@ def _describe_state(plan: ModulePlan, state: StateByRank) -> str:
         names = list_names([name for bucket in plan.buckets if bucket.sparse for name in plan.names_in(bucket)])
         text += f" {state.whole_bytes / MIB:,.2f} MiB of it cannot be divided, because gradients are sparse: {names}."
     return text
-
-
-def _bucket_table(plan: ModulePlan) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for column in ("bucket", "MiB", "tensors"):
-        table.add_column(column, justify="right")
-    table.add_column("from the first to the last gradient that arrives", overflow="fold")
-    for index, bucket in enumerate(plan.buckets):
-        size = "sparse" if bucket.sparse else f"{plan.bytes_of(bucket) / MIB:.2f}"
-        table.add_row(str(index), size, str(len(bucket.members)), Text(_describe_bucket(plan, bucket)))
-    return table
-
-
-def _describe_bucket(plan: ModulePlan, bucket: BucketSpec) -> str:
-    names = plan.names_in(bucket)
-    if not names:
-        return "(flags only)"
-    text = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-    return f"{text} (reduced where it is)" if bucket.alone else text
 
 
 def _describe_times(plan: ModulePlan) -> str:
@@ -312,55 +255,58 @@ def _describe_times(plan: ModulePlan) -> str:
     return f"{known}; {plan.times.origin}.{rest}"
 
 
-def _describe_network(scaling: Scaling) -> str:
-    network = scaling.network
-    speed = f"{network.bytes_per_s / 1e9:.4g} GB/s from each rank, {network.hop_s * 1e6:.3g} us per hop"
-    return f"{network.name}: {speed} ({scaling.origin})"
-
-
-def _describe_step(scaling: Scaling, num_ranks: int) -> str:
-    timeline = scaling.by_ranks[num_ranks].timeline
+def _describe_step(step: Timeline, num_ranks: int) -> str:
     if num_ranks == 1:
-        return f"On 1 rank a step takes {timeline.step_s * 1e3:.2f} ms, and there is nothing to wait for."
-    waits = f"{timeline.exposed_s * 1e3:.2f} ms of it are spent waiting for reductions"
-    if timeline.gathers:
-        for_reductions_s = timeline.exposed_s - timeline.weights_s
-        waits = (
-            f"waits {for_reductions_s * 1e3:.2f} ms for reductions and {timeline.weights_s * 1e3:.2f} ms for weights"
-        )
+        return f"On 1 rank a step takes {step.step_s * 1e3:.2f} ms, and there is nothing to wait for."
+    waits = f"{step.exposed_s * 1e3:.2f} ms of it are spent waiting for reductions"
+    if step.gathers:
+        for_reductions_s = step.exposed_s - step.weights_s
+        waits = f"waits {for_reductions_s * 1e3:.2f} ms for reductions and {step.weights_s * 1e3:.2f} ms for weights"
     return (
-        f"On {num_ranks:,} ranks a step takes {timeline.step_s * 1e3:.2f} ms, and {waits}: {timeline.overlap:.0%} of"
-        f" {timeline.communication_s * 1e3:.2f} ms of communication are hidden."
+        f"On {num_ranks:,} ranks a step takes {step.step_s * 1e3:.2f} ms, and {waits}: {step.overlap:.0%} of"
+        f" {step.communication_s * 1e3:.2f} ms of communication are hidden."
     )
 
 
+def _table(*columns: Column | str) -> Table:
+    """Return a table without lines, with numbers in columns that have a name only."""
+    right = [Column(column, justify="right") if isinstance(column, str) else column for column in columns]
+    return Table(*right, box=None, padding=(0, 2), pad_edge=False)
+
+
+def _bucket_table(plan: ModulePlan) -> Table:
+    last = Column("from the first to the last gradient that arrives", overflow="fold")
+    table = _table("bucket", "MiB", "tensors", last)
+    for index, bucket in enumerate(plan.buckets):
+        size = "sparse" if bucket.sparse else f"{plan.bytes_of(bucket) / MIB:.2f}"
+        names = plan.names_in(bucket)
+        text = " ... ".join(dict.fromkeys((names[0], names[-1]))) if names else "(flags only)"
+        table.add_row(
+            str(index), size, str(len(names)), Text(f"{text} (reduced where it is)" if bucket.alone else text)
+        )
+    return table
+
+
 def _scaling_table(plan: ModulePlan, scaling: Scaling) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
     state = ["state MiB"] if plan.state is not None else []
-    for column in ("ranks", "buckets", *state, "waits ms", "step ms", "overlap", "efficiency"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for num_ranks, predicted in scaling.by_ranks.items():
-        timeline = predicted.timeline
+    table = _table("ranks", "buckets", *state, "waits ms", "step ms", "overlap", "efficiency", Column())
+    for num_ranks, step in scaling.by_ranks.items():
         is_alone = num_ranks == 1
         table.add_row(
             f"{num_ranks:,}",
-            "-" if is_alone else str(len(predicted.plan)),
-            *[f"{plan.state_of(predicted.plan, num_ranks).most_bytes / MIB:,.2f}" for _ in state],
-            f"{timeline.exposed_s * 1e3:.2f}",
-            f"{timeline.step_s * 1e3:.2f}",
-            "-" if is_alone else f"{timeline.overlap:.0%}",
-            f"{timeline.scaling_efficiency:.1%}",
-            Text("█" * round(_BAR_LENGTH * timeline.scaling_efficiency), style="blue"),
+            "-" if is_alone else str(len(step.plan)),
+            *[f"{plan.state_of(step.plan, num_ranks).most_bytes / MIB:,.2f}" for _ in state],
+            f"{step.exposed_s * 1e3:.2f}",
+            f"{step.step_s * 1e3:.2f}",
+            "-" if is_alone else f"{step.overlap:.0%}",
+            f"{step.scaling_efficiency:.1%}",
+            Text("█" * round(_BAR_LENGTH * step.scaling_efficiency), style="blue"),
         )
     return table
 
 
 def _option_table(options: WireOptions) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("option")
-    for column in ("MiB sent", "waits ms", "step ms", "speed-up"):
-        table.add_column(column, justify="right")
+    table = _table(Column("option"), "MiB sent", "waits ms", "step ms", "speed-up")
     for option in options.all:
         table.add_row(
             option.option,

@@ -31,8 +31,6 @@ from lightning_bucketddp.reducer.observer import Clock, clock_of
 from lightning_bucketddp.reducer.plan_cache import spec_of
 from lightning_bucketddp.replicas.replicas import check_parameters, parameters_of, sparse_names_of
 
-_CONFIG_SUFFIXES = (".yaml", ".yml")
-
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
@@ -48,16 +46,14 @@ class NamedModule:
         `arguments` are JSON objects or `key=value`; they override those of the config.
         """
         given = _parse(arguments)
-        if name.endswith(_CONFIG_SUFFIXES):
+        if name.endswith((".yaml", ".yml")):
             config = Path(name)
-            maker, values = _class_of(config)
-        elif config is not None:
-            maker, values = _find(name), _model_of(config)
-        else:
-            maker = _find(name)
-            _check_arguments(maker, given)
-            return cls(_name_of(maker), lambda: maker(**given))
-        return cls(_name_of(maker), _with_config(maker, values, given, config=config))
+            name = _class_in(config)
+        maker = _find(name)
+        if config is not None:
+            return cls(_name_of(maker), _with_config(maker, given, config=config))
+        _check_arguments(maker, given)
+        return cls(_name_of(maker), lambda: maker(**given))
 
     def without_memory(self) -> nn.Module:
         """Build the module on the meta device, without memory, or on the CPU if that fails."""
@@ -67,7 +63,6 @@ class NamedModule:
             return self.make()
 
     def make(self) -> nn.Module:
-        """Build the module on the CPU."""
         try:
             return self._make("cpu")
         except UsageError:
@@ -93,7 +88,17 @@ def _find(name: str) -> Callable[..., Any]:
             f"{name!r} names no class. Write MODULE:CLASS, for example my_project.models:LitNet, or the path of a"
             " LightningCLI config that ends with .yaml."
         )
-    module = _import(module_name)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"There is no module {missing!r}. Run the command in the folder of your project, or set PYTHONPATH."
+            ) from error
+        raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
     try:
         found = attrgetter(attribute)(module)
     except AttributeError:
@@ -107,20 +112,6 @@ def _find(name: str) -> Callable[..., Any]:
     return maker
 
 
-def _import(module_name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
-        return import_module(module_name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise UsageError(
-                f"There is no module {missing!r}. Run the command in the folder of your project, or set PYTHONPATH."
-            ) from error
-        raise UsageError(f"Importing {module_name} failed: {first_line(error)}") from error
-
-
 def _is_module_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
@@ -129,13 +120,9 @@ def _name_of(maker: Callable[..., Any]) -> str:
     return getattr(maker, "__name__", type(maker).__name__)
 
 
-# --- LightningCLI configs
-
-
-def _class_of(config: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the class that the config names, and its part of the config."""
-    model = _model_of(config)
-    path = model.get("class_path")
+def _class_in(config: Path) -> str:
+    """Return the class that the config names, as MODULE:CLASS."""
+    path = _model_of(config).get("class_path")
     instead = f"`bucketddp plan MODULE:CLASS --config {config}`"
     if not isinstance(path, str):
         raise UsageError(
@@ -148,11 +135,10 @@ def _class_of(config: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
             f"{config} names the class {path!r}, which only the script that wrote it can find. Name it as it can be"
             f" imported: {instead}."
         )
-    return _find(f"{module_name}:{name}"), model
+    return f"{module_name}:{name}"
 
 
 def _model_of(config: Path) -> dict[str, Any]:
-    """Return the part of the config about the model, of the subcommand `fit` or of all."""
     import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 
     try:
@@ -169,10 +155,9 @@ def _model_of(config: Path) -> dict[str, Any]:
     return model
 
 
-def _with_config(
-    maker: Callable[..., Any], model: dict[str, Any], given: dict[str, Any], *, config: Path
-) -> Callable[[], Any]:
+def _with_config(maker: Callable[..., Any], given: dict[str, Any], *, config: Path) -> Callable[[], Any]:
     """Return a function that builds the module as a LightningCLI does, with arguments parsed by their types."""
+    model = _model_of(config)
     try:
         from jsonargparse import ArgumentParser
     except ImportError as error:
@@ -194,9 +179,6 @@ def _with_config(
     return lambda: maker(**{**instantiate(parsed).get("model", {}), **further})
 
 
-# --- Arguments of a command line
-
-
 def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for argument in arguments:
@@ -216,7 +198,6 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_arguments(maker: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Raise if required arguments are missing, or if `maker` does not take one."""
     try:
         signature = inspect.signature(maker)
     except (TypeError, ValueError):  # written in C, say
@@ -308,21 +289,21 @@ def _read_record(path: Path) -> tuple[Profile | None, str]:
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:
-    """Estimate times: gradients in reverse order of registration, each after a time in proportion to its size."""
+    """Estimate times: gradients in reverse order of registration, each after a time in proportion to its size.
+
+    A `backward_s` of 0 means that it is not known.
+    """
     specs = specs_of(module, device=device)[::-1]
     total = sum(spec.num_bytes for spec in specs)
     ready_s = [backward_s * so_far / total for so_far in accumulate(spec.num_bytes for spec in specs)]
+    profile = Profile(specs, ready_s, backward_s, cost=None, num_ranks=1)
+    if not backward_s:
+        return BackwardTimes(profile, "unknown", "not known; gradients are expected in reverse order of registration")
     origin = (
         "an estimate from --backward-ms: gradients in reverse order of registration, each after a time in proportion to"
         " its size"
     )
-    return BackwardTimes(Profile(specs, ready_s, backward_s, cost=None, num_ranks=1), "estimated", origin)
-
-
-def without_times(module: nn.Module, *, device: torch.device) -> BackwardTimes:
-    """Return the expected order of gradients, without times."""
-    times = estimated(module, backward_s=0.0, device=device)
-    return BackwardTimes(times.profile, "unknown", "not known; gradients are expected in reverse order of registration")
+    return BackwardTimes(profile, "estimated", origin)
 
 
 def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
@@ -380,19 +361,19 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     # A loss without a meaning, to which every output contributes.
     loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
     run = _Run(forward_start, start=clock.mark(), end=None)
-    trainable = {name: param for name, param in parameters_of(module).items() if param.requires_grad}
+
+    def mark_arrival(name: str, _param: Tensor) -> None:
+        run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
+        run.arrivals[name] = clock.mark()
+
     with ExitStack() as hooks:
-        for name, param in trainable.items():
-            mark = partial(_mark_arrival, run, name, clock)
-            hooks.enter_context(param.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
+        for name, param in parameters_of(module).items():
+            if param.requires_grad:
+                hook = partial(mark_arrival, name)
+                hooks.enter_context(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         torch.autograd.backward(loss)
     run.end = clock.mark()
     return run
-
-
-def _mark_arrival(run: _Run, name: str, clock: Clock, _param: Tensor) -> None:
-    run.arrivals.pop(name, None)  # a gradient that arrives again counts where it arrives last
-    run.arrivals[name] = clock.mark()
 
 
 def _tensors(value: Any) -> list[Tensor]:

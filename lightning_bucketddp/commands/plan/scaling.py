@@ -12,8 +12,9 @@ from xml.sax.saxutils import escape
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes
 from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Wire
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, Prediction, StateByRank, state_by_rank
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, StateByRank, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec
+from lightning_bucketddp.planning.simulation import Timeline
 from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.recording.typical_step import NO_COST
 from lightning_bucketddp.wording import load_printable_json
@@ -27,7 +28,7 @@ class Scaling:
 
     network: Network
     origin: str
-    by_ranks: dict[int, Prediction]
+    by_ranks: dict[int, Timeline]
     wire_options: WireOptions | None  # with the number of ranks that was asked for; None if that is 1
 
 
@@ -56,7 +57,6 @@ class ModulePlan:
         return [self.profile.specs[i].name for i in bucket.members]
 
     def state_of(self, buckets: Sequence[BucketSpec], num_ranks: int) -> StateByRank:
-        """Return how optimizer state is divided by a plan."""
         tensors = self.state_tensors or 0
         return state_by_rank(self.profile.specs, buckets, num_ranks=num_ranks, tensors_per_parameter=tensors)
 
@@ -67,7 +67,7 @@ class ModulePlan:
 
     def to_json(self) -> dict[str, Any]:
         profile, state = self.profile, self.state
-        return {
+        content: dict[str, Any] = {
             "module": self.module,
             "device": self.device,
             "num_parameter_tensors": len(profile.specs),
@@ -86,28 +86,22 @@ class ModulePlan:
                 "optimizer_s": profile.optimizer_s,
             },
             "networks": [_network_json(scaling) for scaling in self.scalings],
-            **({} if state is None else {"state": self._state_json(state)}),
         }
-
-    def _state_json(self, state: StateByRank) -> dict[str, Any]:
-        return {
-            "tensors_per_parameter": self.state_tensors,
-            "bytes_per_rank": state.most_bytes,
-            "bytes_without_sharding": state.unsharded_bytes,
-            "undivided_bytes": state.whole_bytes,
-            "undivided": [name for bucket in self.buckets if bucket.sharded is None for name in self.names_in(bucket)],
-        }
+        if state is not None:
+            content["state"] = {
+                "tensors_per_parameter": self.state_tensors,
+                "bytes_per_rank": state.most_bytes,
+                "bytes_without_sharding": state.unsharded_bytes,
+                "undivided_bytes": state.whole_bytes,
+                "undivided": [name for b in self.buckets if b.sharded is None for name in self.names_in(b)],
+            }
+        return content
 
     def to_svg(self) -> str:
-        """Plot scaling efficiency by number of ranks."""
         of_cpu = " of a CPU, not of a GPU" if self.times.is_of_cpu else ""
-        return draw_chart(
-            f"{self.module}: predicted scaling efficiency, from {self.times.kind} times{of_cpu}",
-            [
-                (scaling.network.name, {n: of.timeline.scaling_efficiency for n, of in scaling.by_ranks.items()})
-                for scaling in self.scalings
-            ],
-        )
+        title = f"{self.module}: predicted scaling efficiency, from {self.times.kind} times{of_cpu}"
+        lines = [(s.network.name, {n: t.scaling_efficiency for n, t in s.by_ranks.items()}) for s in self.scalings]
+        return draw_chart(title, lines)
 
 
 def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, str]:
@@ -140,7 +134,6 @@ def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, 
 
 
 def _network_of_doctor(path: Path) -> tuple[Network, str]:
-    """Return the network that `bucketddp doctor --json` has measured."""
     try:
         content = load_printable_json(path.read_text(encoding="utf-8"))
         measured, num_ranks = content["all_reduce"], len(content["ranks"])
@@ -153,31 +146,18 @@ def _network_of_doctor(path: Path) -> tuple[Network, str]:
 
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:
-    is_sharded = any(predicted.timeline.gathers for predicted in scaling.by_ranks.values())
+    is_sharded = any(timeline.gathers for timeline in scaling.by_ranks.values())
     shown = ("communication_s", "exposed_s", *(["weights_s"] if is_sharded else []), "step_s", "overlap")
-    return {
-        **asdict(scaling.network),
-        "origin": scaling.origin,
-        "by_ranks": [
-            {
-                "ranks": num_ranks,
-                "buckets": len(predicted.plan),
-                **{name: getattr(predicted.timeline, name) for name in shown},
-                "efficiency": predicted.timeline.scaling_efficiency,
-            }
-            for num_ranks, predicted in scaling.by_ranks.items()
-        ],
-        **({} if scaling.wire_options is None else _options_json(scaling.wire_options, scaling.network)),
-    }
-
-
-def _options_json(options: WireOptions, network: Network) -> dict[str, Any]:
-    shown = ("option", "sent_bytes", "exposed_s", "step_s")
-    return {
-        "options": [{name: getattr(option, name) for name in shown} for option in options.all],
-        "take": options.best.option,
-        "advice": options.advice(network.name),
-    }
+    content: dict[str, Any] = {**asdict(scaling.network), "origin": scaling.origin, "by_ranks": []}
+    for num_ranks, timeline in scaling.by_ranks.items():
+        row = {"ranks": num_ranks, "buckets": len(timeline.plan)} | {name: getattr(timeline, name) for name in shown}
+        content["by_ranks"].append(row | {"efficiency": timeline.scaling_efficiency})
+    options = scaling.wire_options
+    if options is not None:
+        shown = ("option", "sent_bytes", "exposed_s", "step_s")
+        content["options"] = [{name: getattr(option, name) for name in shown} for option in options.all]
+        content |= {"take": options.best.option, "advice": options.advice(scaling.network.name)}
+    return content
 
 
 # --- The chart as SVG, without a library and without links to anything outside

@@ -23,24 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the run, and write the page and the trace."""
     try:
         folder = find_folder(arguments.run_dir)
         record = read_run(folder)
         print(printable(f"Read {len(record.ranks)} ranks and {len(record.step_numbers)} steps from {folder}"))
         for problem in record.problems:
             print(printable(f"Note: {problem}"), file=sys.stderr)
-        _write(arguments.output, make_page(record), "the page")
-        if arguments.trace is not None:
-            _write(arguments.trace, make_trace(record), "the trace")
+        for what, path, make in (("page", arguments.output, make_page), ("trace", arguments.trace, make_trace)):
+            if path is not None:
+                path.write_text(make(record), encoding="utf-8")
+                print(f"Wrote the {what}: {path} ({path.stat().st_size / MIB:.1f} MiB)")
     except (ValueError, OSError) as error:
         print(printable(f"bucketddp report: {error}"), file=sys.stderr)
         return 2
     if arguments.open:
         webbrowser.open(arguments.output.resolve().as_uri())
     return 0
-
-
-def _write(path: Path, text: str, what: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    print(f"Wrote {what}: {path} ({path.stat().st_size / MIB:.1f} MiB)")
