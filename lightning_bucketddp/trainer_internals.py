@@ -1,8 +1,7 @@
 """Everything that is private to Lightning and that we need: no other file outside of `bindings` names any of it.
 
-Functions take objects of the user's Trainer, because each root of Lightning has classes of its own. One that puts
-something in the place of a method does so on that object, and returns what undoes it. Where Lightning has changed, they
-say so.
+Functions take objects of the user's Trainer, because each root of Lightning has classes of its own. One that replaces a
+method does so on that object, and returns what undoes it. They raise where Lightning has changed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,30 +27,22 @@ _FIRST_UNKNOWN = "2.7"
 
 
 def known(owner: Any, name: str) -> Any:
-    """Return what Lightning has under this name.
-
-    Raises:
-        RuntimeError: it has nothing there any more.
-    """
+    """Return what Lightning has under this name; raise a `RuntimeError` if it has nothing there any more."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        raise _explain_missing(owner, name) from error
-
-
-def _explain_missing(owner: Any, name: str) -> RuntimeError:
-    if isinstance(owner, ModuleType):
-        what, modules = owner.__name__, [owner.__name__]
-    else:
-        cls = owner if isinstance(owner, type) else type(owner)
-        what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
-    # The user may have derived a class of his own.
-    root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
-    ours, version = (getattr(sys.modules.get(name), "__version__", "") for name in ("lightning_bucketddp", root))
-    return RuntimeError(
-        f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
-        f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
-    )
+        if isinstance(owner, ModuleType):
+            what, modules = owner.__name__, [owner.__name__]
+        else:
+            cls = owner if isinstance(owner, type) else type(owner)
+            what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
+        # The user may have derived a class of his own.
+        root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
+        ours, version = (getattr(sys.modules.get(it), "__version__", "") for it in ("lightning_bucketddp", root))
+        raise RuntimeError(
+            f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
+            f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
+        ) from error
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
@@ -59,24 +51,14 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
     own = vars(owner)
     before = own.get(name)
     own[name] = method
-
-    def undo() -> None:
-        if before is None:
-            own.pop(name, None)
-        else:
-            own[name] = before
-
-    return undo
+    return partial(own.pop, name, None) if before is None else partial(own.__setitem__, name, before)
 
 
 # Data.
 
 
 def set_up_training_data_within(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Undo:
-    """Have dataloaders for training, and no others, reach the strategy inside of `context()`.
-
-    Lightning gets those for validation while it trains, and may get those for training at any time.
-    """
+    """Have dataloaders for training, and no others, reach the strategy inside of `context()`."""
     set_up = known(trainer.fit_loop, "setup_data")
 
     def set_up_within() -> None:
@@ -183,10 +165,7 @@ def log_at_once(trainer: Trainer, metrics: dict[str, Any]) -> None:
 
 
 def continue_logger(logger: Any, version: int | str) -> bool:
-    """Have `logger` go on in this version, or run of W&B or MLflow, unless the user names one; return False if it logs.
-
-    Loggers of the user's own have what they have.
-    """
+    """Have `logger` go on in this version, or run of W&B or MLflow, unless the user names one; False: it logs."""
     own = vars(logger)
     if own.get("_experiment") is not None:
         return False
@@ -232,17 +211,9 @@ def averaged_models(callbacks: Iterable[Any]) -> list[Any]:
 # Evaluation.
 
 
-def replace_evaluation_step(loop: Any, step: Callable[..., None]) -> Undo:
-    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in a validation or test."""
-    return _replace_step(loop, "_evaluation_step", step)
-
-
-def replace_predict_step(loop: Any, step: Callable[..., None]) -> Undo:
-    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in a prediction."""
-    return _replace_step(loop, "_predict_step", step)
-
-
-def _replace_step(loop: Any, name: str, step: Callable[..., None]) -> Undo:
+def replace_step(loop: Any, step: Callable[..., None]) -> Undo:
+    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in an evaluation or prediction."""
+    name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
     original = known(loop, name)
 
     def run(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:

@@ -19,7 +19,8 @@ from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.recording.summary import DividedState, Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Sampling, metrics_of, plan_of, step_of
-from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from lightning_bucketddp.strategies.recording import describe_run
+from lightning_bucketddp.strategies.trainer import TrainerStrategy
 from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class RecordedFit:
     nothing is written.
     """
 
-    def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
-        self.run = strategy.describe_run()
+    def __init__(self, strategy: TrainerStrategy, *, every_n_rounds: int, folder: Path | None) -> None:
+        self.run = describe_run(strategy)
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
         # Of the last step that was read; None if the last round brought none.
@@ -80,14 +81,14 @@ class RecordedFit:
 
     @property
     def is_recording(self) -> bool:
-        return self._strategy.recorder is not None
+        return self._strategy.recording.recorder is not None
 
     def _begin_if_due(self) -> None:
         """Start recording, before a batch, if the next round is due."""
         if not self.is_recording and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
-            self._strategy.begin_recording(self._recorder, self._keep)
+            self._strategy.recording.begin(self._strategy, self._recorder, self._keep)
 
     def begin_fetch(self) -> None:
         """Begin the phase `data`: the trainer asks for a batch."""
@@ -110,7 +111,7 @@ class RecordedFit:
         self._num_rounds += 1
         self.new_overlap = None
         if self.is_recording:
-            self._strategy.end_recording()
+            self._strategy.recording.end(self._strategy)
             if self._is_written:
                 self._sampling.add(self._num_batches)
             self.read()
@@ -143,7 +144,7 @@ class RecordedFit:
 
     def close(self) -> None:
         """Stop recording. Steps that cannot be read without waiting are dropped."""
-        self._strategy.end_recording()
+        self._strategy.recording.end(self._strategy)
         with suppress(RuntimeError):  # the device may have failed
             self.read()
         self._recorder.close()
@@ -234,14 +235,14 @@ class StepMonitoring(_Callback):
         return InlinePage(make_page(read_run(self.recorded_in)), height)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, TrainerStepHooks):
+        if stage == "fit" and not isinstance(trainer.strategy, TrainerStrategy):
             raise TypeError(
                 f"`{_NAME}` records what `bucketddp` does, but the strategy of this Trainer is a"
                 f' `{type(trainer.strategy).__name__}`. Pass `strategy="bucketddp"`, or leave the callback out.'
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, TrainerStepHooks)
+        assert isinstance(trainer.strategy, TrainerStrategy)
         # On all ranks: `log_dir` is a broadcast.
         parent = self._dirpath or trainer.log_dir or trainer.default_root_dir
         folder = None if trainer.fast_dev_run else Path(parent, FOLDER)  # type: ignore[attr-defined]
@@ -272,7 +273,7 @@ class StepMonitoring(_Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is None:
             return
-        assert isinstance(trainer.strategy, TrainerStepHooks)
+        assert isinstance(trainer.strategy, TrainerStrategy)
         self._fit.read(all_of_them=True)
         self._fit.read_outer_steps()
         self._log(trainer, self._fit)

@@ -20,7 +20,7 @@ from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import BackwardObserver, ReducerStats, profiler_span
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.weighting import EqualWeights
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 
@@ -62,7 +62,7 @@ class BackwardEnd:
         plan_cache: PlanCache,
         *,
         new_queue: Callable[..., LaunchQueue],
-        weighting: EqualWeights,
+        weighting: Weighting | None,
         finiteness: Finiteness,
         stats: ReducerStats,
     ) -> None:
@@ -82,6 +82,8 @@ class BackwardEnd:
 
     def factor(self, trainable: tuple[bool, ...]) -> float:
         """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
+        if self._weighting is None:
+            return 1.0
         factor = self._weighting.factor(self._stats)
         if self._weighting.trainable_differs:
             self._replicas.refuse_trainable(trainable)
@@ -95,7 +97,8 @@ class BackwardEnd:
         with torch.no_grad(), profiler_span("bucketddp::finish"):
             if any(backward.trainable):
                 self._reduce_rest(backward, factor)
-            self._weighting.end()
+            if self._weighting is not None:
+                self._weighting.end()
         backward.observer.gradients_final()
         if backward.bucket_set is None:
             return
@@ -112,5 +115,6 @@ class BackwardEnd:
             backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(backward.bucket_set, observer=backward.observer)
         backward.queue.launch_rest()
-        same = self._weighting.compare_missing(backward.queue.missing, some_miss=backward.some_miss)
+        missing, some_miss = backward.queue.missing, backward.some_miss
+        same = self._weighting is not None and self._weighting.compare_missing(missing, some_miss=some_miss)
         backward.queue.wait(factor=factor, all_miss_the_same=same)

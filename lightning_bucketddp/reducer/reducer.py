@@ -36,7 +36,7 @@ from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, 
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction
-from lightning_bucketddp.reducer.weighting import EqualWeights
+from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class Reducer:
 
     Args:
         replicas: the module's parameters; the caller has made the ranks agree on them.
+        weighting: how much each rank counts in the mean; None: all count the same.
         maker: plans and makes buckets in our place; None: there is none.
         finiteness: looks for what is not finite; None: as `config` says.
         clock: what time is measured by for `bucket_cap_mb="auto"`; None: that of the parameters' device.
@@ -58,7 +59,7 @@ class Reducer:
         replicas: Replicas,
         config: ReducerConfig,
         *,
-        weighting: EqualWeights | None = None,
+        weighting: Weighting | None = None,
         maker: BucketMaker | None = None,
         finiteness: Finiteness | None = None,
         clock: Clock | None = None,
@@ -72,7 +73,7 @@ class Reducer:
         self.observer: BackwardObserver = NO_OBSERVER
         self.replicas = replicas
         self._config = config
-        self._weighting = weighting or EqualWeights()
+        self._weighting = weighting
         self._maker = maker
         self._say = say
         self._collectives = replicas.collectives
@@ -269,7 +270,8 @@ class Reducer:
                 self._maker.begin_backward()
         trainable = tuple([param.requires_grad for param in self._params])
         syncs = self._no_sync_depth == 0
-        has_changed = self._weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        weighting = self._weighting
+        has_changed = weighting is not None and weighting.begin(self._params, syncs=syncs, trainable=trainable)
         if self._plan_cache.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
@@ -291,7 +293,7 @@ class Reducer:
             if syncs and bucket_set is not None
             else None,
             factor=factor,
-            some_miss=syncs and self._weighting.some_miss,
+            some_miss=syncs and weighting is not None and weighting.some_miss,
         )
         observer.backward_began()
         return self._backward

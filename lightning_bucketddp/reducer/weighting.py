@@ -31,34 +31,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.reducer.observer import ReducerStats
 
 
-class EqualWeights:
-    """Every rank counts the same, always: there is nothing to agree on."""
-
-    nobody_contributed = False
-    trainable_differs = False
-    # Whether a rank has missed a gradient in the backward before the last.
-    some_miss = False
-
-    def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
-        """Begin a backward; return whether `factor` must be asked for before anything is launched."""
-        return False
-
-    def factor(self, stats: ReducerStats) -> float:
-        """Return what the plain mean over the ranks has to be multiplied by."""
-        return 1.0
-
-    def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
-        """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
-
-        All ranks call it with the same `some_miss`: what that was when the backward began.
-        """
-        return False
-
-    def end(self) -> None:
-        """Give back what was put aside: the gradients of the step are final."""
-
-
-class Weighting(EqualWeights):
+class Weighting:
     """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
 
     Args:
@@ -69,6 +42,7 @@ class Weighting(EqualWeights):
     def __init__(self, exchange: StepExchange, *, by_weight: bool) -> None:
         self.nobody_contributed = False
         self.trainable_differs = False
+        # Whether a rank has missed a gradient in the backward before the last.
         self.some_miss = False
         self._num_missing = 0
         self._trainable: tuple[bool, ...] | None = None
@@ -93,7 +67,8 @@ class Weighting(EqualWeights):
     def begin(self, params: Sequence[Tensor], *, syncs: bool, trainable: tuple[bool, ...]) -> bool:
         """Tell the other ranks, if the backward synchronises, what the gradients of this step weigh here.
 
-        `factor` must be asked for at once if the set has changed (Note: one set of trainable parameters).
+        Return whether the set has changed: `factor` must be asked for then before anything is launched (Note: one set
+        of trainable parameters).
         """
         if self._by_weight and self._put_aside is None:
             self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
@@ -118,6 +93,7 @@ class Weighting(EqualWeights):
         return has_changed
 
     def factor(self, stats: ReducerStats) -> float:
+        """Return what the plain mean over the ranks has to be multiplied by."""
         told = self._exchange.receive()
         self.some_miss = told.greatest.num_missing > 0
         self.trainable_differs = told.least.trainable != told.greatest.trainable
@@ -126,12 +102,17 @@ class Weighting(EqualWeights):
         return told.full_weight / told.weight if told.weight > 0 else 1.0
 
     def compare_missing(self, missing: Sequence[int], *, some_miss: bool) -> bool:
+        """Return whether all ranks are known to miss the gradients of the same parameters, in a backward that ends.
+
+        All ranks call it with the same `some_miss`: what that was when the backward began.
+        """
         self._num_missing = len(missing)
         if not some_miss:
             return False
         return self._exchange.start_comparison(_id_of(repr(sorted(missing)).encode())).wait()
 
     def end(self) -> None:
+        """Give back what was put aside: the gradients of the step are final."""
         for param, earlier in self._put_aside or ():
             param.grad = earlier if param.grad is None else param.grad.add_(earlier)
         self._put_aside = None

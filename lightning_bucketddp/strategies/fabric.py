@@ -34,17 +34,13 @@ from lightning_bucketddp.reducer.nonfinite import (
     withhold_nonfinite,
 )
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import (
-    ReplicaComparison,
-    TrainingState,
-    training_state,
-)
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwrapped
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
 from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
-from lightning_bucketddp.strategies.options import DDPOptions, StartMethod, StrategyOptions, check_devices
+from lightning_bucketddp.strategies.options import DDPOptions, StartMethod
 from lightning_bucketddp.trainer_internals import convert_to_state
 
 if TYPE_CHECKING:
@@ -105,15 +101,9 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        self._take_options(StrategyOptions.of(arguments))
-        self._io = checkpoint_io  # None: none was given, and nobody has asked for it
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        self._take_options(arguments)
+        self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
         self._checks: ReplicaComparison | None = None
@@ -127,7 +117,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._configure_launcher()  # as Fabric does; it tells how ranks have ended
         super().setup_environment()
         self._set_world_ranks()
-        check_devices(self.root_device, *self.options.torch_devices)
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:
@@ -140,7 +129,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         self._collectives = self._new_collectives()
         # Not at the end of the process, which closes connections by itself and in which nobody may wait.
         weakref.finalize(self, self._collectives.close_host_groups).atexit = False
-        self._shards = self._new_shards()
+        self._shards = self.new_shards()
         self._act_before_forward(self._collectives.world_size)
         self._log_start()
 
@@ -175,8 +164,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         replicas.agree()
         if self.options.init_sync:
             replicas.broadcast()
-        is_first = not self.reducers
-        if is_first and self._collectives.world_size > 1 and not self._differs_by_design:
+        if not self.reducers and self._collectives.world_size > 1 and not self.differs_by_design:
             self._checks = ReplicaComparison(
                 self._collectives,
                 self.options.replica_checks,
@@ -221,8 +209,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         return exact
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
         if self._checks is not None:
+            num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         modules = list(self.reducers) if module is None else [unwrapped(module)]
         reducers = [self.reducers[module] for module in modules]
@@ -232,7 +220,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             self._shards.begin_backward()  # here all ranks are, whatever modules take part
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
-            scopes.enter_context(self._ending_all_ranks(*reducers))
+            scopes.enter_context(self.ending_all_ranks(*reducers))
             for reducer in reducers:
                 reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward(takes_part=takes_part))
@@ -248,7 +236,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
         def closure_or_withheld() -> Any:
             loss = closure() if closure is not None else None
-            if (reason := self._explain_own_gradients(optimizer, remedy="fabric.backward(loss)")) is not None:
+            if (reason := self.explain_own_gradients(optimizer, remedy="fabric.backward(loss)")) is not None:
                 raise RuntimeError(reason)
             withhold_nonfinite(optimizer, checks)
             return loss
@@ -263,16 +251,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
                 drop_gradients(optimizer, self.precision)
                 return None
 
-    @property
-    def checkpoint_io(self) -> Any:
-        if self._io is None:
-            self._io = self._default_checkpoint_io()
-        return self._io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._io = io
-
     def save_checkpoint(
         self,
         path: Any,
@@ -283,7 +261,12 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         if self.has_partial_weights:
             raise CheckpointWriteError(partial_step(path))
-        if self.has_lost_shards and any(self._holds_shards(value) for value in state.values()):
+        shards = self.shards
+        if (
+            shards is not None
+            and self.has_lost_shards
+            and any(shards.of(value) is not None for value in state.values())
+        ):
             raise CheckpointWriteError(lost_shards(path))
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
@@ -313,9 +296,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(unwrapped(module), state_dict, strict=strict)
-
-    def _holds_shards(self, value: Any) -> bool:
-        return self.shards is not None and self.shards.of(value) is not None
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
@@ -349,7 +329,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             for index, reducer in enumerate(self.reducers.values())
             for name, param in reducer.replicas.parameters.items()
         }
-        return training_state(parameters, self._optimizers, is_divided=self._is_divided)
+        return training_state(parameters, self._optimizers, is_divided=self.is_divided)
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():
