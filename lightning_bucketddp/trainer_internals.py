@@ -54,29 +54,27 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
     return partial(own.pop, name, None) if before is None else partial(own.__setitem__, name, before)
 
 
+def _wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
+    """Have `wrapper(original, ...)` called in the place of a method of this object."""
+    return replace_method(owner, name, partial(wrapper, known(owner, name)))
+
+
 # Data.
 
 
 def set_up_training_data_within(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Undo:
     """Have dataloaders for training, and no others, reach the strategy inside of `context()`."""
-    set_up = known(trainer.fit_loop, "setup_data")
 
-    def set_up_within() -> None:
+    def set_up_within(set_up: Callable[[], None]) -> None:
         with context():
             set_up()
 
-    return replace_method(trainer.fit_loop, "setup_data", set_up_within)
+    return _wrap_method(trainer.fit_loop, "setup_data", set_up_within)
 
 
 def replace_preparation(trainer: Trainer, prepare: Callable[..., Any]) -> Undo:
     """Have `prepare(original, dataloader, shuffle, mode)` give dataloaders their samplers."""
-    connector = known(trainer, "_data_connector")
-    original = known(connector, "_prepare_dataloader")
-
-    def prepare_dataloader(dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        return prepare(original, dataloader, shuffle, mode)
-
-    return replace_method(connector, "_prepare_dataloader", prepare_dataloader)
+    return _wrap_method(known(trainer, "_data_connector"), "_prepare_dataloader", prepare)
 
 
 def combined_loader(loop: Any) -> Any:
@@ -181,14 +179,12 @@ def continue_logger(logger: Any, version: int | str) -> bool:
 
 def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> Undo:
     """Have `function` called last before a fit waits for a batch: validation, checkpoints and callbacks are over."""
-    loop = trainer.fit_loop.epoch_loop
-    before_fetch = known(loop, "_on_before_fetch")
 
-    def call_both() -> None:
+    def call_both(before_fetch: Callable[[], None]) -> None:
         function()
         before_fetch()
 
-    return replace_method(loop, "_on_before_fetch", call_both)
+    return _wrap_method(trainer.fit_loop.epoch_loop, "_on_before_fetch", call_both)
 
 
 def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None:
@@ -213,13 +209,7 @@ def averaged_models(callbacks: Iterable[Any]) -> list[Any]:
 
 def replace_step(loop: Any, step: Callable[..., None]) -> Undo:
     """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in an evaluation or prediction."""
-    name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
-    original = known(loop, name)
-
-    def run(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        step(original, batch, batch_idx, dataloader_idx, dataloader_iter)
-
-    return replace_method(loop, name, run)
+    return _wrap_method(loop, "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step", step)
 
 
 def predict_unseen(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -306,16 +296,15 @@ def replace_signal_handlers(
     Its handler of SIGTERM broadcasts from within. So does its training loop before each batch (2.6), which is left out.
     """
     connector, loop = known(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-    register = known(connector, "register_signal_handlers")
 
-    def register_and_tell() -> None:
+    def register_and_tell(register: Callable[[], None]) -> None:
         register()
         on_registered()
 
     undo = ExitStack()
     undo.callback(replace_method(connector, "_sigterm_notifier_fn", on_sigterm))
     undo.callback(replace_method(connector, "_slurm_sigusr_handler_fn", on_requeue))
-    undo.callback(replace_method(connector, "register_signal_handlers", register_and_tell))
+    undo.callback(_wrap_method(connector, "register_signal_handlers", register_and_tell))
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close

@@ -23,35 +23,18 @@ _CALLBACKS = {
     "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
 }
 
-# What a strategy takes over from the `DDPStrategy` of Lightning's Trainer, and from that of Fabric.
-TRAINER_PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "process_group_backend",
-    "setup_distributed",
-    "_get_process_group_backend",
-    "set_world_ranks",
-    "determine_ddp_device_ids",
-    "model_to_device",
-    "barrier",
-    "broadcast",
+# What a strategy takes over from Lightning's `DDPStrategy`: from both, from that of the Trainer, and from Fabric's.
+_FROM_BOTH = (
+    *("root_device", "num_nodes", "num_processes", "process_group_backend", "_get_process_group_backend"),
+    *("barrier", "broadcast"),
+)
+_FROM_TRAINER = (
+    *("setup_distributed", "set_world_ranks", "determine_ddp_device_ids", "model_to_device"),
     "_enable_model_averaging",
 )
-FABRIC_PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "distributed_sampler_kwargs",
-    "process_group_backend",
-    "_setup_distributed",
-    "_get_process_group_backend",
-    "_set_world_ranks",
-    "_determine_ddp_device_ids",
-    "module_to_device",
-    "barrier",
-    "broadcast",
-    "all_reduce",
+_FROM_FABRIC = (
+    *("_setup_distributed", "_set_world_ranks", "_determine_ddp_device_ids", "module_to_device"),
+    *("distributed_sampler_kwargs", "all_reduce"),
 )
 
 
@@ -92,7 +75,7 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
         follow_root=follow_root,
     )
     strategy = _made("BucketDDPStrategy", module, TrainerStrategy, strategies.ParallelStrategy, root=of_root)
-    adopt_process_setup(strategy, strategies.DDPStrategy, TRAINER_PROCESS_SETUP)
+    adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_TRAINER)
     accept_in_every_root(TrainerStrategy)
     return {**classes, "BucketDDPStrategy": strategy}
 
@@ -113,7 +96,7 @@ def bind_fabric(root: str, *, module: str) -> dict[str, type]:
     of_root = _names_of_root(classes, root, wrapping_checkpoint_io=(), sigterm_exception=None, normal_ends=())
     members = {"root": of_root, "backward": backward}
     strategy = _made("BucketDDPStrategy", module, FabricStrategy, strategies.ParallelStrategy, **members)
-    adopt_process_setup(strategy, strategies.DDPStrategy, FABRIC_PROCESS_SETUP)
+    adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_FABRIC)
     return {**classes, "BucketDDPStrategy": strategy}
 
 
@@ -146,12 +129,11 @@ def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any
 def adopt_process_setup(cls: Any, ddp_strategy: Any, names: Iterable[str]) -> None:
     """Have `cls` take over Lightning's own process set-up, and register as a `DDPStrategy`.
 
-    The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
-    installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
-    `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
-    `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
+    What is taken knows nothing of torch's DistributedDataParallel, and keeps launching, ranks and devices as the
+    installed Lightning does them. Inheriting would bring the rest of `DDPStrategy`, which is about the wrapper that we
+    do not have. Being a virtual subclass satisfies `isinstance` checks for `torch.compile` and distributed samplers.
     """
-    for name in names:
+    for name in (*_FROM_BOTH, *names):
         known(ddp_strategy, name)
         setattr(cls, name, vars(ddp_strategy)[name])
     abc.update_abstractmethods(cls)

@@ -84,6 +84,11 @@ class StrategyBase:
         _launcher: Any
         _get_process_group_backend: Any
 
+        @property
+        def shards(self) -> Shards | None: ...  # the optimizers whose state is divided among the ranks
+
+        def _active_reducers(self) -> list[Reducer]: ...
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Python 3.10 would show the signature of `__new__` below to whoever inspects the class.
@@ -223,11 +228,6 @@ class StrategyBase:
         """Return `tensor` of every rank, stacked by rank."""
         return all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    @property
-    def shards(self) -> Shards | None:
-        """The optimizers whose state is divided among the ranks; None: it is not."""
-        raise NotImplementedError
-
     def new_shards(self) -> Shards | None:
         option = self.options.shard_optimizer
         if not option or self._collectives is None or self._collectives.world_size == 1:
@@ -330,9 +330,6 @@ class StrategyBase:
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.has_partial_step = not all(reducer.has_exchanged for reducer in reducers)
-
-    def _active_reducers(self) -> list[Reducer]:
-        raise NotImplementedError
 
     def _end_watching(self) -> None:
         if self._fault_handler is not None:

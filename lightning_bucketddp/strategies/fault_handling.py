@@ -141,23 +141,18 @@ class FaultHandler:
         self.signals = StopSignals(trainer, self._watchdog, self._progress, self._wakeup)
         self.signals.replace_handlers(callback)
 
-    def handle_interrupts(self) -> None:
-        """Have Ctrl-C stop a program that has the loop itself, also where it waits for other ranks."""
+    def handle_end_of_program(self) -> None:
+        """Have Ctrl-C, and an exception that ends the program, end the run of a program that has the loop itself."""
         self._interrupts = InterruptSignals(self._wakeup)
         self._interrupts.replace_handlers()
-
-    def report_uncaught(self) -> None:
-        """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
         # Not this object itself, with its connections: other hooks may keep this one for good.
         this, previous = weakref.ref(self), sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
             handler = this()
             instead = None if handler is None or handler._is_over else handler.end_by(error)
-            if instead is None:
-                previous(kind, error, trace)
-            else:
-                previous(type(instead), instead, trace)
+            shown = instead or error
+            previous(type(shown), shown, trace)
 
         def take_out() -> None:
             if sys.excepthook is report:
@@ -171,9 +166,7 @@ class FaultHandler:
     ) -> BaseException | None:
         """Tell all ranks that this one ends by `error`; return what it shall raise instead, if it was not the first.
 
-        Args:
-            error: what the training thread raises.
-            sigterm_exception: what is raised when SIGTERM stops a run; None: `SystemExit`.
+        `sigterm_exception` is what is raised when SIGTERM stops a run; None: `SystemExit`.
         """
         is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
         stopped_by = 0
@@ -187,8 +180,7 @@ class FaultHandler:
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-            # As a shell reports a process that a signal has ended. Lightning's would end with 0, like a run that is
-            # complete.
+            # As a shell reports a process that a signal has ended. Lightning's would end with 0.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
         # Where all have raised, each knows best what it has raised.
         is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self._watchdog.have_aborted

@@ -321,5 +321,5 @@ def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replica
             ReplicaComparison(replicas.collectives, checks, exchange=state.exchange, has_messages=True),
             trained_state=trained_state,
             shared_state=shared_state,
-            num_backwards=lambda: reducer.stats.num_backwards,
+            stats=reducer.stats,
         )

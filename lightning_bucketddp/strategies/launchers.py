@@ -85,19 +85,12 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Guarded:
-    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process.
-
-    Attributes:
-        function: what runs.
-        strategy: that it runs with.
-        on_exception: called with the exception where Lightning does not call its own handlers.
-        in_child: whether another process waits for the end of this one.
-    """
+    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process."""
 
     function: Callable[..., Any]
     strategy: Any
-    on_exception: Callable[[BaseException], None] | None = None
-    in_child: bool = False
+    on_exception: Callable[[BaseException], None] | None = None  # called where Lightning does not call its handlers
+    in_child: bool = False  # another process waits for the end of this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False

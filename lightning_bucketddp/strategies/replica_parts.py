@@ -78,19 +78,19 @@ class ScheduledComparison(RunPart):
         *,
         trained_state: Callable[[], TrainingState],
         shared_state: Callable[[], TrainingState],
-        num_backwards: Callable[[], int],
+        stats: ReducerStats,
     ) -> None:
         self._checks = checks
         self._trained_state = trained_state
         self._shared_state = shared_state
-        self._num_backwards = num_backwards
+        self._stats = stats
 
     def begin_training(self) -> None:
         if self._checks.are_periodic:
             self.compare(when="before the first step")
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._checks.between_steps(self._shared_state, num_backwards=self._num_backwards())
+        self._checks.between_steps(self._shared_state, num_backwards=self._stats.num_backwards)
 
     def compare(self, *, when: str) -> bool:
         return self._checks.compare(self._trained_state, when=when)

@@ -414,11 +414,10 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         try:
             super().end_run_by(error)
         finally:
-            unfinished = self._state.unfinished
-            # Where the device has failed, nothing can be saved.
-            with suppress(RuntimeError):
-                if unfinished is not None and not isinstance(error, self.root.normal_ends):
-                    unfinished.undo_if_repeated(is_automatic=self.trainer.lightning_module.automatic_optimization)
+            unfinished, module = self._state.unfinished, self.lightning_module
+            if unfinished is not None and module is not None and not isinstance(error, self.root.normal_ends):
+                with suppress(RuntimeError):  # where the device has failed, nothing can be saved
+                    unfinished.undo_if_repeated(is_automatic=module.automatic_optimization)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -60,18 +60,19 @@ class TrainerCheckpoints:
 
     def refuse_plugin(self, async_checkpoint_io: type) -> None:
         """Raise if the user's plugin, an `async_checkpoint_io`, and an option both write in the background."""
-        options, name = self._strategy.options, type(self._strategy.checkpoint_io).__name__
-        if not isinstance(self._strategy.checkpoint_io, async_checkpoint_io):
+        options = self._strategy.options
+        has_option = options.async_checkpoints or options.auto_resume
+        if not has_option or not isinstance(plugin := self._strategy.checkpoint_io, async_checkpoint_io):
             return
+        name = type(plugin).__name__
         if options.async_checkpoints:
             raise ValueError(
                 f"`async_checkpoints=True` and the plugin `{name}` both write in the background. Pass one of them."
             )
-        if options.auto_resume:
-            raise ValueError(
-                f"`auto_resume=True` cannot tell when the plugin `{name}` has written a checkpoint. Pass"
-                " `async_checkpoints=True` instead of the plugin."
-            )
+        raise ValueError(
+            f"`auto_resume=True` cannot tell when the plugin `{name}` has written a checkpoint. Pass"
+            " `async_checkpoints=True` instead of the plugin."
+        )
 
     def join_process_group(self) -> None:
         strategy = self._strategy

@@ -26,7 +26,8 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
     alerts = [part.take_alert() for part in strategy._parts]
     if any(alerts):
         strategy._checkpoints.raise_failure()
-    module, replicas = strategy.trainer.lightning_module, strategy._state.replicas
+    module, replicas = strategy.lightning_module, strategy._state.replicas
+    assert module is not None  # there is one as long as there is a run
     strategy._progress.epoch, strategy._progress.batch = module.current_epoch, batch_idx
     strategy._progress.enter("start")
     # Layers may have been added or replaced between epochs. Looking costs more than a step of a small model.
@@ -46,8 +47,8 @@ def run_forward(strategy: TrainerStrategy, step: Callable[[], Any]) -> Any:
             strategy.reducer.give_back_memory()
         with graphs_split(strategy.config, world_size=strategy.world_size):
             output = step()
-    weighting = strategy._state.weighting
-    if output is None and weighting is not None and strategy.trainer.lightning_module.automatic_optimization:
+    module, weighting = strategy.lightning_module, strategy._state.weighting
+    if output is None and module is not None and module.automatic_optimization and weighting is not None:
         return weighting.skip()
     return output
 
@@ -60,7 +61,8 @@ def run_backward(
     Gradients must be final before `precision.post_backward`, which calls `on_after_backward`, also on a rank where no
     parameter took part.
     """
-    reducer, precision, module = strategy.reducer, strategy.precision_plugin, strategy.trainer.lightning_module
+    reducer, precision, module = strategy.reducer, strategy.precision_plugin, strategy.lightning_module
+    assert module is not None  # there is one as long as there is a run
     with strategy.recording.during(BACKWARD):
         strategy._progress.enter(BACKWARD)
         strategy.pre_backward(loss)
