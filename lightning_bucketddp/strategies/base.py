@@ -204,14 +204,7 @@ class StrategyBase:
 
     def _log_start(self, reducer: Reducer | None = None) -> None:
         """Say what was chosen, unless the last run of this strategy began with the same."""
-        line = describe_start(
-            self.options,
-            self.given_options,
-            num_ranks=self.world_size,
-            num_nodes=self._num_nodes,
-            backend=self._get_process_group_backend(),
-            reducer=reducer,
-        )
+        line = describe_start(self, backend=self._get_process_group_backend(), reducer=reducer)
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)

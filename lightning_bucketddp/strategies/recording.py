@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,12 @@ from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
     from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.strategies.base import StrategyBase
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 _NOTHING = nullcontext()
@@ -96,23 +96,13 @@ _NOT_LISTED = {
 }
 
 
-def describe_start(
-    options: StrategyOptions,
-    given: Mapping[str, Any],
-    *,
-    num_ranks: int,
-    num_nodes: int,
-    backend: str,
-    reducer: Reducer | None = None,
-) -> str:
-    """Return what was chosen for a run, in one line; `given` are the options that the user has set.
-
-    Without a `reducer` it is not known yet what will train.
-    """
-    ranks = pluralize(num_ranks, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
+def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:
+    """Return what was chosen for a run, in one line; without a `reducer` it is not known yet what will train."""
+    options, given, num_nodes = strategy.options, strategy.given_options, strategy._num_nodes
+    ranks = pluralize(strategy.world_size, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     started = "" if options.start_method == "popen" else f", started by {options.start_method}"
     parts = [f"{ranks} ({backend}{started})"]
-    if num_ranks == 1:
+    if strategy.world_size == 1:
         parts.append("no gradients to exchange")
     else:
         gradients = "gradients" if reducer is None else reducer.describe_outlook()
@@ -127,11 +117,8 @@ def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
     when = "during backward" if config.overlap else "after backward"
     if config.comm_hook is not None:
         return f"by `{_describe_value(config.comm_hook)}` {when}"
-    dtypes = (
-        []
-        if reducer is None
-        else [param.dtype for param in reducer.replicas.parameters.values() if param.requires_grad]
-    )
+    params = [] if reducer is None else reducer.replicas.parameters.values()
+    dtypes = [param.dtype for param in params if param.requires_grad]
     own = [_NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
     named = config.reduce_dtype or " and ".join(own)
     return f"as {named} {when}" if named else when
