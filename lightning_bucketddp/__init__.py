@@ -59,35 +59,29 @@ __all__ = [
     "__version__",
 ]
 
-_BOUND_TO_ROOT = (
-    *("BatchSizeFinder", "BucketDDPMonitor", "BucketDDPStrategy", "ScaleLearningRate", "ScalingMonitor", "Tuner"),
-)
 # Imported when they are asked for: `import lightning_bucketddp` imports neither torch nor Lightning.
-_MODULE_OF = {
-    "CheckpointReadError": "checkpoint.checkpoint_io",
-    "CheckpointWriteError": "checkpoint.checkpoint_io",
-    "LateGradientError": "reducer.bucket",
-    "LocalSteps": "config",
-    "NonFiniteError": "reducer.nonfinite",
-    "OutOfStepError": "comm.step_exchange",
-    "RankFailedError": "faults.failure",
-    "ReplicaChecks": "config",
-    "ReplicaDivergedError": "replicas.checksums",
-    "ReplicaMismatchError": "replicas.replicas",
-    "ShardedGradientError": "sharding.gradient",
-    "StartError": "startup.store",
-    "Timeouts": "config",
-    "UnsafeCheckpointError": "checkpoint.checkpoint_io",
+_NAMES_IN = {
+    "checkpoint.checkpoint_io": ("CheckpointReadError", "CheckpointWriteError", "UnsafeCheckpointError"),
+    "comm.step_exchange": ("OutOfStepError",),
+    "config": ("LocalSteps", "ReplicaChecks", "Timeouts"),
+    "faults.failure": ("RankFailedError",),
+    "reducer.bucket": ("LateGradientError",),
+    "reducer.nonfinite": ("NonFiniteError",),
+    "replicas.checksums": ("ReplicaDivergedError",),
+    "replicas.replicas": ("ReplicaMismatchError",),
+    "sharding.gradient": ("ShardedGradientError",),
+    "startup.store": ("StartError",),
 }
 
 register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _BOUND_TO_ROOT:
+    for module, names in _NAMES_IN.items():
+        if name in names:
+            return getattr(import_module(f"lightning_bucketddp.{module}"), name)
+    if name in __all__:
         return getattr(binding_of(_trainer_root()), name)
-    if name in _MODULE_OF:
-        return getattr(import_module(f"lightning_bucketddp.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

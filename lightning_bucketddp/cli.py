@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 from lightning_bucketddp import __version__
@@ -17,37 +16,19 @@ _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """One command, and the question that it answers.
-
-    Attributes:
-        question: what the user wants to know.
-        example: what to type for that.
-        module: has `HELP`, `add_arguments(parser)` and `run(arguments) -> exit status`. It is imported on demand,
-            because importing torch takes seconds.
-    """
-
-    question: str
-    example: str
-    module: str
-
-
+# By name: what the user wants to know, and what to type for that.
 _COMMANDS = {
-    "doctor": _Command(
+    "doctor": (
         "Is this machine, or this cluster, ready for a long run?",
         "bucketddp doctor --checkpoints DIR",
-        "lightning_bucketddp.commands.doctor",
     ),
-    "plan": _Command(
+    "plan": (
         "How will my model be reduced, and how will it scale?",
         "bucketddp plan my_project.models:LitNet --ranks 8",
-        "lightning_bucketddp.commands.plan",
     ),
-    "report": _Command(
+    "report": (
         "Where did the time of a run go, and which rank was late?",
         "bucketddp report RUN_DIR",
-        "lightning_bucketddp.commands.report",
     ),
 }
 
@@ -57,7 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name: str = _parser().parse_args(given[:1] or ["--help"]).command
     try:
-        return _run(name, given[1:])
+        command = import_module(f"lightning_bucketddp.commands.{name}")  # not before: importing torch takes seconds
+        parser = argparse.ArgumentParser(
+            prog=f"bucketddp {name}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_arguments(parser)
+        status: int = command.run(parser.parse_args(given[1:]))
+        return status
     except UsageError as error:
         print(printable(f"bucketddp {name}: {error}"), file=sys.stderr)
         return _USAGE_STATUS
@@ -71,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return a parser that lists the commands and rejects anything else."""
-    questions = "\n\n".join(f"  {command.question}\n      {command.example}" for command in _COMMANDS.values())
+    questions = "\n\n".join(f"  {question}\n      {example}" for question, example in _COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="bucketddp",
         usage="bucketddp COMMAND [options]",
@@ -82,17 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lightning-bucketddp {__version__}")
     parser.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
-
-
-def _run(name: str, arguments: Sequence[str]) -> int:
-    """Import the command `name`, parse its arguments and run it."""
-    command = import_module(_COMMANDS[name].module)
-    parser = argparse.ArgumentParser(
-        prog=f"bucketddp {name}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    command.add_arguments(parser)
-    status: int = command.run(parser.parse_args(arguments))
-    return status
 
 
 if __name__ == "__main__":

@@ -29,19 +29,13 @@ _EDGE_BUCKET_MB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerConfig:
-    """Settings of a `Reducer`.
+    """Settings of a `Reducer`: options of the strategy, which has their meaning.
 
     Attributes:
-        bucket_cap_mb: Largest size of a bucket in MiB (None: 25); a larger parameter has a bucket of its own. A list
-            gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
-            further ones. `auto`: 25 at first; then sizes computed from what the first backwards have shown.
-        overlap: Reduce buckets while backward still runs. Off: everything is reduced when backward ends.
-        reduce_dtype: The dtype in which gradients travel: `fp32`, `bf16`, `fp16` or `int8`, which has a scale for every
-            256 of them. None: their own dtype.
+        bucket_cap_mb: A list gives the caps of the buckets one by one, in the order in which they leave; its last value
+            holds for all further ones. None: 25 MiB. `auto`: 25 at first, then sizes computed from the first backwards.
         comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
         comm_state: The first argument of `comm_hook`.
-        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
-            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
     """
 
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
@@ -109,9 +103,9 @@ class LocalSteps:
     outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        if not _is_count(self.steps):
+        if not is_count(self.steps):
             raise ValueError(f"`local_steps` must be a positive number of steps, got {self.steps!r}.")
-        if self.islands not in ("host", "rank") and not _is_count(self.islands):
+        if self.islands not in ("host", "rank") and not is_count(self.islands):
             raise ValueError(f"`islands` must be 'host', 'rank' or a positive number of islands, got {self.islands!r}.")
         if not _is_positive_number(self.outer_lr):
             raise ValueError(f"`outer_lr` must be a positive number, got {self.outer_lr!r}.")
@@ -194,5 +188,6 @@ def _is_positive_number(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value) and value > 0
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return whether `value` is a positive number of something."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -53,6 +53,12 @@ class RunPart:
     def before_evaluation(self) -> None:
         """Come before a test, a prediction, and whatever comes after training."""
 
+    def begin_prediction(self) -> None:
+        """Begin a prediction, once its dataloaders are known."""
+
+    def end_prediction(self) -> None:
+        """End a prediction; the loop has those of this rank."""
+
     def before_save(self) -> None:
         """Have all ranks hold the weights that are saved next. All ranks call this."""
 

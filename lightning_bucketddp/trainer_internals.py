@@ -1,8 +1,7 @@
 """Everything that is private to Lightning and that we need: no other file outside of `bindings` names any of it.
 
-Functions take objects of the user's Trainer, because each root of Lightning has classes of its own. One that puts
-something in the place of a method does so on that object, and returns what undoes it. Where Lightning has changed, they
-say so.
+Functions take objects of the user's Trainer, because each root of Lightning has classes of its own. One that replaces a
+method does so on that object, and returns what undoes it. They raise where Lightning has changed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,30 +29,22 @@ _FIRST_UNKNOWN = "2.7"
 
 
 def known(owner: Any, name: str) -> Any:
-    """Return what Lightning has under this name.
-
-    Raises:
-        RuntimeError: it has nothing there any more.
-    """
+    """Return what Lightning has under this name; raise a `RuntimeError` if it has nothing there any more."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        raise _explain_missing(owner, name) from error
-
-
-def _explain_missing(owner: Any, name: str) -> RuntimeError:
-    if isinstance(owner, ModuleType):
-        what, modules = owner.__name__, [owner.__name__]
-    else:
-        cls = owner if isinstance(owner, type) else type(owner)
-        what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
-    # The user may have derived a class of his own.
-    root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
-    ours, version = (getattr(sys.modules.get(name), "__version__", "") for name in ("lightning_bucketddp", root))
-    return RuntimeError(
-        f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
-        f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
-    )
+        if isinstance(owner, ModuleType):
+            what, modules = owner.__name__, [owner.__name__]
+        else:
+            cls = owner if isinstance(owner, type) else type(owner)
+            what, modules = cls.__name__, [base.__module__ for base in cls.__mro__]
+        # The user may have derived a class of his own.
+        root = next((root for module in modules if (root := module.partition(".")[0]) in _ROOTS), "lightning")
+        ours, version = (getattr(sys.modules.get(it), "__version__", "") for it in ("lightning_bucketddp", root))
+        raise RuntimeError(
+            f"lightning-bucketddp {ours} does not know {root} {version}: `{what}` has no `{name}`. Upgrade"
+            f" lightning-bucketddp, or install `{root}<{_FIRST_UNKNOWN}`."
+        ) from error
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
@@ -61,42 +53,30 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
     own = vars(owner)
     before = own.get(name)
     own[name] = method
+    return partial(own.pop, name, None) if before is None else partial(own.__setitem__, name, before)
 
-    def undo() -> None:
-        if before is None:
-            own.pop(name, None)
-        else:
-            own[name] = before
 
-    return undo
+def _wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
+    """Have `wrapper(original, ...)` called in the place of a method of this object."""
+    return replace_method(owner, name, partial(wrapper, known(owner, name)))
 
 
 # Data.
 
 
 def set_up_training_data_within(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Undo:
-    """Have dataloaders for training, and no others, reach the strategy inside of `context()`.
+    """Have dataloaders for training, and no others, reach the strategy inside of `context()`."""
 
-    Lightning gets those for validation while it trains, and may get those for training at any time.
-    """
-    set_up = known(trainer.fit_loop, "setup_data")
-
-    def set_up_within() -> None:
+    def set_up_within(set_up: Callable[[], None]) -> None:
         with context():
             set_up()
 
-    return replace_method(trainer.fit_loop, "setup_data", set_up_within)
+    return _wrap_method(trainer.fit_loop, "setup_data", set_up_within)
 
 
 def replace_preparation(trainer: Trainer, prepare: Callable[..., Any]) -> Undo:
     """Have `prepare(original, dataloader, shuffle, mode)` give dataloaders their samplers."""
-    connector = known(trainer, "_data_connector")
-    original = known(connector, "_prepare_dataloader")
-
-    def prepare_dataloader(dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        return prepare(original, dataloader, shuffle, mode)
-
-    return replace_method(connector, "_prepare_dataloader", prepare_dataloader)
+    return _wrap_method(known(trainer, "_data_connector"), "_prepare_dataloader", prepare)
 
 
 def combined_loader(loop: Any) -> Any:
@@ -185,10 +165,7 @@ def log_at_once(trainer: Trainer, metrics: dict[str, Any]) -> None:
 
 
 def continue_logger(logger: Any, version: int | str) -> bool:
-    """Have `logger` go on in this version, or run of W&B or MLflow, unless the user names one; return False if it logs.
-
-    Loggers of the user's own have what they have.
-    """
+    """Have `logger` go on in this version, or run of W&B or MLflow, unless the user names one; False: it logs."""
     own = vars(logger)
     if own.get("_experiment") is not None:
         return False
@@ -204,14 +181,12 @@ def continue_logger(logger: Any, version: int | str) -> bool:
 
 def call_before_fetch(trainer: Trainer, function: Callable[[], None]) -> Undo:
     """Have `function` called last before a fit waits for a batch: validation, checkpoints and callbacks are over."""
-    loop = trainer.fit_loop.epoch_loop
-    before_fetch = known(loop, "_on_before_fetch")
 
-    def call_both() -> None:
+    def call_both(before_fetch: Callable[[], None]) -> None:
         function()
         before_fetch()
 
-    return replace_method(loop, "_on_before_fetch", call_both)
+    return _wrap_method(trainer.fit_loop.epoch_loop, "_on_before_fetch", call_both)
 
 
 def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None:
@@ -298,23 +273,9 @@ def averaged_models(callbacks: Iterable[Any]) -> list[Any]:
 # Evaluation.
 
 
-def replace_evaluation_step(loop: Any, step: Callable[..., None]) -> Undo:
-    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in a validation or test."""
-    return _replace_step(loop, "_evaluation_step", step)
-
-
-def replace_predict_step(loop: Any, step: Callable[..., None]) -> Undo:
-    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in a prediction."""
-    return _replace_step(loop, "_predict_step", step)
-
-
-def _replace_step(loop: Any, name: str, step: Callable[..., None]) -> Undo:
-    original = known(loop, name)
-
-    def run(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        step(original, batch, batch_idx, dataloader_idx, dataloader_iter)
-
-    return replace_method(loop, name, run)
+def replace_step(loop: Any, step: Callable[..., None]) -> Undo:
+    """Have `step(original, batch, batch_idx, dataloader_idx, dataloader_iter)` run in an evaluation or prediction."""
+    return _wrap_method(loop, "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step", step)
 
 
 def predict_unseen(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -401,16 +362,15 @@ def replace_signal_handlers(
     Its handler of SIGTERM broadcasts from within. So does its training loop before each batch (2.6), which is left out.
     """
     connector, loop = known(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-    register = known(connector, "register_signal_handlers")
 
-    def register_and_tell() -> None:
+    def register_and_tell(register: Callable[[], None]) -> None:
         register()
         on_registered()
 
     undo = ExitStack()
     undo.callback(replace_method(connector, "_sigterm_notifier_fn", on_sigterm))
     undo.callback(replace_method(connector, "_slurm_sigusr_handler_fn", on_requeue))
-    undo.callback(replace_method(connector, "register_signal_handlers", register_and_tell))
+    undo.callback(_wrap_method(connector, "register_signal_handlers", register_and_tell))
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close

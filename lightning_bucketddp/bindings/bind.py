@@ -6,11 +6,12 @@ import abc
 import functools
 from collections.abc import Iterable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
-from lightning_bucketddp.bindings.registration import strategy_class
+from lightning_bucketddp.bindings.registration import accept_in_every_root, follow_root
 from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
-from lightning_bucketddp.strategies.launchers import Launchers, ProcessLauncher, ScriptLauncher
+from lightning_bucketddp.strategies.launchers import ProcessLauncher, ScriptLauncher
 from lightning_bucketddp.trainer_internals import known
 
 # By public name: where a callback or the tuner is, less its Lightning base class, and where that one is.
@@ -22,35 +23,18 @@ _CALLBACKS = {
     "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
 }
 
-# What a strategy takes over from the `DDPStrategy` of Lightning's Trainer, and from that of Fabric.
-TRAINER_PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "process_group_backend",
-    "setup_distributed",
-    "_get_process_group_backend",
-    "set_world_ranks",
-    "determine_ddp_device_ids",
-    "model_to_device",
-    "barrier",
-    "broadcast",
+# What a strategy takes over from Lightning's `DDPStrategy`: from both, from that of the Trainer, and from Fabric's.
+_FROM_BOTH = (
+    *("root_device", "num_nodes", "num_processes", "process_group_backend", "_get_process_group_backend"),
+    *("barrier", "broadcast"),
+)
+_FROM_TRAINER = (
+    *("setup_distributed", "set_world_ranks", "determine_ddp_device_ids", "model_to_device"),
     "_enable_model_averaging",
 )
-FABRIC_PROCESS_SETUP = (
-    "root_device",
-    "num_nodes",
-    "num_processes",
-    "distributed_sampler_kwargs",
-    "process_group_backend",
-    "_setup_distributed",
-    "_get_process_group_backend",
-    "_set_world_ranks",
-    "_determine_ddp_device_ids",
-    "module_to_device",
-    "barrier",
-    "broadcast",
-    "all_reduce",
+_FROM_FABRIC = (
+    *("_setup_distributed", "_set_world_ranks", "_determine_ddp_device_ids", "module_to_device"),
+    *("distributed_sampler_kwargs", "all_reduce"),
 )
 
 
@@ -71,27 +55,28 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
 
     strategies = import_module(f"{root}.strategies")
     exceptions = import_module(f"{root}.utilities.exceptions")
-    call = import_module(f"{root}.trainer.call")
     classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=fabric, module=module)
-    classes["_ProcessLauncher"].on_exception_of = staticmethod(known(call, "_interrupt"))
-    strategy = _made(
-        "BucketDDPStrategy",
-        module,
-        TrainerStrategy,
-        strategies.ParallelStrategy,
-        **_members(classes, fabric),
-        _torch_sync_batchnorm=import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm,
-        _wrapping_checkpoint_io=known(import_module(f"{root}.plugins.io.wrapper"), "_WrappingCheckpointIO"),
-        _async_checkpoint_io=import_module(f"{root}.plugins.io").AsyncCheckpointIO,
-        _lightning_reduce=strategies.DDPStrategy.reduce,
-        _batch_size_of=staticmethod(import_module(f"{root}.utilities.data").extract_batch_size),
-        _is_oom_error=staticmethod(import_module(f"{root}.utilities.memory").is_oom_error),
-        _sigterm_exception=exceptions.SIGTERMException,
-        _normal_ends=(known(exceptions, "_TunerExitException"),),
-        _callback=import_module(root).Callback,
-        _class_for_root=staticmethod(strategy_class),
+    classes["_ProcessLauncher"].on_exception_of = staticmethod(
+        known(import_module(f"{root}.trainer.call"), "_interrupt")
     )
-    adopt_process_setup(strategy, strategies.DDPStrategy, TRAINER_PROCESS_SETUP)
+    of_root = _names_of_root(
+        classes,
+        fabric,
+        wrapping_checkpoint_io=known(import_module(f"{root}.plugins.io.wrapper"), "_WrappingCheckpointIO"),
+        async_checkpoint_io=import_module(f"{root}.plugins.io").AsyncCheckpointIO,
+        torch_sync_batchnorm=import_module(f"{root}.plugins.layer_sync").TorchSyncBatchNorm,
+        callback=import_module(root).Callback,
+        reduce=strategies.DDPStrategy.reduce,
+        batch_size_of=import_module(f"{root}.utilities.data").extract_batch_size,
+        is_oom_error=import_module(f"{root}.utilities.memory").is_oom_error,
+        # What a Trainer raises when SIGTERM stops it, and when tuning is over.
+        sigterm_exception=exceptions.SIGTERMException,
+        normal_ends=(known(exceptions, "_TunerExitException"),),
+        follow_root=follow_root,
+    )
+    strategy = _made("BucketDDPStrategy", module, TrainerStrategy, strategies.ParallelStrategy, root=of_root)
+    adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_TRAINER)
+    accept_in_every_root(TrainerStrategy)
     return {**classes, "BucketDDPStrategy": strategy}
 
 
@@ -108,9 +93,10 @@ def bind_fabric(root: str, *, module: str) -> dict[str, type]:
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
         FabricStrategy.backward(self, *args, **kwargs)
 
-    members = {**_members(classes, root), "backward": backward}
+    of_root = _names_of_root(classes, root, wrapping_checkpoint_io=(), sigterm_exception=None, normal_ends=())
+    members = {"root": of_root, "backward": backward}
     strategy = _made("BucketDDPStrategy", module, FabricStrategy, strategies.ParallelStrategy, **members)
-    adopt_process_setup(strategy, strategies.DDPStrategy, FABRIC_PROCESS_SETUP)
+    adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_FABRIC)
     return {**classes, "BucketDDPStrategy": strategy}
 
 
@@ -124,14 +110,15 @@ def _classes_of_processes(launchers: str, *, fabric: str, module: str) -> dict[s
     }
 
 
-def _members(classes: dict[str, Any], fabric: str) -> dict[str, Any]:
-    environment = import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment
-    connect = known(import_module(f"{fabric}.utilities.distributed"), "_init_dist_connection")
-    return {
-        "_default_checkpoint_io": classes["BucketDDPCheckpointIO"],
-        "_launchers": Launchers(classes["_ScriptLauncher"], classes["_ProcessLauncher"], environment),
-        "_init_dist_connection": staticmethod(connect),
-    }
+def _names_of_root(classes: dict[str, Any], fabric: str, **others: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        checkpoint_io=classes["BucketDDPCheckpointIO"],
+        script_launcher=classes["_ScriptLauncher"],
+        process_launcher=classes["_ProcessLauncher"],
+        lightning_environment=import_module(f"{fabric}.plugins.environments.lightning").LightningEnvironment,
+        init_dist_connection=known(import_module(f"{fabric}.utilities.distributed"), "_init_dist_connection"),
+        **others,
+    )
 
 
 def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any:
@@ -142,12 +129,11 @@ def _made(name: str, module: str, part: type, base: type, **members: Any) -> Any
 def adopt_process_setup(cls: Any, ddp_strategy: Any, names: Iterable[str]) -> None:
     """Have `cls` take over Lightning's own process set-up, and register as a `DDPStrategy`.
 
-    The members in `names` know nothing of torch's DistributedDataParallel; taking them from the Lightning that is
-    installed keeps launching, ranks and devices as that version does them. Inheriting instead would bring the rest of
-    `DDPStrategy`, which is about the wrapper that we do not have. Being a virtual subclass satisfies Lightning's
-    `isinstance` checks for `torch.compile` and distributed samplers, and those of other libraries.
+    What is taken knows nothing of torch's DistributedDataParallel, and keeps launching, ranks and devices as the
+    installed Lightning does them. Inheriting would bring the rest of `DDPStrategy`, which is about the wrapper that we
+    do not have. Being a virtual subclass satisfies `isinstance` checks for `torch.compile` and distributed samplers.
     """
-    for name in names:
+    for name in (*_FROM_BOTH, *names):
         known(ddp_strategy, name)
         setattr(cls, name, vars(ddp_strategy)[name])
     abc.update_abstractmethods(cls)

@@ -1,15 +1,9 @@
 """`BucketDDPStrategy` for `lightning_fabric.Fabric`."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_bucketddp.bindings.bind import bind_fabric
 
-if TYPE_CHECKING:
-    from lightning_fabric.strategies.parallel import ParallelStrategy
-
-    from lightning_bucketddp.strategies.fabric import FabricStrategy
-
-    class BucketDDPStrategy(FabricStrategy, ParallelStrategy): ...
-
+BucketDDPStrategy: Any
 
 globals().update(bind_fabric("lightning_fabric", module=__name__))

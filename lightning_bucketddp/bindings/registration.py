@@ -32,6 +32,35 @@ def strategy_class(root: str) -> Any:
     return binding_of(root).BucketDDPStrategy
 
 
+def accept_in_every_root(strategy: type) -> None:
+    """Have the Trainers and Fabrics of all roots that are imported take instances of `strategy`, made for a Trainer.
+
+    Import sorters put `from lightning_bucketddp import BucketDDPStrategy` before `import pytorch_lightning`, when it
+    cannot be known yet who will get it. It turns into the right class when somebody does (`follow_root`).
+    """
+    for root in _MODULE_OF:
+        if hasattr(strategies := sys.modules.get(f"{root}.strategies"), "Strategy"):
+            strategies.Strategy.register(strategy)  # type: ignore[union-attr]
+
+
+def follow_root(strategy: Any, accelerator: object) -> None:
+    """Turn `strategy` into the class for the root of Lightning that `accelerator` is from, if it is for another."""
+    modules = [base.__module__ for base in type(accelerator).__mro__]
+    # Accelerators of a Trainer derive from those of Fabric, whose roots come last.
+    root = next((root for root in _MODULE_OF if any(module.startswith(f"{root}.") for module in modules)), None)
+    if root is None or isinstance(strategy, wanted := strategy_class(root)):
+        return
+    if not type(strategy).__module__.startswith("lightning_bucketddp."):
+        raise TypeError(
+            f"`{type(strategy).__name__}` derives from a `BucketDDPStrategy` for another root of Lightning than"
+            f" `{root}`, where the {'Fabric' if 'fabric' in root else 'Trainer'} is from. Derive it from"
+            f" `{wanted.__module__}.BucketDDPStrategy`."
+        )
+    strategy.__class__ = wanted
+    if "fabric" in root:  # instances for different Trainers have the same attributes
+        strategy.make_again()
+
+
 def register(root: str) -> None:
     """Add our names to the strategy registry of `root`. Doing it again changes nothing."""
 
@@ -40,10 +69,8 @@ def register(root: str) -> None:
     def create(**options: Any) -> Any:
         return strategy_class(root)(**options)
 
-    if "lightning_bucketddp.strategies.trainer" in sys.modules:
-        # Made before this root was imported: it accepts that class too.
-        trainer = sys.modules["lightning_bucketddp.strategies.trainer"]
-        trainer.accept_in_every_root(trainer.TrainerStrategy)
+    if (trainer := sys.modules.get("lightning_bucketddp.strategies.trainer")) is not None:
+        accept_in_every_root(trainer.TrainerStrategy)  # imported before this root
     strategies = import_module(f"{root}.strategies")
     registry = strategies.STRATEGY_REGISTRY if "fabric" in root else strategies.StrategyRegistry
     for name, start_method in _START_METHOD_OF.items():

@@ -1,16 +1,10 @@
 """`BucketDDPStrategy` and the callbacks for `pytorch_lightning.Trainer`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_bucketddp.bindings.bind import bind_trainer, bound_class
 
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies import ParallelStrategy
-
-    from lightning_bucketddp.strategies.trainer import TrainerStrategy
-
-    class BucketDDPStrategy(TrainerStrategy, ParallelStrategy): ...
-
+BucketDDPStrategy: Any
 
 globals().update(bind_trainer("pytorch_lightning", fabric="lightning_fabric", module=__name__))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_bucketddp.data.evaluation import share_of
 from lightning_bucketddp.strategies.launchers import ProcessLauncher
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
+from lightning_bucketddp.strategies.trainer_step import forget_step, searching
 from lightning_bucketddp.trainer_internals import (
     AsIfAlone,
     combined_loader,
@@ -91,7 +92,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
         stage = trainer.state.stage
         modes = {module: module.training for module in trainer.lightning_module.modules()}
         try:
-            with strategy.trial():
+            with trials.attempt():
                 return run()
         except Exception as error:
             # Where the loop was interrupted it may have been validating.
@@ -100,7 +101,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
                 module.training = mode
             traceback.clear_frames(error.__traceback__)
             gc.collect()
-            strategy.forget_step()
+            forget_step(strategy)
             raise
 
     def setup_data_and_count() -> None:
@@ -114,7 +115,7 @@ def _searching_together(trainer: Trainer, strategy: TrainerStrategy) -> Iterator
         restored.callback(setattr, trainer, "callbacks", callbacks)
         restored.callback(replace_method(loop, "run", run_as_trial))
         restored.callback(replace_method(loop, "setup_data", setup_data_and_count))
-        with strategy.searching():
+        with searching(strategy) as trials:
             yield
 
 

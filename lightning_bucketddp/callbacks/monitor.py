@@ -20,7 +20,8 @@ from lightning_bucketddp.recording.summary import Summary, print_summary, sugges
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import RecordFile, Sampling, metrics_of, plan_of, step_of
 from lightning_bucketddp.reducer.observer import OuterStepStats
-from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from lightning_bucketddp.strategies.recording import describe_run
+from lightning_bucketddp.strategies.trainer import TrainerStrategy
 from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class RecordedFit:
     nothing is written.
     """
 
-    def __init__(self, strategy: TrainerStepHooks, *, every_n_rounds: int, folder: Path | None) -> None:
-        self.run = strategy.describe_run()
+    def __init__(self, strategy: TrainerStrategy, *, every_n_rounds: int, folder: Path | None) -> None:
+        self.run = describe_run(strategy)
         self.unlogged: list[Step] = []
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
@@ -75,11 +76,12 @@ class RecordedFit:
 
     def _begin_if_due(self) -> bool:
         """Start recording, before a batch, if the next round is due; return whether the current one is recorded."""
-        if self.strategy.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
+        recording = self.strategy.recording
+        if recording.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
-            self.strategy.begin_recording(self._recorder, self._keep)
-        return self.strategy.recorder is not None
+            recording.begin(self.strategy, self._recorder, self._keep)
+        return recording.recorder is not None
 
     def begin_fetch(self) -> None:
         """Begin the phase `data`: the trainer asks for a batch."""
@@ -99,8 +101,8 @@ class RecordedFit:
         """Count a round, after the step of one or several optimizers, and read it if it was recorded."""
         self._num_rounds += 1
         self.new_overlap = None
-        if self.strategy.recorder is not None:
-            self.strategy.end_recording()
+        if self.strategy.recording.recorder is not None:
+            self.strategy.recording.end(self.strategy)
             if self._is_written:
                 self._sampling.add(self._num_batches)
             self.read()
@@ -128,7 +130,7 @@ class RecordedFit:
 
     def close(self) -> None:
         """Stop recording. Steps that cannot be read without waiting are dropped."""
-        self.strategy.end_recording()
+        self.strategy.recording.end(self.strategy)
         with suppress(RuntimeError):  # the device may have failed
             self.read()
         self._recorder.close()
@@ -211,14 +213,14 @@ class StepMonitoring(_Callback):
         return InlinePage(make_page(read_run(self.recorded_in)), height)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, TrainerStepHooks):
+        if stage == "fit" and not isinstance(trainer.strategy, TrainerStrategy):
             raise TypeError(
                 f"`{_NAME}` records what `bucketddp` does, but the strategy of this Trainer is a"
                 f' `{type(trainer.strategy).__name__}`. Pass `strategy="bucketddp"`, or leave the callback out.'
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, TrainerStepHooks)
+        assert isinstance(trainer.strategy, TrainerStrategy)
         # On all ranks: `log_dir` is a broadcast.
         parent = self._dirpath or trainer.log_dir or trainer.default_root_dir
         folder = None if trainer.fast_dev_run else Path(parent, FOLDER)  # type: ignore[attr-defined]

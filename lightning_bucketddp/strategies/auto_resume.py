@@ -50,11 +50,7 @@ if TYPE_CHECKING:
 
 
 class AutoResume:
-    """Finds the checkpoints of a run again (Note: what a run is).
-
-    Args:
-        is_on: or else training begins with the checkpoint that the user names.
-    """
+    """Finds the checkpoints of a run again (Note: what a run is), if it `is_on`."""
 
     # Of this program, by what they have in common.
     num_fits_ended: ClassVar[Counter[str]] = Counter()
@@ -70,7 +66,7 @@ class AutoResume:
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
-        """Take note of a call of a function of the `trainer`, which is made inside."""
+        """Note the arguments of a `fit`, which runs inside."""
         if not self._is_on or trainer is None or trainer.state.fn != "fit":
             yield
             return
@@ -78,21 +74,25 @@ class AutoResume:
         self._is_path_given = bool(arguments.get("ckpt_path")) or has_ckpt_path(trainer)
         of_run = self._describe_run(trainer, arguments)
         self._name = f"{of_run}-{self.num_fits_ended[of_run]}"
-        loop = trainer.fit_loop.epoch_loop
-        min_steps = loop.min_steps
+        min_steps = trainer.fit_loop.epoch_loop.min_steps
         try:
             yield
         finally:
-            loop.min_steps = min_steps
+            trainer.fit_loop.epoch_loop.min_steps = min_steps
         self.num_fits_ended[of_run] += 1
 
     def _describe_run(self, trainer: Any, arguments: Mapping[str, Any]) -> str:
         module = arguments["model"]
         data = [arguments.get("datamodule"), arguments.get("train_dataloaders")]
+        # Where a notebook's kernel was started is another file each time.
+        script, *given = ("", "") if hasattr(sys, "ps1") else sys.argv or ("",)
         run = {
-            "command": _command(),
+            "command": [os.path.realpath(script) if os.path.isfile(script) else script, *given],
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
-            "parameters": [(name, _shape(param)) for name, param in module.named_parameters()],
+            "parameters": [
+                (name, None if torch.nn.parameter.is_lazy(param) else list(param.shape))
+                for name, param in module.named_parameters()
+            ],
             "hyperparameters": [plain(getattr(it, "hparams_initial", None)) for it in (module, *data)],
             "checkpoints": [
                 (it.state_key, str(self._directories.setdefault(it, it.dirpath)), str(it.filename))
@@ -123,38 +123,17 @@ class AutoResume:
             rank_zero_info("bucketddp: `auto_resume`: `ckpt_path` was given: resuming from there.")
             return
         chosen = _agree(self._record, collectives, checks_files=is_first_of_host)
-        told = self._tell(self._record, chosen, root, trainer) if collectives.rank == 0 else None
+        told = _describe_choice(self._record, chosen, root, trainer) if collectives.rank == 0 else None
         self._is_over, loggers = collectives.broadcast_json(told)
         if self._is_over:
-            _end_at_once(trainer)
+            # Also where its last checkpoint is older than what the fit must do at least.
+            trainer.should_stop = True
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
         if chosen is not None:
             _continue_loggers(trainer, loggers, writes=collectives.rank == 0)
         load_at_start(trainer, None if chosen is None else chosen.path)
 
-    def _tell(
-        self, record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer
-    ) -> tuple[bool, Loggers]:
-        """Say what is done; return whether the run is over, and which loggers it had."""
-        if chosen is None:
-            others = record.num_other_runs()
-            advice = f" ({pluralize(others, 'other run')} left some)" if others else ""
-            rank_zero_info(
-                f"bucketddp: `auto_resume`: no checkpoint of this run under `{root}`{advice}: training begins at the"
-                " start."
-            )
-            return False, ()
-        end = record.end
-        is_over = end is not None and _is_over(end, trainer)
-        where = "."
-        if end is not None and chosen.step == end.step:
-            where = ", where the run had ended."
-        elif end is not None and is_over:
-            where = f". The run had ended at step {end.step}: nothing is trained."
-        rank_zero_info(f"bucketddp: `auto_resume`: resuming from {chosen.describe()}{where}")
-        return is_over, record.loggers
-
     def started(self, trainer: Trainer) -> None:
-        """Note that training begins."""
         if self._record is not None and not self._is_path_given:
             # Where `ModelCheckpoint` would keep it for good. It is a checkpoint of this run like others.
             trainer.ckpt_path = None
@@ -192,6 +171,28 @@ class AutoResume:
             )
 
 
+def _describe_choice(
+    record: RunRecord, chosen: SavedCheckpoint | None, root: str, trainer: Trainer
+) -> tuple[bool, Loggers]:
+    """Log what is done; return whether the run is over, and which loggers it had."""
+    if chosen is None:
+        others = record.num_other_runs()
+        advice = f" ({pluralize(others, 'other run')} left some)" if others else ""
+        rank_zero_info(
+            f"bucketddp: `auto_resume`: no checkpoint of this run under `{root}`{advice}: training begins at the start."
+        )
+        return False, ()
+    end = record.end
+    is_over = end is not None and _is_over(end, trainer)
+    where = "."
+    if end is not None and chosen.step == end.step:
+        where = ", where the run had ended."
+    elif end is not None and is_over:
+        where = f". The run had ended at step {end.step}: nothing is trained."
+    rank_zero_info(f"bucketddp: `auto_resume`: resuming from {chosen.describe()}{where}")
+    return is_over, record.loggers
+
+
 def _is_over(end: RunEnd, trainer: Trainer) -> bool:
     """Return whether a run that has come to `end` has nothing left to do: it may have got more steps since."""
     limits = [(end.step, trainer.max_steps), (end.num_epochs, trainer.max_epochs), (end.seconds, _time(trainer)[1])]
@@ -205,16 +206,9 @@ def _time(trainer: Trainer) -> tuple[float, float]:
     return max((timer.time_elapsed() for timer in timers), default=0.0), min(limits, default=math.inf)
 
 
-def _end_at_once(trainer: Trainer) -> None:
-    """Have a fit train nothing, also where its last checkpoint is older than what it must do at least."""
-    trainer.should_stop = True
-    loop: Any = trainer.fit_loop
-    loop.min_epochs = loop.epoch_loop.min_steps = None
-
-
 def _continue_loggers(trainer: Trainer, saved: Loggers, *, writes: bool) -> None:
     """Have loggers go on where they were, unless the user says where."""
-    for logger, (kind, version) in zip(_loggers(trainer), saved, strict=False):
+    for logger, (kind, version) in zip(trainer.loggers, saved, strict=False):
         if type(logger).__name__ != kind or version is None or not continue_logger(logger, version):
             continue
         if writes and any(base.__name__ == "CSVLogger" for base in type(logger).__mro__):
@@ -239,13 +233,8 @@ def _reopen_csv(logger: Any) -> None:
 
 
 def _describe_loggers(trainer: Trainer) -> Loggers:
-    versions = [(type(logger).__name__, logger.version) for logger in _loggers(trainer)]
+    versions = [(type(logger).__name__, logger.version) for logger in trainer.loggers]
     return [(kind, version if isinstance(version, int | str) else None) for kind, version in versions]
-
-
-def _loggers(trainer: Trainer) -> list[Any]:
-    loggers: list[Any] = trainer.loggers
-    return loggers
 
 
 def _agree(record: RunRecord, collectives: Collectives, *, checks_files: bool) -> SavedCheckpoint | None:
@@ -275,16 +264,6 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 def _absolute(path: Any) -> str:
     return str(path) if "://" in str(path) else os.path.abspath(path)
-
-
-def _command() -> list[str]:
-    # Where a notebook's kernel was started is another file each time.
-    script, *arguments = ("", "") if hasattr(sys, "ps1") else sys.argv or ("",)
-    return [os.path.realpath(script) if os.path.isfile(script) else script, *arguments]
-
-
-def _shape(param: torch.nn.Parameter) -> list[int] | None:
-    return None if torch.nn.parameter.is_lazy(param) else list(param.shape)
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import socket
 import time
@@ -36,11 +35,12 @@ from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.sharding.state import gather_optimizer_state
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
-from lightning_bucketddp.strategies.fault_handling import FaultHandler, RunContext
-from lightning_bucketddp.strategies.launchers import HoldsPort
+from lightning_bucketddp.strategies.fault_handling import FaultHandler
+from lightning_bucketddp.strategies.launchers import HoldsPort, make_launcher
 from lightning_bucketddp.strategies.options import (
     StartMethod,
     StrategyOptions,
+    check_devices,
     option_defaults,
     refuse_unknown,
     takes_any_option,
@@ -62,17 +62,13 @@ _LAST_RESORT = timedelta(seconds=15)
 class StrategyBase:
     """Checks options, has all ranks meet before any waits in a collective, and ends a run on all of them."""
 
-    # Set by `bindings/`: what is another in each root of Lightning.
-    _launchers: ClassVar[Any]
-    _init_dist_connection: ClassVar[Any]
-    _default_checkpoint_io: ClassVar[type[Any]]
-    # What Lightning's Trainer raises when SIGTERM stops it, and when tuning is over.
-    _sigterm_exception: ClassVar[type[SystemExit] | None] = None
-    _normal_ends: ClassVar[tuple[type[Exception], ...]] = ()
-
+    # Set by `bindings/`: classes and functions that each root of Lightning has for itself.
+    root: ClassVar[Any]
     __signature__: ClassVar[inspect.Signature]
     # What was given and is not the default, for a class of another root of Lightning.
     given_options: dict[str, Any]
+    # None: none was given, and nobody has asked for it.
+    _io: Any = None
 
     # Set in a process that has started the ranks and is none: its weights are old.
     trains_elsewhere: bool = False
@@ -87,6 +83,11 @@ class StrategyBase:
         launcher: Any
         _launcher: Any
         _get_process_group_backend: Any
+
+        @property
+        def shards(self) -> Shards | None: ...  # the optimizers whose state is divided among the ranks
+
+        def _active_reducers(self) -> list[Reducer]: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,9 +106,21 @@ class StrategyBase:
         }
         return strategy
 
-    def _take_options(self, options: StrategyOptions) -> None:
-        """Keep `options`, and have ready what a run begins with."""
-        self.options = options
+    def make_again(self) -> None:
+        """Initialise this strategy, which was made for a Trainer, as the class that it is now."""
+        options = {**self.given_options, "start_method": self._start_method}
+        for name in options.keys() - option_defaults(type(self).__init__).keys():
+            raise TypeError(
+                f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric."
+                f" Leave it out, or see `{type(self).__module__}.BucketDDPStrategy` for what there is."
+            )
+        vars(self).clear()
+        self.__init__(**options)  # type: ignore[misc]
+        self.given_options = options
+
+    def _take_options(self, arguments: dict[str, Any]) -> None:
+        """Validate the `arguments` of `__init__`, and have ready what a run begins with."""
+        self.options = options = StrategyOptions.of(arguments)
         self.config: ReducerConfig = options.reducer
         self._collectives: Collectives | None = None
         self._progress = Progress(waiting_in=_FILES_OF_WAITS)
@@ -123,6 +136,7 @@ class StrategyBase:
 
     def _start_together(self) -> None:
         """Make the process group, once all ranks are there."""
+        check_devices(self.root_device, *self.options.torch_devices)
         if torch.distributed.is_initialized():
             self._take_listener(port=None)
             return
@@ -139,58 +153,38 @@ class StrategyBase:
         rendezvous = Rendezvous(point, timeout_s=self.options.timeouts.start_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
+        backend, timeout = self._get_process_group_backend(), self._timeout
         with launched.ended_on_failure():
             store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
-            store.set_timeout(self._timeout or default_pg_timeout)
-            with self._nccl_settings(store, point), gloo_interface(on_one_host=self._is_on_one_host):
-                self._make_group(store)
+            store.set_timeout(timeout or default_pg_timeout)
+            if "nccl" in backend and timeout is not None:
+                timeout += _LAST_RESORT
+            device = None if self.root_device.type == "cpu" else self.root_device
+            with self._nccl_settings(backend, store, point), gloo_interface(on_one_host=self._is_on_one_host):
+                # Lightning's, which does what else belongs to it.
+                self.root.init_dist_connection(environment, backend, store=store, timeout=timeout, device_id=device)
 
-    @property
-    def _is_on_one_host(self) -> bool:
-        return is_on_this_host(self.cluster_environment.main_address, num_nodes=self._num_nodes)
-
-    def _make_group(self, store: torch.distributed.Store) -> None:  # type: ignore[name-defined]
-        backend = self._get_process_group_backend()
-        timeout = self._timeout
-        if "nccl" in backend and timeout is not None:
-            timeout += _LAST_RESORT
-        # Lightning's, which does what else belongs to it.
-        self._init_dist_connection(
-            self.cluster_environment,
-            backend,
-            store=store,
-            timeout=timeout,
-            device_id=None if self.root_device.type == "cpu" else self.root_device,
-        )
-
-    def _new_collectives(self) -> Collectives:
-        return Collectives(self.root_device, timeout=self._timeout, on_one_host=self._is_on_one_host)
-
-    def _log_start(self, reducer: Reducer | None = None) -> None:
-        """Say what was chosen, unless the last run of this strategy began with the same."""
-        line = describe_start(
-            self.options,
-            self.given_options,
-            num_ranks=self.world_size,
-            num_nodes=self._num_nodes,
-            backend=self._get_process_group_backend(),
-            reducer=reducer,
-        )
-        if line != self._start_line:
-            self._start_line = line
-            rank_zero_info(line)
-
-    def end_run(self) -> None:
-        """Call when what was launched has ended well, and no progress bar is on the screen any more."""
+    def _take_listener(self, *, port: int | None) -> socket.socket | None:
+        """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
+        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
+        if listener is not None and listener.getsockname()[1] != port:
+            listener.close()
+            return None
+        return listener
 
     @contextmanager
-    def _nccl_settings(self, store: torch.distributed.Store, point: StoreAddress) -> Iterator[None]:  # type: ignore[name-defined]
+    def _nccl_settings(
+        self,
+        backend: str,
+        store: torch.distributed.Store,  # type: ignore[name-defined]
+        point: StoreAddress,
+    ) -> Iterator[None]:
         """Set what NCCL reads while the group is made in the block; connect the group where that reads some of it."""
-        if "nccl" not in self._get_process_group_backend():
+        if "nccl" not in backend:
             yield
             return
-        backend = nullcontext() if self.options.process_group_backend else tried_nccl()
-        with backend, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+        tried = nullcontext() if self.options.process_group_backend else tried_nccl()
+        with tried, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
             if num_hosts > 0:
                 settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
                 rank_zero_info(
@@ -201,16 +195,25 @@ class StrategyBase:
             if num_hosts > 0:
                 torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
 
-    def _take_listener(self, *, port: int | None) -> socket.socket | None:
-        """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
-        listener = self.launcher.take_listener() if isinstance(self.launcher, HoldsPort) else None
-        if listener is not None and listener.getsockname()[1] != port:
-            listener.close()
-            return None
-        return listener
+    @property
+    def _is_on_one_host(self) -> bool:
+        return is_on_this_host(self.cluster_environment.main_address, num_nodes=self._num_nodes)
+
+    def _new_collectives(self) -> Collectives:
+        return Collectives(self.root_device, timeout=self._timeout, on_one_host=self._is_on_one_host)
+
+    def _log_start(self, reducer: Reducer | None = None) -> None:
+        """Say what was chosen, unless the last run of this strategy began with the same."""
+        line = describe_start(self, backend=self._get_process_group_backend(), reducer=reducer)
+        if line != self._start_line:
+            self._start_line = line
+            rank_zero_info(line)
+
+    def end_run(self) -> None:
+        """Call when what was launched has ended well, and no progress bar is on the screen any more."""
 
     @property
-    def _differs_by_design(self) -> bool:
+    def differs_by_design(self) -> bool:
         """Whether replicas may differ between two averages (post-localSGD)."""
         return isinstance(self.config.comm_state, PostLocalSGDState)
 
@@ -218,18 +221,13 @@ class StrategyBase:
         """Return `tensor` of every rank, stacked by rank."""
         return all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    @property
-    def shards(self) -> Shards | None:
-        """The optimizers whose state is divided among the ranks; None: it is not."""
-        raise NotImplementedError
-
-    def _new_shards(self) -> Shards | None:
+    def new_shards(self) -> Shards | None:
         option = self.options.shard_optimizer
         if not option or self._collectives is None or self._collectives.world_size == 1:
             return None
         return Shards(self._collectives, whole_parameters=option == "parameters")
 
-    def _is_divided(self, param: Tensor) -> bool:
+    def is_divided(self, param: Tensor) -> bool:
         return self.shards is not None and self.shards.divides(param)
 
     def full_gradient(self, param: torch.nn.Parameter) -> Tensor | None:
@@ -256,18 +254,29 @@ class StrategyBase:
         return self.has_partial_step or (self.shards is not None and self.shards.is_partial)
 
     @property
+    def checkpoint_io(self) -> Any:
+        if self._io is None:
+            self._io = self.root.checkpoint_io()
+        elif isinstance(self._io, self.root.wrapping_checkpoint_io):
+            # Ignored by a wrapper that already has something to wrap.
+            self._io.checkpoint_io = self.root.checkpoint_io()
+        return self._io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._io = io
+
+    @property
     def checkpoint_stats(self) -> CheckpointStats:
         """How long checkpoints took in this run, on rank zero."""
         return self._writer.stats
 
-    def launched(
-        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> AbstractContextManager[None]:
-        """Take note of what a launcher is asked to run, which it does inside; `trainer` is None with Fabric."""
+    def launched(self, trainer: Any, function: Callable[..., Any], args: Any) -> AbstractContextManager[None]:
+        """Return the context of a launch of `function(*args)`; `trainer` is None with Fabric."""
         return nullcontext()
 
     def _configure_launcher(self) -> None:
-        self._launcher = self._launchers.make(self)
+        self._launcher = make_launcher(self)
 
     def _begin_watching(self) -> FaultHandler:
         this = weakref.ref(self)  # the watch must not keep alive what it watches
@@ -287,20 +296,18 @@ class StrategyBase:
             launcher: Any = None if (strategy := this()) is None else strategy._launcher
             return None if launcher is None else launcher.exit_status_of(rank - first_rank)
 
-        context = RunContext(
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout,
-            abort_device=abort_device,
-            exit_status_of=exit_status_of,
-            launcher_pid=_launcher_pid(self._start_method),
-            claim_file=claim,
-        )
+        # Who has started the ranks without being one; None: nobody, or a process that may end first.
+        has_parent = self._start_method != "popen" or is_launched_by_torchrun()
         self._fault_handler = FaultHandler(
             self._progress,
-            context,
-            stall_warning_s=self.options.timeouts.stall_warning_s,
-            stall_timeout_s=self.options.timeouts.stall_s or math.inf,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout or default_pg_timeout,
+            timeouts=self.options.timeouts,
+            abort_device=abort_device,
+            exit_status_of=exit_status_of,
+            launcher_pid=os.getppid() if has_parent else None,
+            claim_file=claim,
         )
         self._fault_handler.begin()
         return self._fault_handler
@@ -317,16 +324,13 @@ class StrategyBase:
             time.sleep(0.01)
         self.has_partial_step = not all(reducer.has_exchanged for reducer in reducers)
 
-    def _active_reducers(self) -> list[Reducer]:
-        raise NotImplementedError
-
     def _end_watching(self) -> None:
         if self._fault_handler is not None:
             self._fault_handler.end()
             self._fault_handler = None
 
     @contextmanager
-    def _ending_all_ranks(self, *reducers: Reducer) -> Iterator[None]:
+    def ending_all_ranks(self, *reducers: Reducer) -> Iterator[None]:
         """Run a backward of `reducers` inside; if it raises, all ranks end at once, even if a user catches that."""
         try:
             yield
@@ -335,7 +339,7 @@ class StrategyBase:
                 self.end_run_by(error)
             raise
 
-    def _explain_own_gradients(self, optimizer: Optimizer, *, remedy: str) -> str | None:
+    def explain_own_gradients(self, optimizer: Optimizer, *, remedy: str) -> str | None:
         """Return why `optimizer` should not step with the gradients that it has; None: all of them are averaged."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         names = [name for reducer in self._active_reducers() for name in reducer.own_gradients(params)]
@@ -349,15 +353,10 @@ class StrategyBase:
 
     def end_run_by(self, error: BaseException) -> None:
         """End the run on all ranks, because it ends on this one by `error`. Raises if another rank was the cause."""
-        if isinstance(error, self._normal_ends):
+        if isinstance(error, self.root.normal_ends):
             self._end_watching()
         elif self._fault_handler is not None:
-            instead = self._fault_handler.end_by(error, sigterm_exception=self._sigterm_exception)
+            instead = self._fault_handler.end_by(error, sigterm_exception=self.root.sigterm_exception)
             if instead is not None:
                 # Not "from" the error, which is nothing but a connection that broke.
                 raise instead from None
-
-
-def _launcher_pid(start_method: StartMethod) -> int | None:
-    """Return the process that has started the ranks without being one; None: there is none, or it may end first."""
-    return os.getppid() if start_method != "popen" or is_launched_by_torchrun() else None

@@ -28,12 +28,9 @@ class SkippedStep:
     loss: Tensor
 
 
-def accept_skipped_steps(trainer: Trainer) -> None:
-    """Have a fit take a `SkippedStep` from `training_step`, and report no loss for it."""
-    replace_result_class(trainer, _with_skips)
-
-
 def _with_skips(result_class: Any) -> Any:
+    """Return a `result_class` that takes a `SkippedStep` from `training_step`, and reports no loss for it."""
+
     class ResultOrSkip(result_class):  # type: ignore[misc]
         @classmethod
         def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
@@ -85,7 +82,7 @@ class BatchWeighting(RunPart):
         self._weight: float | None = None
         self._reference_weight: float | None = None
         self._skipped_loss: Tensor | None = None
-        accept_skipped_steps(trainer)
+        replace_result_class(trainer, _with_skips)
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +91,7 @@ class BatchWeighting(RunPart):
 
     @property
     def nobody_trained(self) -> bool:
-        """Whether no rank that this one takes steps with had data for this one: it is not to be taken."""
+        """Whether no rank that this one steps with had data for this step: it is not to be taken."""
         return self._withholds_empty_steps and self._nobody_contributed
 
     @property
@@ -157,20 +154,16 @@ class BatchWeighting(RunPart):
     @property
     def loss_factor(self) -> float:
         """What `weigh` multiplies the loss of this batch by."""
-        if self.weighting is None or self._weight_of is None:
-            return 0.0 if self.weighting is not None and self.is_idle else 1.0
-        return 0.0 if self.is_idle else self._relative_weight() * self._num_micro_batches
+        if self.is_idle or self._weight_of is None:
+            return 0.0 if self.is_idle else 1.0
+        # Lightning has divided the loss by the number of micro-batches.
+        automatic = self._trainer.lightning_module.automatic_optimization
+        return self._relative_weight() * (self._trainer.accumulate_grad_batches if automatic else 1)
 
     def agree(self, loss: Any) -> Any:
         """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
         is_without = loss is None and self.weighting is not None and not self._nobody_contributed
         return torch.zeros((), device=self._collectives.device) if is_without else loss
-
-    @property
-    def _num_micro_batches(self) -> int:
-        """What Lightning has divided the loss by."""
-        automatic = self._trainer.lightning_module.automatic_optimization
-        return self._trainer.accumulate_grad_batches if automatic else 1
 
     def _relative_weight(self) -> float:
         """Return the weight in units of a typical one, so that weighing moves no loss out of the range of its dtype."""

@@ -28,14 +28,16 @@ from torch.utils.data import DistributedSampler
 from lightning_bucketddp.checkpoint.checkpoint_io import safe_globals_allowed
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.data.evaluation import Part, divided, share_of
+from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.trainer_internals import (
     combined_loader,
     logged_results,
     mode_of,
     predict_unseen,
-    replace_evaluation_step,
-    replace_predict_step,
     replace_preparation,
+    replace_step,
+    return_predictions,
 )
 
 if TYPE_CHECKING:
@@ -47,22 +49,16 @@ class _Before:
     """The states of a metric before the batch; of one that is new, or just being made, its defaults."""
 
     def __init__(self, metric: Metric, *, is_new: bool = False) -> None:
-        self._metric = metric
+        self.metric = metric
         defaults = {} if is_new else vars(metric).get("_defaults", {})
         self._states = {name: _copied(getattr(metric, name)) for name in defaults if hasattr(metric, name)}
         self._num_updates: int = 0 if is_new else vars(metric).get("_update_count", 0)
-
-    @property
-    def is_logged_for_this_rank(self) -> bool:
-        """Whether this is a value that `self.log` keeps without `sync_dist`."""
-        meta = getattr(self._metric, "meta", None)
-        return meta is not None and not meta.sync.should
 
     def restore(self) -> None:
         """Have the metric forget the batch."""
         from torchmetrics.utilities import dim_zero_cat
 
-        metric = self._metric
+        metric = self.metric
         was_reset = metric._update_count < self._num_updates
         states = metric._defaults if was_reset else {**metric._defaults, **self._states}
         for name, before in states.items():
@@ -73,11 +69,9 @@ class _Before:
 
 @contextmanager
 def rolled_back(logged: dict[str, Any], *, keeps_own_values: bool) -> Iterator[None]:
-    """Take back what is logged inside, and what any metric of torchmetrics counts there, wherever it is kept.
+    """Take back what any metric of torchmetrics counts inside, those of `logged`, Lightning's results of an epoch, too.
 
-    Args:
-        logged: Lightning's results of the epoch, which are metrics, too.
-        keeps_own_values: leave what is logged for this rank alone, without `sync_dist`.
+    `keeps_own_values`: but for what is logged for this rank alone, without `sync_dist`.
     """
     from torchmetrics import Metric
 
@@ -97,7 +91,8 @@ def rolled_back(logged: dict[str, Any], *, keeps_own_values: bool) -> Iterator[N
         Metric.__setattr__ = set_attribute  # type: ignore[method-assign]
     before.update({id(result): _Before(result, is_new=True) for result in logged.values() if id(result) not in before})
     for states in before.values():
-        if not (keeps_own_values and states.is_logged_for_this_rank):
+        meta = getattr(states.metric, "meta", None)  # of what `self.log` keeps
+        if not (keeps_own_values and meta is not None and not meta.sync.should):
             states.restore()
 
 
@@ -108,8 +103,7 @@ def _copied(state: Any) -> Any:
 def _without_batch(after: Any, before: Any, *, is_joined: bool) -> Any:
     """Return the state of a metric that was `before`, in the form that the batch has given it on all ranks.
 
-    Args:
-        is_joined: a list is joined before ranks exchange it, if it has more than one element.
+    `is_joined`: a list of more than one element is joined before ranks exchange it.
     """
     if isinstance(after, list) and isinstance(before, list):
         is_joined = is_joined and len(after) > 1
@@ -128,33 +122,25 @@ def _emptied(value: Any, *, is_joined: bool) -> Any:
     return value[:0] if isinstance(value, Tensor | list | tuple) else value
 
 
-_TRAINING = "train"
-_PREDICTING = "predict"
+class ExactEvaluation(RunPart):
+    """Divides the data that Lightning prepares for evaluation, takes back what is repeated, and gathers predictions."""
 
-
-class ExactEvaluation:
-    """Divides the data that Lightning prepares for evaluation, and takes back what is repeated.
-
-    Args:
-        pads: leave validation and test to Lightning.
-        keeps_batches: deal out whole batches in a prediction, so that it can be put together again.
-    """
-
-    def __init__(self, trainer: Trainer, collectives: Collectives, *, pads: bool, keeps_batches: bool) -> None:
+    def __init__(self, trainer: Trainer, collectives: Collectives, options: StrategyOptions) -> None:
         self._trainer = trainer
-        self.part = Part(collectives.rank, collectives.world_size, common_seed(collectives))
-        self._pads = pads
-        self._keeps_batches = keeps_batches
+        self._collectives = collectives
+        self._options = options
+        self._part = Part(collectives.rank, collectives.world_size, common_seed(collectives))
+        # By dataloader of the prediction that runs.
+        self._are_divided: list[bool] = []
         self._gives_all = False
         self._was_asked = False
-        # Nothing else tells for what a sampler is (validation data is prepared in the middle of training), and which
-        # batch of which loader a step and its hooks are about.
+        # Nothing else tells what a sampler is for, and which batch of which loader a step is about.
         self._replaced = ExitStack()
         self._replaced.callback(replace_preparation(trainer, self._prepare))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         for loop in (val_loop, trainer.validate_loop, trainer.test_loop):
-            self._replaced.callback(replace_evaluation_step(loop, partial(self._evaluation_step, loop)))
-        self._replaced.callback(replace_predict_step(trainer.predict_loop, self._predict_step))
+            self._replaced.callback(replace_step(loop, partial(self._evaluation_step, loop)))
+        self._replaced.callback(replace_step(trainer.predict_loop, self._predict_step))
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
@@ -163,15 +149,17 @@ class ExactEvaluation:
     def sampler_kwargs(self) -> dict[str, Any] | None:
         """Return what Lightning shall make the sampler with that it asks for; None: for this rank's data."""
         self._was_asked = True
-        return {"num_replicas": 1, "rank": 0, "seed": self.part.seed} if self._gives_all else None
+        return {"num_replicas": 1, "rank": 0, "seed": self._part.seed} if self._gives_all else None
 
     def _prepare(self, prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        self._gives_all = mode != _TRAINING and not (self._pads and mode != _PREDICTING)
+        self._gives_all = mode == "predict" or (mode != "train" and self._options.exact_evaluation)
         self._was_asked = False
         try:
             loader = prepare(dataloader, shuffle, mode)
             if self._gives_all and self._was_asked:
-                loader = divided(loader, self.part, keeps_batches=self._keeps_batches and mode == _PREDICTING)
+                # A prediction is put together again from whole batches.
+                keeps_batches = self._options.gather_predictions and mode == "predict"
+                loader = divided(loader, self._part, keeps_batches=keeps_batches)
         finally:
             self._gives_all = False
         return loader
@@ -198,13 +186,23 @@ class ExactEvaluation:
             # For collectives in the step. Nobody could take back what others write who see it.
             predict_unseen(self._trainer, batch, batch_idx, dataloader_idx)
 
+    def begin_prediction(self) -> None:
+        if self._options.gather_predictions:
+            self._are_divided = divided_loaders(self._trainer.predict_loop)
+            # Lightning returns none where it has launched processes by itself.
+            if self._options.start_method != "popen":
+                return_predictions(self._trainer)
+
+    def end_prediction(self) -> None:
+        loop = self._trainer.predict_loop
+        if self._options.gather_predictions and loop.return_predictions:
+            by_loader = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+            divided = [batches for batches, is_divided in zip(by_loader, self._are_divided, strict=True) if is_divided]
+            gather_predictions(divided, self._collectives)
+
 
 def divided_loaders(loop: Any) -> list[bool]:
-    """Return for each dataloader of a prediction whether we have divided it; what others give, every rank has.
-
-    Raises:
-        ValueError: the user's own sampler has divided one.
-    """
+    """Return for each dataloader of a prediction whether we have divided it; raise if the user's sampler has."""
     loaders = combined_loader(loop).flattened
     for number, loader in enumerate(loaders):
         # Lightning's sampler that remembers the indices is beside it.

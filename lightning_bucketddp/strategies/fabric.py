@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.checkpoint.collective_io import read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.checkpoint.finite_weights import Severities, nonfinite_weights, severities_of
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided
@@ -34,17 +33,13 @@ from lightning_bucketddp.reducer.nonfinite import (
     withhold_nonfinite,
 )
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import (
-    ReplicaComparison,
-    TrainingState,
-    training_state,
-)
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwrapped
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.exact_evaluation import common_seed
 from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
-from lightning_bucketddp.strategies.options import DDPOptions, StartMethod, StrategyOptions, check_devices
+from lightning_bucketddp.strategies.options import DDPOptions, StartMethod
 from lightning_bucketddp.trainer_internals import convert_to_state
 
 if TYPE_CHECKING:
@@ -105,48 +100,36 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        self._take_options(StrategyOptions.of(arguments))
-        self._io = checkpoint_io  # None: none was given, and nobody has asked for it
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        self._take_options(arguments)
+        self._io = checkpoint_io
         self.reducers: dict[nn.Module, Reducer] = {}
         self._shared_buffers: dict[nn.Module, SharedBuffers] = {}
         self._checks: ReplicaComparison | None = None
         self._optimizers: list[Optimizer] = []
-        self._shards: Shards | None = None
+        self.shards: Shards | None = None
         self._weights_at_start: dict[nn.Module, Severities] = {}
-        self._backward_sync_control: Any = _BackwardSyncControl(self)
+        self._backward_sync_control: Any = self  # `fabric.no_backward_sync` asks it
 
     def setup_environment(self) -> None:
         if self._launcher is None:
             self._configure_launcher()  # as Fabric does; it tells how ranks have ended
         super().setup_environment()
         self._set_world_ranks()
-        check_devices(self.root_device, *self.options.torch_devices)
         self._start_together()
         self._setup_distributed()
         if self.world_size > 1:
             self._progress.enter("the training loop")
             ending = self._begin_watching()
-            ending.report_uncaught()
-            ending.handle_interrupts()
+            ending.handle_end_of_program()
             # Fabric does not say when a run is over.
             weakref.finalize(self, ending.end)
         self._collectives = self._new_collectives()
         # Not at the end of the process, which closes connections by itself and in which nobody may wait.
         weakref.finalize(self, self._collectives.close_host_groups).atexit = False
-        self._shards = self._new_shards()
+        self.shards = self.new_shards()
         self._act_before_forward(self._collectives.world_size)
         self._log_start()
-
-    @property
-    def shards(self) -> Shards | None:
-        return self._shards
 
     def _act_before_forward(self, world_size: int) -> None:
         # Fabric calls nothing of a strategy around a forward, but it enters this context of the precision's.
@@ -175,8 +158,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         replicas.agree()
         if self.options.init_sync:
             replicas.broadcast()
-        is_first = not self.reducers
-        if is_first and self._collectives.world_size > 1 and not self._differs_by_design:
+        if not self.reducers and self._collectives.world_size > 1 and not self.differs_by_design:
             self._checks = ReplicaComparison(
                 self._collectives,
                 self.options.replica_checks,
@@ -185,9 +167,9 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             )
         finiteness = Finiteness(replicas, self.config, has_scaler=scaler_of(self.precision) is not None)
         compiled = unwrapped(module)
-        if self._shards is not None and compiled in self.reducers:
-            self._shards.forget(set(module.parameters()))
-        reducer = Reducer(replicas, self.config, maker=self._shards, finiteness=finiteness, say=rank_zero_info)
+        if self.shards is not None and compiled in self.reducers:
+            self.shards.forget(set(module.parameters()))
+        reducer = Reducer(replicas, self.config, maker=self.shards, finiteness=finiteness, say=rank_zero_info)
         self.reducers[compiled] = reducer
         self._weights_at_start[compiled] = severities_of(compiled)
         self._shared_buffers.pop(compiled, None)
@@ -198,8 +180,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Compare the state of `optimizer` between the ranks from now on, or divide it among them."""
         self._optimizers.append(optimizer)
-        if self._shards is not None:
-            self._shards.add(optimizer)
+        if self.shards is not None:
+            self.shards.add(optimizer)
         return super().setup_optimizer(optimizer)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -221,24 +203,28 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         return exact
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
         if self._checks is not None:
+            num_backwards = sum(reducer.stats.num_backwards for reducer in self.reducers.values())
             self._checks.between_steps(self._trained_state, num_backwards=num_backwards)
         modules = list(self.reducers) if module is None else [unwrapped(module)]
         reducers = [self.reducers[module] for module in modules]
         # With several modules and none of them named, gradients tell: a module that no rank used costs nothing then.
         takes_part = len(reducers) == 1
-        if self._shards is not None:
-            self._shards.begin_backward()  # here all ranks are, whatever modules take part
+        if self.shards is not None:
+            self.shards.begin_backward()  # here all ranks are, whatever modules take part
         with ExitStack() as scopes:
             scopes.enter_context(self._progress.during(BACKWARD))
-            scopes.enter_context(self._ending_all_ranks(*reducers))
+            scopes.enter_context(self.ending_all_ranks(*reducers))
             for reducer in reducers:
                 reducer.finiteness.see_loss(tensor)
                 scopes.enter_context(reducer.backward(takes_part=takes_part))
             super().backward(tensor, module, *args, **kwargs)
             if takes_part and (shared := self._shared_buffers.get(modules[0])) is not None:
                 shared.end_backward(has_gradients=reducers[0].has_gradients)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
+        return self.reducers[unwrapped(module)].no_sync() if enabled else nullcontext()
 
     def _active_reducers(self) -> list[Reducer]:
         return list(self.reducers.values())
@@ -248,7 +234,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
 
         def closure_or_withheld() -> Any:
             loss = closure() if closure is not None else None
-            if (reason := self._explain_own_gradients(optimizer, remedy="fabric.backward(loss)")) is not None:
+            if (reason := self.explain_own_gradients(optimizer, remedy="fabric.backward(loss)")) is not None:
                 raise RuntimeError(reason)
             withhold_nonfinite(optimizer, checks)
             return loss
@@ -263,16 +249,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
                 drop_gradients(optimizer, self.precision)
                 return None
 
-    @property
-    def checkpoint_io(self) -> Any:
-        if self._io is None:
-            self._io = self._default_checkpoint_io()
-        return self._io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._io = io
-
     def save_checkpoint(
         self,
         path: Any,
@@ -283,7 +259,8 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         """Write on rank zero; a failure is raised on every rank."""
         if self.has_partial_weights:
             raise CheckpointWriteError(partial_step(path))
-        if self.has_lost_shards and any(self._holds_shards(value) for value in state.values()):
+        divided_states = [] if self.shards is None else [self.shards.of(value) for value in state.values()]
+        if self.has_lost_shards and any(found is not None for found in divided_states):
             raise CheckpointWriteError(lost_shards(path))
         if self._checks is not None and self._collectives is not None and self._collectives.is_open:
             self._checks.compare(self._trained_state, when=f"before checkpoint `{path}` is written")
@@ -314,9 +291,6 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(unwrapped(module), state_dict, strict=strict)
 
-    def _holds_shards(self, value: Any) -> bool:
-        return self.shards is not None and self.shards.of(value) is not None
-
     def wait_for_checkpoints(self) -> None:
         """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
         write_on_rank_zero(self._writer.drain, self._collectives)
@@ -325,12 +299,16 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
     ) -> dict[str, Any]:
         """Give `state` what a checkpoint holds, once all ranks have read the same."""
-        own_io = self.checkpoint_io
+        own_io, collectives = self.checkpoint_io, self._collectives
         # Not for `fabric.load_raw`, which one rank may call alone: other than `fabric.load` it waits for nobody.
-        if self._collectives is not None and not isinstance(state, nn.Module | Optimizer):
+        if collectives is not None and not isinstance(state, nn.Module | Optimizer):
             if self.options.async_checkpoints:
                 self.wait_for_checkpoints()
-            self._io = _ReadOnEveryRank(own_io, self._collectives)
+
+            def read(path: Any, **kwargs: Any) -> dict[str, Any]:
+                return read_on_every_rank(lambda: own_io.load_checkpoint(path, **kwargs), collectives, path=path)
+
+            self._io = SimpleNamespace(load_checkpoint=read)  # for Fabric's own code, which takes apart what it reads
         try:
             rest = super().load_checkpoint(path, state, strict, **kwargs)
         finally:
@@ -349,7 +327,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
             for index, reducer in enumerate(self.reducers.values())
             for name, param in reducer.replicas.parameters.items()
         }
-        return training_state(parameters, self._optimizers, is_divided=self._is_divided)
+        return training_state(parameters, self._optimizers, is_divided=self.is_divided)
 
     def teardown(self) -> None:
         for reducer in self.reducers.values():
@@ -357,27 +335,3 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         with suppress(Exception):  # it is in the log
             self._writer.drain()
         super().teardown()
-
-
-@dataclass(frozen=True)
-class _ReadOnEveryRank:
-    """What `checkpoint_io` reads, for Fabric's own code to take apart."""
-
-    checkpoint_io: Any
-    collectives: Collectives
-
-    def load_checkpoint(self, path: Any, **kwargs: Any) -> dict[str, Any]:
-        return read_on_every_rank(
-            lambda: self.checkpoint_io.load_checkpoint(path, **kwargs), self.collectives, path=path
-        )
-
-
-class _BackwardSyncControl:
-    """What `fabric.no_backward_sync` asks."""
-
-    def __init__(self, strategy: FabricStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Accumulate the gradients of `module` on this rank only, in backwards that run inside."""
-        return self._strategy.reducers[unwrapped(module)].no_sync() if enabled else nullcontext()

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import math
 import os
 import signal
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.constants import default_pg_timeout
-
 from lightning_bucketddp.comm.connections import Connections, cut_connections
-from lightning_bucketddp.comm.process_group import (
-    StoreAccess,
-    access_store,
-    leave_process_group,
-)
+from lightning_bucketddp.comm.process_group import access_store, leave_process_group
+from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.faults.failure import Kind
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
@@ -42,70 +37,67 @@ if TYPE_CHECKING:
 _LIBRARIES_END_WITHIN_S = 3.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """What a run has around it.
+class FaultHandler:
+    """The end of one run, from the moment that there is a process group.
 
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        timeout: how long a collective may take; None: torch's default.
+    Args:
+        timeout: how long a collective may take.
         abort_device: ends what waits on a device.
         exit_status_of: how a process that this one has started for a rank ended.
         launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
         claim_file: whether this rank is the first to make a file for the run of this name.
     """
 
-    rank: int
-    world_size: int
-    timeout: timedelta | None
-    abort_device: Callable[[], None]
-    exit_status_of: Callable[[int], int | None]
-    launcher_pid: int | None
-    claim_file: Callable[[str], bool]
-
-
-class FaultHandler:
-    """The end of one run, from the moment that there is a process group."""
-
     def __init__(
-        self, progress: Progress, context: RunContext, *, stall_warning_s: float, stall_timeout_s: float
+        self,
+        progress: Progress,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        timeouts: Timeouts,
+        abort_device: Callable[[], None],
+        exit_status_of: Callable[[int], int | None],
+        launcher_pid: int | None,
+        claim_file: Callable[[str], bool],
     ) -> None:
         self.signals: StopSignals | None = None
         self._interrupts: InterruptSignals | None = None
         self._wakeup = SignalWakeup()
-        self._rank = context.rank
+        self._rank = rank
+        self._progress = progress
         self._is_over = False
         self._take_out_hook: Callable[[], None] = lambda: None
         # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
         self.is_saver: bool | None = None
-        self._access = access_store()
+        access = access_store()
+        # Runs follow each other in one process group; each rank counts its own.
+        run = f"bucketddp/{access.name}"
+        name = f"{run}/{access.store.add(f'{run}/num_runs/{rank}', 1)}"
 
         def cut() -> None:
-            cut_connections(except_port=self._access.port)
-            context.abort_device()
+            cut_connections(except_port=access.port)
+            abort_device()
 
-        self._progress = progress
         self._watchdog = Watchdog(
-            _channel(self._access, context),
+            SideChannel(access.store, name=name, rank=rank, world_size=world_size),
             progress,
             WatchdogActions(
                 cut=cut,
                 interrupt=self._interrupt,
                 signals_received=self._signals_received,
-                exit_status_of=context.exit_status_of,
-                store_rank=0 if self._access.is_held_by_rank_zero else None,
-                launcher_pid=context.launcher_pid,
-                claim_file=context.claim_file,
-                connections=Connections(self._access.port),
+                exit_status_of=exit_status_of,
+                store_rank=0 if access.is_held_by_rank_zero else None,
+                launcher_pid=launcher_pid,
+                claim_file=claim_file,
+                connections=Connections(access.port),
             ),
-            stall_warning_s=stall_warning_s,
-            timeout_s=(context.timeout or default_pg_timeout).total_seconds(),
-            stall_timeout_s=stall_timeout_s,
+            stall_warning_s=timeouts.stall_warning_s,
+            timeout_s=timeout.total_seconds(),
+            stall_timeout_s=timeouts.stall_s or math.inf,
         )
 
     def begin(self) -> None:
-        """Start to watch."""
         self._wakeup.install()
         self._watchdog.start()
         # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
@@ -136,7 +128,7 @@ class FaultHandler:
         return self._watchdog.is_ending
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
-        """Return ranks that never come to `phase`, where this one is, because they wait somewhere else."""
+        """Return ranks that will not come to `phase`, where this one is, because they wait elsewhere."""
         return [] if self._is_over else self._watchdog.waiting_elsewhere(what, phase=phase)
 
     @property
@@ -149,23 +141,18 @@ class FaultHandler:
         self.signals = StopSignals(trainer, self._watchdog, self._progress, self._wakeup)
         self.signals.replace_handlers(callback)
 
-    def handle_interrupts(self) -> None:
-        """Have Ctrl-C stop a program that has the loop itself, also where it waits for other ranks."""
+    def handle_end_of_program(self) -> None:
+        """Have Ctrl-C, and an exception that ends the program, end the run of a program that has the loop itself."""
         self._interrupts = InterruptSignals(self._wakeup)
         self._interrupts.replace_handlers()
-
-    def report_uncaught(self) -> None:
-        """Have an exception that ends the program end the run, where there is no function whose end could be seen."""
         # Not this object itself, with its connections: other hooks may keep this one for good.
         this, previous = weakref.ref(self), sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
             handler = this()
             instead = None if handler is None or handler._is_over else handler.end_by(error)
-            if instead is None:
-                previous(kind, error, trace)
-            else:
-                previous(type(instead), instead, trace)
+            shown = instead or error
+            previous(type(shown), shown, trace)
 
         def take_out() -> None:
             if sys.excepthook is report:
@@ -179,9 +166,7 @@ class FaultHandler:
     ) -> BaseException | None:
         """Tell all ranks that this one ends by `error`; return what it shall raise instead, if it was not the first.
 
-        Args:
-            error: what the training thread raises.
-            sigterm_exception: what is raised when SIGTERM stops a run; None: `SystemExit`.
+        `sigterm_exception` is what is raised when SIGTERM stops a run; None: `SystemExit`.
         """
         is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
         stopped_by = 0
@@ -195,8 +180,7 @@ class FaultHandler:
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-            # As a shell reports a process that a signal has ended. Lightning's would end with 0, like a run that is
-            # complete.
+            # As a shell reports a process that a signal has ended. Lightning's would end with 0.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
         # Where all have raised, each knows best what it has raised.
         is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self._watchdog.have_aborted
@@ -218,14 +202,6 @@ def partial_step(path: object, *, newest: object = None) -> str:
         f"checkpoint `{path}` is not saved, because a rank was lost while gradients or weights were being"
         f" exchanged, and the weights on this rank may be wrong. Resume from {_before(newest)}."
     )
-
-
-def _channel(access: StoreAccess, context: RunContext) -> SideChannel:
-    # Runs follow each other in one process group; each rank counts its own.
-    run = f"bucketddp/{access.name}"
-    number = access.store.add(f"{run}/num_runs/{context.rank}", 1)
-    name = f"{run}/{number}"
-    return SideChannel(access.store, name=name, rank=context.rank, world_size=context.world_size)
 
 
 def lost_shards(path: object, *, newest: object = None) -> str:

@@ -1,12 +1,14 @@
-"""What a run of the Trainer has on this rank, in one object."""
+"""What a run of the Trainer has on this rank, and how that is made from the options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -14,158 +16,27 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.data.uneven_data import UnevenData
-from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.signals import StopSignals
-from lightning_bucketddp.graphs.captured_steps import CapturedSteps
-from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
+from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.reducer.observer import ReducerStats
+from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
+from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
 from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.strategies.recording import FitTally
+from lightning_bucketddp.strategies.replica_parts import BufferSync, ConvertedLayers, ScheduledComparison
 from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
+from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins.layer_sync import LayerSync
 
-
-class BufferSync(RunPart):
-    """Gives the ranks rank 0's buffers before something reads them.
-
-    Args:
-        stats: what the reducer has done since; None if nothing trains.
-        once: only before the first forward, and when training ends. So it is under `ddp` with manual optimization:
-            Lightning has torch DDP take no forward for one that a synchronised backward follows.
-    """
-
-    def __init__(self, replicas: Replicas, stats: ReducerStats | None, *, once: bool) -> None:
-        self._replicas = replicas
-        self._stats = stats
-        self._once = once
-        self._num_backwards_shared = -1
-        self._validation_has_begun = False
-
-    def before_forward(self) -> None:
-        # Before the first forward after a synchronised backward, as torch DDP does.
-        if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
-            self.before_evaluation()
-
-    def before_evaluation(self) -> None:
-        if self._once and self._num_backwards_shared >= 0:
-            return
-        if self._stats is not None:
-            self._num_backwards_shared = self._stats.num_backwards
-        self._replicas.broadcast_buffers()
-
-    def begin_validation(self) -> None:
-        # As torch DDP does: until its first step callbacks exchange weights and statistics.
-        self._validation_has_begun = True
-
-    def before_validation_step(self) -> None:
-        if self._validation_has_begun:
-            self._validation_has_begun = False
-            self.before_evaluation()
-
-    def end_training(self) -> None:
-        self._num_backwards_shared = -1
-        self.before_evaluation()
-
-    def shared_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are equal on all ranks now, by name."""
-        if self._once:
-            return {}
-        self.before_forward()
-        return self._replicas.buffers()
-
-
-class ScheduledComparison(RunPart):
-    """Compares replicas: when training begins and ends, between steps, and before each checkpoint.
-
-    Args:
-        trained_state: what training changes in the same way on every rank.
-        shared_state: that and the buffers.
-        num_backwards: how many were synchronised.
-    """
-
-    def __init__(
-        self,
-        checks: ReplicaComparison,
-        *,
-        trained_state: Callable[[], TrainingState],
-        shared_state: Callable[[], TrainingState],
-        num_backwards: Callable[[], int],
-    ) -> None:
-        self._checks = checks
-        self._trained_state = trained_state
-        self._shared_state = shared_state
-        self._num_backwards = num_backwards
-
-    def begin_training(self) -> None:
-        if self._checks.are_periodic:
-            self.compare(when="before the first step")
-
-    def begin_batch(self, batch_idx: int) -> None:
-        self._checks.between_steps(self._shared_state, num_backwards=self._num_backwards())
-
-    def compare(self, *, when: str) -> bool:
-        return self._checks.compare(self._trained_state, when=when)
-
-    def end_training(self) -> None:
-        if self._checks.are_periodic:
-            self.compare(when="at the end of training")
-
-
-class ConvertedLayers(RunPart):
-    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too.
-
-    Args:
-        is_idle: whether this rank's batches do not count.
-    """
-
-    def __init__(self, collectives: Collectives, *, is_idle: Callable[[], bool]) -> None:
-        self._collectives = collectives
-        self._is_idle = is_idle
-        self._was_idle = False
-        self._model = nn.Module()
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise the layers."""
-        convert_sync_batchnorm(model, self._collectives)
-        self._model = model
-        return model
-
-    def begin_batch(self, batch_idx: int) -> None:
-        if (is_idle := self._is_idle()) != self._was_idle:
-            set_idle(self._model, is_idle)
-            self._was_idle = is_idle
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        """Undo `apply`."""
-        revert_sync_batchnorm(model)
-        return model
-
-
-class LayersOfPlugin(RunPart):
-    """What a `LayerSync` plugin of the user does to a model."""
-
-    def __init__(self, plugin: LayerSync) -> None:
-        self._plugin = plugin
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise the layers."""
-        return self._plugin.apply(model)
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        """Undo `apply`."""
-        return self._plugin.revert(model)
+    from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 
 @dataclass(slots=True)
@@ -173,48 +44,27 @@ class FitState:
     """All that is made in `setup` and closed in `teardown`; what is switched off is None.
 
     It is held until the next `setup`: a checkpoint may be saved after the fit, and `strategy.reducer` tells of it.
-
-    Attributes:
-        is_fit: or else an evaluation.
-        replicas: the module's parameters and buffers; None: no module was set up.
-        reducer: averages gradients; None: nothing was trained.
-        shards: the optimizers whose state is divided; None: it is not.
-        exchange: tells the other ranks where this one is; None: there are no others, and no weights.
-        weighting: how much each batch counts; None: nothing is trained.
-        buffers: when the ranks get rank 0's.
-        layers: those that are synchronised between ranks.
-        comparison: of the replicas.
-        evaluation: which samples this rank evaluates; None: it is alone.
-        first_batches: compares the ranks' training data.
-        sharding: gives each rank its part of a stream.
-        islands: the ranks that take each step together; None: all of them do.
-        local_steps: ends rounds of steps that islands take without the others.
-        graphs: captures steps, and replays them.
-        has_told_own_gradients: the user knows of steps with gradients that were not averaged.
-        unfinished: what a batch changes before its step.
-        tally: counts what is done; None: training has not begun.
-        done: what the log will say about that when all is over.
     """
 
-    is_fit: bool = False
-    replicas: Replicas | None = None
-    reducer: Reducer | None = None
-    shards: Shards | None = None
-    exchange: StepExchange | None = None
-    weighting: BatchWeighting | None = None
+    is_fit: bool = False  # or else an evaluation
+    replicas: Replicas | None = None  # parameters and buffers; None: no module was set up
+    reducer: Reducer | None = None  # None: nothing was trained
+    shards: Shards | None = None  # optimizers whose state is divided
+    exchange: StepExchange | None = None  # messages of a step; None: there are no other ranks, and no weights
+    weighting: BatchWeighting | None = None  # None: nothing is trained
     buffers: BufferSync | None = None
-    layers: ConvertedLayers | LayersOfPlugin | None = None
+    layers: Any = None  # synchronises layers between ranks: ours, or the user's plugin
     comparison: ScheduledComparison | None = None
-    evaluation: ExactEvaluation | None = None
+    evaluation: ExactEvaluation | None = None  # None: this rank is alone
     first_batches: FirstBatches | None = None
     sharding: IterableSharding | None = None
-    islands: Islands | None = None
+    islands: Islands | None = None  # None: all ranks take each step together
     local_steps: LocalRounds | None = None
     graphs: CapturedSteps | None = None
-    has_told_own_gradients: bool = False
+    has_told_own_gradients: bool = False  # the user knows of steps with gradients that were not averaged
     unfinished: UnfinishedBatch | None = None
-    tally: FitTally | None = None
-    done: list[str] = field(default_factory=list)
+    tally: FitTally | None = None  # None: training has not begun
+    done: list[str] = field(default_factory=list)  # what the log will say when all is over
 
     def close(self, model: nn.Module | None) -> nn.Module | None:
         """Take hooks and conversions off `model`, and return it."""
@@ -229,47 +79,177 @@ class FitState:
         layers, self.layers = self.layers, None
         return model if model is None or layers is None else layers.revert(model)
 
-    def end_exchange(self) -> bool:
-        """Exchange no more; return whether there was an exchange and its connections may be closed."""
+    def end_exchange(self, collectives: Collectives | None, *, has_raised: bool) -> None:
+        """Exchange no more, and close connections unless some rank may still wait for this one, as after an error."""
         exchange, self.exchange = self.exchange, None
         self.weighting = None
         are_quiet = [self.local_steps is None or self.local_steps.close(), exchange is None or exchange.close()]
-        return (exchange is not None or self.islands is not None) and all(are_quiet)
+        # A program may fit thousands of times.
+        if (exchange is not None or self.islands is not None) and all(are_quiet) and not has_raised:
+            groups = [] if self.islands is None else [self.islands.own, self.islands.peers]
+            for group in (collectives, *groups):
+                assert group is not None
+                group.close_host_groups()
 
 
-def begin_local_steps(
-    state: FitState,
-    trainer: Trainer,
-    islands: Islands,
-    options: StrategyOptions,
-    *,
-    progress: Progress,
-    signals: StopSignals | None,
-    has_alert: Callable[[], bool],
-    callback: type,
-) -> None:
-    """Have the ranks of an island wait for each other in each step, and all ranks when a round ends.
+class LoaderPreparation:
+    """Has the parts of a run prepare dataloaders, and finds out which are for training: Lightning does not say."""
 
-    Args:
-        has_alert: something has gone wrong that all ranks have to hear of.
-        callback: the Trainer's class of callbacks.
-    """
+    def __init__(self) -> None:
+        # Since Lightning began to set up training data; None: other dataloaders come, or none.
+        self._num_training_loaders: int | None = None
+        self._replaced: Undo | None = None
+
+    def watch(self, trainer: Trainer) -> None:
+        """Know from now on which dataloaders are for training."""
+        self.close()
+        self._replaced = set_up_training_data_within(trainer, self._within_training_data)
+
+    def close(self) -> None:
+        if self._replaced is not None:
+            self._replaced()
+        self._replaced = None
+
+    @contextmanager
+    def _within_training_data(self) -> Iterator[None]:
+        self._num_training_loaders = 0
+        try:
+            yield
+        finally:
+            self._num_training_loaders = None
+
+    def prepare(self, loader: object, parts: list[RunPart]) -> object:
+        """Return `loader` as all `parts` want it."""
+        is_training = self._num_training_loaders is not None
+        if self._num_training_loaders == 0:
+            for part in parts:
+                part.begin_loaders()
+        if self._num_training_loaders is not None:
+            self._num_training_loaders += 1
+        for part in parts:
+            loader = part.prepare_loader(loader, is_training=is_training)
+        return loader
+
+
+def run_parts(strategy: TrainerStrategy) -> list[RunPart]:
+    """Return what takes part in a run: all ranks call the hooks of the parts in this order."""
+    state = strategy._state
+    parts = [
+        strategy._batch_size,
+        state.sharding,
+        strategy._position if strategy._trials is None else None,
+        state.first_batches,
+        state.buffers,
+        state.unfinished,  # after the buffers: copies those that are shared
+        state.local_steps,
+        state.weighting,
+        state.layers,  # after the weighting: asks whether this rank is idle
+        state.comparison,
+        state.evaluation,
+        state.graphs if strategy._trials is None else None,
+    ]
+    return [part for part in parts if isinstance(part, RunPart)]
+
+
+def prepare_run(strategy: TrainerStrategy, trainer: Trainer) -> None:
+    """Make what does not need the parameters. All ranks must call this."""
+    state, options, collectives = strategy._state, strategy.options, strategy._collectives
+    assert collectives is not None
+    if collectives.world_size > 1:
+        state.evaluation = ExactEvaluation(trainer, collectives, options)
+
+    def num_batches_trained() -> int | None:
+        progress = batch_progress(trainer)
+        num_batches = strategy._position.num_batches_trained()
+        num_batches = int(progress.current.processed) if num_batches is None else num_batches
+        is_over = progress.is_last_batch and num_batches == progress.current.ready
+        return None if is_over else num_batches
+
+    if options.shard_iterable:
+        state.sharding = IterableSharding(
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            warn=rank_zero_warn,
+            num_batches_trained=num_batches_trained,
+        )
+    if state.is_fit:
+        _prepare_fit(strategy, trainer, collectives)
+    elif strategy._rank_seeds is not None:
+        strategy._rank_seeds.forget_checkpoint()
+
+
+def _prepare_fit(strategy: TrainerStrategy, trainer: Trainer, collectives: Collectives) -> None:
+    state, options, layer_sync = strategy._state, strategy.options, layer_sync_of(strategy)
+    assert strategy.model is not None
+    strategy._batch_size.begin(trainer)
+    strategy._position.begin(trainer)
+    if state.shards is not None:
+        state.shards.close()
+    state.shards = strategy.new_shards()
+    if options.local_steps is not None:
+        strategy._islands = state.islands = find_islands(
+            collectives,
+            options.local_steps,
+            known=strategy._islands,
+            host=f"{socket.gethostname()} {strategy.cluster_environment.node_rank()}",
+            syncs_layers=layer_sync is not None,
+        )
+    if state.islands is None:
+        _begin_common_steps(strategy, trainer, collectives)
+    else:
+        _begin_local_steps(strategy, trainer, state.islands)
+    weighting, steps_with = state.weighting, collectives if state.islands is None else state.islands.own
+    assert weighting is not None
+    if options.cuda_graphs:
+        make_graph = new_graph(strategy.root_device)
+        state.graphs = CapturedSteps(trainer, strategy, steps_with, tell=rank_zero_info, make_graph=make_graph)
+    # To overfit on the same batches everywhere is a way to test a model.
+    if steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
+        state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
+    if layer_sync is not None:
+        is_torchs = type(layer_sync) is strategy.root.torch_sync_batchnorm
+        state.layers = ConvertedLayers(steps_with, is_idle=lambda: weighting.is_idle) if is_torchs else layer_sync
+        strategy.model = state.layers.apply(strategy.model)
+    if state.islands is not None:
+        refuse_layers_between_islands(strategy.model, state.islands)
+
+
+def _begin_common_steps(strategy: TrainerStrategy, trainer: Trainer, collectives: Collectives) -> None:
+    """Have all ranks wait for each other in each step."""
+    state, weight = strategy._state, strategy.options.gradient_weight
+
+    def has_alert() -> bool:
+        return strategy._writer.has_failed
+
+    # One process alone has nobody to wait for, but may weigh its micro-batches.
+    if collectives.world_size > 1 or weight is not None:
+        state.exchange = StepExchange(collectives, has_alert=has_alert)
+    state.weighting = BatchWeighting(
+        trainer,
+        state.exchange,
+        collectives,
+        weight_of=strategy.root.batch_size_of if weight == "batch_size" else weight,
+        extends_uneven_data=strategy.options.uneven_data,
+        has_alert=has_alert,
+    )
+    if strategy.signals is not None and state.exchange is not None:
+        strategy.signals.travel_with(state.exchange)
+
+
+def _begin_local_steps(strategy: TrainerStrategy, trainer: Trainer, islands: Islands) -> None:
+    """Have the ranks of an island wait for each other in each step, and all ranks when a round ends."""
+    state, options = strategy._state, strategy.options
     assert options.local_steps is not None
-    state.islands = islands
-    exchange = StepExchange(islands.world, has_alert=has_alert)
+    exchange = StepExchange(islands.world, has_alert=lambda: strategy._writer.has_failed)
     uneven_data = None
     if islands.own.world_size > 1 or options.uneven_data:
         state.exchange = StepExchange(islands.own)
         asks_every = options.local_steps.steps * trainer.accumulate_grad_batches
         uneven_data = UnevenData(exchange, extends=True, asks_every=asks_every) if options.uneven_data else None
     state.weighting = weighting = BatchWeighting(
-        trainer,
-        state.exchange,
-        islands.own,
-        extends_uneven_data=options.uneven_data,
-        uneven_data=uneven_data,
+        trainer, state.exchange, islands.own, extends_uneven_data=options.uneven_data, uneven_data=uneven_data
     )
-    state.local_steps = local_steps = LocalRounds(
+    state.local_steps = LocalRounds(
         trainer,
         islands,
         options.local_steps,
@@ -278,10 +258,77 @@ def begin_local_steps(
         shares_buffers=options.broadcast_buffers,
         exchange=exchange,
         of_island=state.exchange,
-        progress=progress,
-        signals=signals,
+        progress=strategy._progress,
+        signals=strategy.signals,
         has_trained=lambda: not weighting.nobody_trained,
     )
-    local_steps.install(callback)
-    if signals is not None:
-        signals.travel_with(exchange)
+    state.local_steps.install(strategy.root.callback)
+    if strategy.signals is not None:
+        strategy.signals.travel_with(exchange)
+
+
+def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
+    """Make `model` the same on every rank, and what averages its gradients. All ranks must call this."""
+    state, options, collectives = strategy._state, strategy.options, strategy._collectives
+    assert collectives is not None
+    state.replicas = Replicas(model, collectives)
+    state.replicas.agree()
+    if options.init_sync:
+        state.replicas.broadcast()
+    if state.islands is not None:
+        state.replicas = Replicas(model, state.islands.own)
+    if state.is_fit:
+        _make_reducer(strategy, model, state.replicas)
+    if options.broadcast_buffers:
+        is_manual = strategy.lightning_module is not None and not strategy.lightning_module.automatic_optimization
+        stats = None if state.reducer is None else state.reducer.stats
+        state.buffers = BufferSync(state.replicas, stats, once=state.is_fit and is_manual)
+
+
+def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replicas) -> None:
+    state, trainer = strategy._state, strategy.trainer
+
+    def where() -> str:
+        return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
+
+    has_scaler = scaler_of(strategy.precision_plugin) is not None
+    if state.reducer is not None:
+        state.reducer.close()
+    state.reducer = reducer = Reducer(
+        replicas,
+        strategy.config,
+        weighting=None if state.weighting is None else state.weighting.weighting,
+        maker=state.shards,
+        finiteness=Finiteness(replicas, strategy.config, where=where, has_scaler=has_scaler),
+    )
+    strategy._progress.describe_backward = reducer.describe_backward
+    if state.local_steps is not None:
+        state.local_steps.set_replicas(replicas, reducer.stats)
+    state.unfinished = UnfinishedBatch(
+        model,
+        device=None if strategy._rank_seeds is None else strategy.root_device,
+        counts=lambda: batch_progress(trainer).current,
+        repeats_micro_batches=lambda: strategy._position.num_batches_trained() is not None,
+    )
+
+    def trained_state() -> TrainingState:
+        return training_state(replicas.parameters, strategy.optimizers, is_divided=strategy.is_divided)
+
+    def shared_state() -> TrainingState:
+        # Forwards change buffers on each rank in its own way, so they are shared first.
+        found = trained_state()
+        if state.buffers is not None:
+            found.tensors.update(state.buffers.shared_buffers())
+        return found
+
+    state.comparison = None
+    # In a search some ranks may make a step that others do not. It ends with what it began with.
+    may_differ = strategy.differs_by_design or strategy._trials is not None
+    if state.exchange is not None and replicas.collectives.world_size > 1 and not may_differ:
+        checks = strategy.options.replica_checks
+        state.comparison = ScheduledComparison(
+            ReplicaComparison(replicas.collectives, checks, exchange=state.exchange, has_messages=True),
+            trained_state=trained_state,
+            shared_state=shared_state,
+            stats=reducer.stats,
+        )

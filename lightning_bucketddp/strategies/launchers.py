@@ -38,8 +38,6 @@ class HoldsPort:
     """
 
     guarding_strategy: Any
-    # Of the root of Lightning: what it uses where no scheduler chooses the port.
-    lightning_environment: type
     _listener: socket.socket | None = None
 
     def take_listener(self) -> socket.socket | None:
@@ -49,13 +47,14 @@ class HoldsPort:
 
     def _open_port(self, environment: Any) -> None:
         """Keep a free port open for rank 0. One that the user has chosen is only tried."""
-        is_ours_to_choose = type(environment) is self.lightning_environment
+        # What Lightning uses where no scheduler chooses the port.
+        is_ours_to_choose = type(environment) is self.guarding_strategy.root.lightning_environment
         if not is_ours_to_choose or environment.creates_processes_externally or environment.node_rank() != 0:
             return
         is_local = is_on_this_host(environment.main_address, num_nodes=self.guarding_strategy._num_nodes)
         address = environment.main_address if is_local else None
         if "MASTER_PORT" in os.environ:
-            # Not kept: where the launcher is not rank 0 itself, nobody tells it when the port can be chosen again.
+            # Not kept: nobody tells a launcher that is not rank 0 when the port can be chosen again.
             listen(environment.main_port, address=address).close()
             return
         self._listener = listen(int(os.environ.get("STANDALONE_PORT", 0)), address=address)
@@ -86,19 +85,12 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Guarded:
-    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process.
-
-    Attributes:
-        function: what runs.
-        strategy: that it runs with.
-        on_exception: called with the exception where Lightning does not call its own handlers.
-        in_child: whether another process waits for the end of this one.
-    """
+    """A function whose end, by whatever exception, its strategy learns of. Can be pickled for another process."""
 
     function: Callable[..., Any]
     strategy: Any
-    on_exception: Callable[[BaseException], None] | None = None
-    in_child: bool = False
+    on_exception: Callable[[BaseException], None] | None = None  # called where Lightning does not call its handlers
+    in_child: bool = False  # another process waits for the end of this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
@@ -164,8 +156,16 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
         strategy.trains_elsewhere = True
         try:
             guarded = Guarded(function, strategy, on_exception, in_child=True)
-            with strategy.launched(kwargs.get("trainer"), function, args):
-                result = self._launch(guarded, *args, **kwargs)
+            # The next launch of this program chooses a port of its own.
+            with strategy.launched(kwargs.get("trainer"), function, args), launching("MASTER_PORT"):
+                self._open_port(strategy.cluster_environment)
+                if strategy.options.start_method == "fork":
+                    end_openmp_threads()
+                try:
+                    result = super().launch(guarded, *args, **kwargs)
+                finally:
+                    if (listener := self.take_listener()) is not None:
+                        listener.close()
         except (KeyboardInterrupt, ProcessExitedException) as error:
             if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
                 raise
@@ -192,18 +192,6 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 callback.recorded_in = folder
         super().update_main_process_results(trainer, extra)
 
-    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The next launch of this program chooses a port of its own.
-        with launching("MASTER_PORT"):
-            self._open_port(self.guarding_strategy.cluster_environment)
-            if self.guarding_strategy.options.start_method == "fork":
-                end_openmp_threads()
-            try:
-                return super().launch(function, *args, **kwargs)
-            finally:
-                if (listener := self.take_listener()) is not None:
-                    listener.close()
-
     def exit_status_of(self, local_rank: int) -> int | None:
         """Return None: no rank has started another."""
         return None
@@ -229,17 +217,12 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
 
 @dataclass
 class Children:
-    """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does.
-
-    Attributes:
-        connections_before: that it had before there were other ranks.
-        has_failed: whether it has raised itself, which tells more.
-    """
+    """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does."""
 
     processes: tuple[subprocess.Popen[bytes], ...]
     first_rank: int
-    connections_before: set[int]
-    has_failed: bool = False
+    connections_before: set[int]  # that this process had before there were other ranks
+    has_failed: bool = False  # this process has raised itself, which tells more
 
     def wait_at_exit(self) -> None:
         """Wait until all have ended. To ranks that wait for this one it has ended by now."""
@@ -295,21 +278,12 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
             child.send_signal(signum)  # does nothing to one that has ended
 
 
-@dataclass(frozen=True)
-class Launchers:
-    """The launchers for one root of Lightning."""
-
-    of_scripts: Any
-    of_processes: Any
-    lightning_environment: type
-
-    def make(self, strategy: Any) -> Any:
-        """Return the launcher that `strategy` wants."""
-        launcher = (
-            self.of_scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-            if strategy._start_method == "popen"
-            else self.of_processes(strategy, start_method=strategy._start_method)
-        )
-        launcher.guarding_strategy = strategy
-        launcher.lightning_environment = self.lightning_environment
-        return launcher
+def make_launcher(strategy: Any) -> Any:
+    """Return the launcher that `strategy` wants, of its root of Lightning."""
+    if strategy._start_method == "popen":
+        environment = strategy.cluster_environment
+        launcher = strategy.root.script_launcher(environment, strategy.num_processes, strategy.num_nodes)
+    else:
+        launcher = strategy.root.process_launcher(strategy, start_method=strategy._start_method)
+    launcher.guarding_strategy = strategy
+    return launcher

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.config import LocalSteps, ReducerConfig, ReplicaChecks, Timeouts, check_seconds
+from lightning_bucketddp.config import LocalSteps, ReducerConfig, ReplicaChecks, Timeouts, check_seconds, is_count
 from lightning_bucketddp.sharding.shards import ShardOption
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -82,7 +82,6 @@ _NOT_WITH_LOCAL_STEPS = {
     "model_averaging_period": "both average weights between steps.",
     "gradient_weight": "batches are weighed against those of all ranks in each step.",
 }
-_FUNCTIONS = {"ddp_comm_hook", "ddp_comm_wrapper"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -135,25 +134,31 @@ class StrategyOptions:
         refuse_unknown(type(arguments["self"]), arguments["ddp_options"], known=[*own, *_DDP_DEFAULTS])
         given = {**_DDP_DEFAULTS, **own, **arguments["ddp_options"]}
         _take_torch_options(given)
-        for name in _FLAGS & given.keys():
-            _check_flag(name, given[name])
-        for name in _FUNCTIONS & given.keys():
-            _check_function(name, given[name])
-        timeout, checks = _check_timeout(given["timeout"]), given["replica_checks"]
+        _check_kinds(given)
+        hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
+        if given["shard_optimizer"] and hook is not None:
+            raise ValueError(
+                "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients,"
+                " and with post-localSGD the weights differ between ranks. Pass one of them."
+            )
+        timeout, checks = _check_timeouts(given["timeout"], given["timeouts"]), given["replica_checks"]
+        # In a notebook or interactive interpreter there is no script to run again.
+        forks = given["start_method"] == "popen" and hasattr(sys, "ps1")
         kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         kept.update(
-            reducer=_reducer_config(given),
+            reducer=ReducerConfig(
+                bucket_cap_mb=given["bucket_cap_mb"],
+                overlap=given["overlap"],
+                reduce_dtype=given["reduce_dtype"],
+                comm_hook=wrapper(hook) if wrapper and hook else hook,
+                comm_state=given["ddp_comm_state"],
+                on_nonfinite=given["on_nonfinite"],
+            ),
             replica_checks=checks if isinstance(checks, ReplicaChecks) else ReplicaChecks(checks),
             torch_devices=(given["device_ids"], given["output_device"]),
             without_effect=tuple(name for name in _DDP_WITHOUT_EFFECT if given[name] is not None),
-            process_group_backend=_check_backend(given["process_group_backend"]),
             timeout=timeout,
-            start_method=_resolve_start_method(given["start_method"]),
-            timeouts=_check_timeouts(given["timeouts"], timeout),
-            shard_optimizer=_check_shard_optimizer(given["shard_optimizer"], given["ddp_comm_hook"]),
-            model_averaging_period=_check_count("model_averaging_period", given, of="steps"),
-            global_batch_size=_check_count("global_batch_size", given, of="samples"),
-            gradient_weight=_check_gradient_weight(given.get("gradient_weight")),
+            start_method="fork" if forks else given["start_method"],
             local_steps=_check_local_steps(given),
         )
         return cls(**kept)
@@ -181,18 +186,6 @@ def refuse_unknown(cls: type, names: Iterable[str], *, known: Sequence[str]) -> 
             raise TypeError(f"`{cls.__name__}` has no option `{name}`.{hint}")
 
 
-def _reducer_config(given: Mapping[str, Any]) -> ReducerConfig:
-    hook, wrapper = given["ddp_comm_hook"], given.get("ddp_comm_wrapper")
-    return ReducerConfig(
-        bucket_cap_mb=given["bucket_cap_mb"],
-        overlap=given["overlap"],
-        reduce_dtype=given["reduce_dtype"],
-        comm_hook=wrapper(hook) if wrapper and hook else hook,
-        comm_state=given["ddp_comm_state"],
-        on_nonfinite=given["on_nonfinite"],
-    )
-
-
 def _take_torch_options(given: dict[str, Any]) -> None:
     """Refuse those of torch DDP's options that ask for more than there is, and set ours where it has another name."""
     if given.get("mixed_precision") is not None:
@@ -201,25 +194,21 @@ def _take_torch_options(given: dict[str, Any]) -> None:
             ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.'
         )
     for name in ("process_group", "device_mesh"):
-        if given.get(name) is not None:
-            _check_holds_all_ranks(name, given[name])
+        # There is one only in a process that is a rank.
+        if (group := given.get(name)) is not None:
+            shape, world_size = tuple(getattr(group, "shape", [group.size()])), torch.distributed.get_world_size()
+            if shape != (world_size,):
+                raise ValueError(
+                    f"`{name}` has shape {shape}, but gradients are averaged over all ranks of a run, here"
+                    f" ({world_size},). Leave it out. For a model that is split between ranks use Lightning's"
+                    " `ModelParallelStrategy`."
+                )
     if given["forward_sync_buffers"] is not None:
         given["broadcast_buffers"] = given["forward_sync_buffers"]
     if (caps := given["bucket_cap_mb_list"]) is not None:
         if isinstance(caps, str) or not isinstance(caps, Sequence):
             raise ValueError(f"`bucket_cap_mb_list` must be a list of sizes in MiB, got {caps!r}.")
         given["bucket_cap_mb"] = caps
-
-
-def _check_holds_all_ranks(name: str, group: Any) -> None:
-    """Refuse a process group or device mesh of some ranks only; there is one only in a process that is a rank."""
-    shape = tuple(getattr(group, "shape", [group.size()]))
-    world_size = torch.distributed.get_world_size()
-    if shape != (world_size,):
-        raise ValueError(
-            f"`{name}` has shape {shape}, but gradients are averaged over all ranks of a run, here ({world_size},)."
-            " Leave it out. For a model that is split between ranks use Lightning's `ModelParallelStrategy`."
-        )
 
 
 def check_devices(device: torch.device, device_ids: list[Any] | None, output_device: Any) -> None:
@@ -234,42 +223,32 @@ def check_devices(device: torch.device, device_ids: list[Any] | None, output_dev
                 )
 
 
-def _resolve_start_method(start_method: StartMethod) -> StartMethod:
-    """Choose fork in a notebook or interactive interpreter, where there is no script to run again."""
-    if start_method not in get_args(StartMethod):
-        raise ValueError(f"`start_method` must be one of {', '.join(get_args(StartMethod))}, got {start_method!r}.")
-    if start_method == "popen" and hasattr(sys, "ps1"):
-        return "fork"
-    return start_method
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse what is not of the kind that its option takes, of those that have no class of their own to check them."""
 
+    def check(name: str, is_valid: Callable[[Any], bool], wanted: str) -> None:
+        if name in given and not is_valid(given[name]):
+            raise ValueError(f"`{name}` must be {wanted}, got {given[name]!r}.")
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+    def is_count_or_none(value: Any) -> bool:
+        return value is None or is_count(value)
 
-
-def _check_function(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise ValueError(f"`{name}` must be a function or None, got {value!r}.")
-
-
-def _check_gradient_weight(option: GradientWeightOption) -> GradientWeightOption:
-    if option is None or option == "batch_size" or callable(option):
-        return option
-    raise ValueError(
-        f"`gradient_weight` must be `batch_size` or a function that takes a batch and gives its weight, got {option!r}."
+    methods = get_args(StartMethod)
+    for name in _FLAGS:
+        check(name, lambda value: isinstance(value, bool), "True or False")
+    for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+        check(name, lambda value: value is None or callable(value), "a function or None")
+    check("process_group_backend", lambda it: it is None or isinstance(it, str), "a name, for example 'gloo' or 'nccl'")
+    check("start_method", lambda value: value in methods, f"one of {', '.join(methods)}")
+    check("timeouts", lambda value: isinstance(value, Timeouts), "`Timeouts(...)`")
+    check("shard_optimizer", lambda it: isinstance(it, bool) or it == "parameters", "True, False or 'parameters'")
+    check("model_averaging_period", is_count_or_none, "a positive number of steps")
+    check("global_batch_size", is_count_or_none, "a positive number of samples")
+    check(
+        "gradient_weight",
+        lambda value: value is None or value == "batch_size" or callable(value),
+        "`batch_size` or a function that takes a batch and gives its weight",
     )
-
-
-def _check_shard_optimizer(option: ShardOption, comm_hook: object) -> ShardOption:
-    if not isinstance(option, bool) and option != "parameters":
-        raise ValueError(f"`shard_optimizer` must be True, False or 'parameters', got {option!r}.")
-    if option and comm_hook is not None:
-        raise ValueError(
-            "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients, and"
-            " with post-localSGD the weights differ between ranks. Pass one of them."
-        )
-    return option
 
 
 def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
@@ -283,83 +262,16 @@ def _check_local_steps(given: Mapping[str, Any]) -> LocalSteps | None:
     return option if isinstance(option, LocalSteps) else LocalSteps(option)
 
 
-def _check_backend(backend: str | None) -> str | None:
-    if backend is not None and not isinstance(backend, str):
-        raise ValueError(f"`process_group_backend` must be a name, for example 'gloo' or 'nccl', got {backend!r}.")
-    return backend
-
-
-def _check_count(name: str, given: Mapping[str, Any], *, of: str) -> int | None:
-    count: int | None = given.get(name)
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise ValueError(f"`{name}` must be a positive number of {of}, got {count!r}.")
-    return count
-
-
-def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """Return `timeout` as torch takes it; a number is one of seconds."""
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    check_seconds("timeout", seconds)
-    return timedelta(seconds=seconds)
-
-
-def _check_timeouts(timeouts: Timeouts, timeout: timedelta | None) -> Timeouts:
-    """Refuse what `timeout` would end sooner."""
-    if not isinstance(timeouts, Timeouts):
-        raise ValueError(f"`timeouts` must be `Timeouts(...)`, got {timeouts!r}.")
+def _check_timeouts(timeout: timedelta | float | None, timeouts: Timeouts) -> timedelta | None:
+    """Return `timeout` as torch takes it; a number is one of seconds. Refuse `timeouts` that it would end sooner."""
+    if timeout is not None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        check_seconds("timeout", seconds)
+        timeout = timedelta(seconds=seconds)
     longest_s = (timeout or default_pg_timeout).total_seconds()
     if timeouts.stall_s is not None and timeouts.stall_s >= longest_s:
         raise ValueError(
             f"`stall_s` must be less than `timeout`, which ends a run after {longest_s:g} s of waiting in any case, got"
             f" {timeouts.stall_s!r}."
         )
-    return timeouts
-
-
-TRAINER_ROOTS = ("lightning.pytorch", "pytorch_lightning")
-FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
-
-
-def accept_in_every_root(strategy: type) -> None:
-    """Have the Trainers and Fabrics of all roots that are imported take instances of `strategy`, made for a Trainer.
-
-    Import sorters put `from lightning_bucketddp import BucketDDPStrategy` before `import pytorch_lightning`, when it
-    cannot be known yet who will get it. It turns into the right class when somebody does.
-    """
-    for root in (*TRAINER_ROOTS, *FABRIC_ROOTS):
-        if hasattr(strategies := sys.modules.get(f"{root}.strategies"), "Strategy"):
-            strategies.Strategy.register(strategy)  # type: ignore[union-attr]
-
-
-def follow_root(strategy: Any, accelerator: object, class_for_root: Callable[[str], type]) -> None:
-    """Turn `strategy` into the class for the root of Lightning that `accelerator` is from, if it is for another."""
-    modules = [base.__module__ for base in type(accelerator).__mro__]
-    # Accelerators of a Trainer derive from those of Fabric.
-    roots = (*TRAINER_ROOTS, *FABRIC_ROOTS)
-    root = next((root for root in roots if any(module.startswith(f"{root}.") for module in modules)), None)
-    if root is None or isinstance(strategy, wanted := class_for_root(root)):
-        return
-    if not type(strategy).__module__.startswith("lightning_bucketddp."):
-        raise TypeError(
-            f"`{type(strategy).__name__}` derives from a `BucketDDPStrategy` for another root of Lightning than"
-            f" `{root}`, where the {'Trainer' if root in TRAINER_ROOTS else 'Fabric'} is from. Derive it from"
-            f" `{wanted.__module__}.BucketDDPStrategy`."
-        )
-    strategy.__class__ = wanted
-    if root in FABRIC_ROOTS:  # instances for different Trainers have the same attributes
-        _make_again(strategy)
-
-
-def _make_again(strategy: Any) -> None:
-    """Initialise `strategy`, which was made for a Trainer, as what it is now."""
-    options = {**strategy.given_options, "start_method": strategy._start_method}
-    for name in options.keys() - option_defaults(type(strategy).__init__).keys():
-        raise TypeError(
-            f"`{name}` is an option of `BucketDDPStrategy` for the Trainer, and is not available with Fabric."
-            f" Leave it out, or see `{type(strategy).__module__}.BucketDDPStrategy` for what there is."
-        )
-    vars(strategy).clear()
-    strategy.__init__(**options)
-    strategy.given_options = options
+    return timeout

@@ -20,9 +20,6 @@ from lightning_bucketddp.wording import list_ranks, list_some, list_some_ranks
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Where a checkpoint holds what is ours, and there what is this file's.
-_OURS, _KEY = "bucketddp", "rank_seeds"
-
 
 class RankSeeds:
     """Gives each rank a random stream of its own when training begins: Python's, numpy's, torch's and CUDA's.
@@ -36,17 +33,19 @@ class RankSeeds:
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """Remember what a checkpoint says, for the training that may begin with it."""
-        self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **checkpoint.get(_OURS, {}).get(_KEY, {})}
+        saved = checkpoint.get("bucketddp", {}).get("rank_seeds", {})
+        self._checkpoint = {"global_step": checkpoint.get("global_step", 0), **saved}
 
     def forget_checkpoint(self) -> None:
-        """Forget the checkpoint that was loaded: no training begins with it."""
+        """Call when no training begins with the checkpoint that was loaded."""
         self._checkpoint = None
 
     def begin(self, *, step: int, collectives: Collectives, device: torch.device) -> None:
         """Start this rank's stream: where the checkpoint has left it, else a new one. All ranks must call this."""
         saved, self._checkpoint = self._checkpoint, None
         self._resumed_from = None
-        held = {} if saved is None else _states_by_rank(saved)
+        # Of all ranks, or of the one that has saved alone.
+        held = {} if saved is None else dict(enumerate(saved.get("states", []), start=saved.get("saved_by", 0)))
         num_ranks = len(held) if saved is None else saved.get("world_size", len(held))
         states = held if num_ranks == collectives.world_size else {}
         seeds = self._split(step if saved is None else saved["global_step"], collectives, except_for=states)
@@ -83,15 +82,12 @@ class RankSeeds:
         """Return what goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
         return {"states": gather_to_rank_zero(to_plain(random_state(device)), collectives)}
 
-    def of_survivor(self, collectives: Collectives, *, failed_rank: int | None) -> dict[str, Any]:
-        """Return what goes into a checkpoint besides, if this rank saves it without the others."""
-        return {"saved_by": collectives.rank, "world_size": collectives.world_size, "failed_rank": failed_rank}
-
     def _split(self, step: int, collectives: Collectives, *, except_for: Mapping[int, Any]) -> str:
-        """Seed this rank by its number; what all ranks get, in words, but for those that have a state."""
+        """Seed this rank by its number; return what all ranks get, in words, but for those that have a state."""
         # `seed_everything` sets the variable in every process; without it each process has a seed from the system.
         base = collectives.broadcast_json(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
-        seeds = [_seed_of(rank, base=base, step=step) for rank in range(collectives.world_size)]
+        names = [f"{base}/{rank}/{step}".encode() for rank in range(collectives.world_size)]
+        seeds = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1 for name in names]
         seed = seeds[collectives.rank]
         torch.manual_seed(seed)  # CUDA too
         # Neither from the bare number: both would turn it into the same state.
@@ -99,16 +95,6 @@ class RankSeeds:
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
         shown = list_some([f"{seed} on rank {rank}" for rank, seed in enumerate(seeds) if rank not in except_for])
         return f"from seed {base} and step {step}: {shown}"
-
-
-def _states_by_rank(saved: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the random states that a checkpoint holds: of all ranks, or of the one that has saved it alone."""
-    return dict(enumerate(saved.get("states", []), start=saved.get("saved_by", 0)))
-
-
-def _seed_of(rank: int, *, base: int, step: int) -> int:
-    digest = hashlib.blake2b(f"{base}/{rank}/{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _has_begun_epoch(fit_loop: Any) -> bool:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
+    from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.strategies.base import StrategyBase
+    from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 _NOTHING = nullcontext()
 
@@ -27,20 +33,27 @@ class StepRecording:
         self.recorder: StepRecorder | None = None
         self._on_recorded: Callable[[MarkedStep], None] | None = None
 
-    def begin(self, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]) -> None:
+    def begin(
+        self, strategy: TrainerStrategy, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]
+    ) -> None:
         """Record steps from now on; `on_recorded` gets each when the optimizer has stepped."""
+        assert strategy.reducer is not None  # there is one as long as there is a fit
+        recorder.begin(strategy.reducer.stats)
         self.recorder, self._on_recorded = recorder, on_recorded
+        if strategy.shards is not None:
+            strategy.shards.observe(recorder)
 
-    def end(self, reducer: Reducer | None) -> None:
+    def end(self, strategy: TrainerStrategy) -> None:
         """Record nothing any more."""
         if self.recorder is not None:
             self.recorder.forget_phase()
         self.recorder = self._on_recorded = None
-        if reducer is not None:
-            reducer.observer = NO_OBSERVER
+        if strategy.reducer is not None:
+            strategy.reducer.observer = NO_OBSERVER
+        if strategy.shards is not None:
+            strategy.shards.observe(NO_OBSERVER)
 
     def batch_arrived(self) -> None:
-        """End the phase in which the Trainer waits for a batch."""
         if self.recorder is not None and self.recorder.phase == "data":
             self.recorder.turn_to(None)
 
@@ -60,7 +73,6 @@ class StepRecording:
         return None if self.recorder is None else self.recorder.phase
 
     def optimizer_begins(self) -> None:
-        """Record what follows as the optimizer's step."""
         if self.recorder is not None:
             self.recorder.turn_to(OPTIMIZER)
 
@@ -84,23 +96,13 @@ _NOT_LISTED = {
 }
 
 
-def describe_start(
-    options: StrategyOptions,
-    given: Mapping[str, Any],
-    *,
-    num_ranks: int,
-    num_nodes: int,
-    backend: str,
-    reducer: Reducer | None = None,
-) -> str:
-    """Return what was chosen for a run, in one line; `given` are the options that the user has set.
-
-    Without a `reducer` it is not known yet what will train.
-    """
-    ranks = pluralize(num_ranks, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
+def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:
+    """Return what was chosen for a run, in one line; without a `reducer` it is not known yet what will train."""
+    options, given, num_nodes = strategy.options, strategy.given_options, strategy._num_nodes
+    ranks = pluralize(strategy.world_size, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     started = "" if options.start_method == "popen" else f", started by {options.start_method}"
     parts = [f"{ranks} ({backend}{started})"]
-    if num_ranks == 1:
+    if strategy.world_size == 1:
         parts.append("no gradients to exchange")
     else:
         gradients = "gradients" if reducer is None else reducer.describe_outlook()
@@ -115,11 +117,8 @@ def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
     when = "during backward" if config.overlap else "after backward"
     if config.comm_hook is not None:
         return f"by `{_describe_value(config.comm_hook)}` {when}"
-    dtypes = (
-        []
-        if reducer is None
-        else [param.dtype for param in reducer.replicas.parameters.values() if param.requires_grad]
-    )
+    params = [] if reducer is None else reducer.replicas.parameters.values()
+    dtypes = [param.dtype for param in params if param.requires_grad]
     own = [_NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
     named = config.reduce_dtype or " and ".join(own)
     return f"as {named} {when}" if named else when
@@ -139,13 +138,56 @@ class FitTally:
         self._reducer = reducer
         self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
 
-    def describe(self, global_step: int) -> str:
-        """Return the steps and reductions, and what was decided about buckets."""
+    def describe(self, strategy: TrainerStrategy) -> list[str]:
+        """Return the steps and reductions, what was decided about buckets, and what the parts of the run have done."""
         reducer, stats = self._reducer, self._reducer.stats
-        parts = [pluralize(global_step - self._global_step, "optimizer step")]
+        lines = [pluralize(strategy.trainer.global_step - self._global_step, "optimizer step")]
         if num_reductions := stats.num_reductions - self._before.num_reductions:
             mib = (stats.bytes_reduced - self._before.bytes_reduced) / MIB
-            parts.append(f"{mib:.1f} MiB of gradients per rank in {pluralize(num_reductions, 'reduction')}")
+            lines.append(f"{mib:.1f} MiB of gradients per rank in {pluralize(num_reductions, 'reduction')}")
         if reducer.bucket_set is not None:
-            parts.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
-        return "; ".join([*parts, reducer.tuning] if reducer.tuning else parts)
+            lines.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
+        lines += [reducer.tuning, *(part.describe() for part in strategy._parts)]
+        if strategy.shards is not None:
+            lines.append(strategy.shards.describe())
+        if strategy.checkpoint_stats.num_saves:
+            lines.append(strategy.checkpoint_stats.describe())
+        return [line for line in lines if line]
+
+
+def describe_run(strategy: TrainerStrategy) -> Run:
+    """Return what stays the same in a fit."""
+    from lightning_bucketddp.recording.schema import Run
+    from lightning_bucketddp.reducer.quantization import measure_codecs
+
+    assert strategy.reducer is not None
+    assert strategy.process_group_backend is not None
+    config, device = strategy.config, strategy.root_device
+    trainer, local_steps = strategy.trainer, strategy.options.local_steps
+    params = [param for param in strategy.reducer.replicas.parameters.values() if param.requires_grad]
+    bytes_by_kind = Counter[str]()
+    for spec in strategy.reducer.specs:
+        bytes_by_kind[spec.kind.partition(" ")[0]] += spec.num_bytes
+    return Run(
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        backend=strategy.process_group_backend,
+        num_parameters=sum(param.numel() for param in params),
+        gradient_bytes=sum(param.nbytes for param in params),
+        options={
+            "bucket_cap_mb": config.bucket_cap_mb,
+            "overlap": config.overlap,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "reduce_dtype": config.reduce_dtype,
+            "ddp_comm_hook": getattr(config.comm_hook, "__qualname__", None),
+            "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "shard_optimizer": strategy.options.shard_optimizer or None,
+            "local_steps": None if local_steps is None else local_steps.steps,
+            "num_islands": None if strategy._state.islands is None else strategy._state.islands.number,
+            "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
+        },
+        codecs=measure_codecs(device) if strategy.world_size > 1 else {},
+    )

@@ -1,73 +1,52 @@
-"""`BucketDDPStrategy` for the Trainer, less its Lightning base class."""
+"""`BucketDDPStrategy` for the Trainer, less its Lightning base class: hooks in the order in which they are called."""
 
 from __future__ import annotations
 
-import socket
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.roll_call import RollCall
-from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
-from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
-from lightning_bucketddp.data.sharded_iterable import IterableSharding
-from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
-from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
+from lightning_bucketddp.faults.progress import FORWARD
+from lightning_bucketddp.faults.signals import StopSignals
+from lightning_bucketddp.local_steps.islands import Islands
+from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info
-from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.replicas.consistency import ReplicaComparison
-from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.sharding.shards import ShardOption
-from lightning_bucketddp.strategies.auto_resume import AutoResume
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
-from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
-from lightning_bucketddp.strategies.fit_state import (
-    BufferSync,
-    ConvertedLayers,
-    FitState,
-    LayersOfPlugin,
-    ScheduledComparison,
-    begin_local_steps,
-)
-from lightning_bucketddp.strategies.options import (
-    DDPOptions,
-    GradientWeightOption,
-    StartMethod,
-    StrategyOptions,
-    accept_in_every_root,
-    check_devices,
-    follow_root,
-)
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
+from lightning_bucketddp.strategies.base import StrategyBase
+from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation, prepare_run, run_parts, set_up_model
+from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import FitTally, StepRecording
-from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpointHooks
-from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
-from lightning_bucketddp.trainer_internals import layer_sync_of
+from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
+from lightning_bucketddp.strategies.trainer_step import (
+    begin_batch,
+    replayed_backward,
+    run_backward,
+    run_forward,
+    take_step,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
 
 
-# `ModelCheckpoint` removes older ones; of so many one should be left.
-_NUM_SAVED_KNOWN = 20
-
-
-class TrainerStrategy(TrainerCheckpointHooks):
+class TrainerStrategy(StrategyBase, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing.
 
     Takes the keywords of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -95,8 +74,7 @@ class TrainerStrategy(TrainerCheckpointHooks):
         uneven_data: Train until every rank has run out of data; one that has takes part with weight zero.
         shard_iterable: Deal out each `IterableDataset` of a `DataLoader`, which every rank and worker would read in
             full: sample by sample to the ranks, batch by batch to the workers of a rank.
-        exact_evaluation: Evaluate every sample once in validation, test and prediction, instead of repeating some until
-            all ranks have as many.
+        exact_evaluation: Evaluate every sample once, instead of repeating some until all ranks have as many.
         gather_predictions: Return the predictions of all ranks from `trainer.predict` on rank zero.
         global_batch_size: How many samples of all ranks make an optimizer's step. Sets each rank's batch size, up to
             that of the `DataLoader`, and the accumulation. By default both are yours.
@@ -116,15 +94,8 @@ class TrainerStrategy(TrainerCheckpointHooks):
 
     # Fabric looks for one before it says that it is Fabric (see `follow_root`).
     _precision: ClassVar[Any] = None
-
-    # The strategy class that a root of Lightning accepts.
-    _class_for_root: ClassVar[Any]
-    # Lightning's base class of callbacks.
-    _callback: ClassVar[type]
-    _torch_sync_batchnorm: ClassVar[type]
-    _lightning_reduce: ClassVar[Any]
-    _batch_size_of: ClassVar[Any]
-    _is_oom_error: ClassVar[Any]
+    # None: nobody searches for a batch size.
+    _trials: Trials | None = None
 
     def __init__(
         self,
@@ -162,37 +133,77 @@ class TrainerStrategy(TrainerCheckpointHooks):
         **ddp_options: Unpack[DDPOptions],
     ) -> None:
         arguments = dict(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self._take_options(StrategyOptions.of(arguments))
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._take_options(arguments)
         self._io = checkpoint_io
         self._state = FitState()
-        self._recording = StepRecording()
+        self._loaders = LoaderPreparation()
+        self._checkpoints = TrainerCheckpoints(self)
+        self.recording = StepRecording()
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
         self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
         weighs = self.options.gradient_weight is None
         self._batch_size = GlobalBatchSize(size, weighs=weighs, begun=self._position.begun)
-        self._auto_resume = AutoResume(is_on=self.options.auto_resume)
         self._islands: Islands | None = None
-        self._is_restoring = False
-        self._saves: RollCall | None = None
-        self._saved = deque(maxlen=_NUM_SAVED_KNOWN)
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state
         self._model_averaging_period = self.options.model_averaging_period
         self._model_averager: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
+        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands", "_trials"))
+        return {**super().__getstate__(), **absent, "_state": FitState()}
+
+    @property
+    def _parts(self) -> list[RunPart]:
+        return run_parts(self)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages the gradients of the last fit; None: there was none."""
+        return self._state.reducer
+
+    @property
+    def shards(self) -> Shards | None:
+        return self._state.shards
+
+    @property
+    def has_partial_weights(self) -> bool:
+        local_steps = self._state.local_steps
+        return super().has_partial_weights or (local_steps is not None and local_steps.is_partial)
+
+    @property
+    def signals(self) -> StopSignals | None:
+        return None if self._fault_handler is None else self._fault_handler.signals
+
     @property
     def is_distributed(self) -> bool:
         """For code that asks the strategy; Lightning itself sees a `DDPStrategy` (see `adopt_process_setup`)."""
         return True
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank does what one does for all: rank zero, or the one that saves when it has died."""
+        is_saver = None if self._fault_handler is None else self._fault_handler.is_saver
+        return self.global_rank == 0 if is_saver is None else is_saver
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.lightning_module is not None  # there is one as long as there is a run
+        return self.lightning_module.trainer
+
+    def _active_reducers(self) -> list[Reducer]:
+        return [] if self.reducer is None else [self.reducer]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return this JSON value of every rank, by rank."""
+        assert self._collectives is not None  # there is a run
+        return self._collectives.gather_json(value)
+
+    # The start of a run.
 
     @property
     def accelerator(self) -> Any:
@@ -201,199 +212,48 @@ class TrainerStrategy(TrainerCheckpointHooks):
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         # The first thing that a Trainer or Fabric gives us, and it tells which root of Lightning that is from.
-        follow_root(self, accelerator, self._class_for_root)
+        self.root.follow_root(self, accelerator)
         self._accelerator = accelerator
 
+    def launched(self, trainer: Any, function: Callable[..., Any], args: Any) -> AbstractContextManager[None]:
+        return self._checkpoints.auto_resume.launched(trainer, function, args)
+
     def setup_environment(self) -> None:
+        self._checkpoints.refuse_plugin(self.root.async_checkpoint_io)
         super().setup_environment()
         self.set_world_ranks()
-        check_devices(self.root_device, *self.options.torch_devices)
         self._start_together()
         self.setup_distributed()
         # Without a Trainer nobody would say when the run is over.
         if self.world_size > 1 and self.lightning_module is not None:
-            self._begin_watching().handle_signals(self._trainer, callback=self._callback)
+            self._begin_watching().handle_signals(self.trainer, callback=self.root.callback)
         if self._collectives is None or not self._collectives.is_open:
             self._collectives = self._new_collectives()
-            if self.world_size > 1:
-                timeout_s = (self._timeout or default_pg_timeout).total_seconds()
-                self._saves = RollCall(rank=self.global_rank, world_size=self.world_size, timeout_s=timeout_s)
+            self._checkpoints.join_process_group()
         self._position.forget_checkpoint()
         if self.lightning_module is not None:
-            self._watch_training_data()
-            self._auto_resume.begin(self._trainer, self._collectives, is_first_of_host=self.local_rank == 0)
-        self._is_restoring = True
+            self._loaders.watch(self.trainer)
+        self._checkpoints.begin_restoring()
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        load = super().load_checkpoint
+        return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     def setup(self, trainer: Trainer) -> None:
-        self._restored()
+        is_fit = trainer.state.fn == "fit"
+        self._checkpoints.end_restoring(is_fit=is_fit)
         # What is left of an earlier fit is told by `reducer`, also after an evaluation, and can be saved.
-        self._state = FitState(is_fit=trainer.state.fn == "fit", reducer=self.reducer, shards=self.shards)
-        self._prepare_evaluation(trainer)
-        if self.options.shard_iterable:
-            self._state.sharding = IterableSharding(
-                rank=self.global_rank,
-                world_size=self.world_size,
-                warn=rank_zero_warn,
-                num_batches_trained=self._num_batches_trained,
-            )
-        if self._state.is_fit:
-            self._weights_at_start = None  # known when all is restored
-            self._prepare_fit(trainer)
-        elif self._rank_seeds is not None:
-            self._rank_seeds.forget_checkpoint()
+        self._state = FitState(is_fit=is_fit, reducer=self.reducer, shards=self.shards)
+        prepare_run(self, trainer)
         super().setup(trainer)
-        if self._state.is_fit and self._differs_by_design:
-            self._enable_model_averaging()
-        if self._state.is_fit:
+        if is_fit:
+            if self.differs_by_design:
+                self._enable_model_averaging()
             self._log_start(self.reducer)
 
-    def _prepare_evaluation(self, trainer: Trainer) -> None:
-        assert self._collectives is not None
-        if self._collectives.world_size > 1:
-            self._state.evaluation = ExactEvaluation(
-                trainer,
-                self._collectives,
-                pads=not self.options.exact_evaluation,
-                keeps_batches=self.options.gather_predictions,
-            )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
-        ranks = {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-        return ranks if self._state.evaluation is None else self._state.evaluation.sampler_kwargs() or ranks
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
-        is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
-        if is_mean and isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong. This
-            # rank's own number goes on counting, and must not become that of all ranks.
-            total = self._lightning_reduce(tensor.clone(), group, "sum")
-            # A run that was aborted has no process group, and nothing was added up.
-            return total / (torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1)
-        return self._lightning_reduce(tensor, group, reduce_op)
-
-    def _prepare_fit(self, trainer: Trainer) -> None:
-        """Make what belongs to a fit and does not need the parameters."""
-        assert self._collectives is not None
-        assert self.model is not None
-        self._batch_size.begin(trainer)
-        self._position.begin(trainer)
-        if self._state.shards is not None:
-            self._state.shards.close()
-        self._state.shards = self._new_shards()
-        state, weight = self._state, self.options.gradient_weight
-        if self.options.local_steps is not None:
-            self._islands = find_islands(
-                self._collectives,
-                self.options.local_steps,
-                known=self._islands,
-                host=f"{socket.gethostname()} {self.cluster_environment.node_rank()}",
-                syncs_layers=layer_sync_of(self) is not None,
-            )
-        if self._islands is not None:
-            begin_local_steps(
-                state,
-                trainer,
-                self._islands,
-                self.options,
-                progress=self._progress,
-                signals=self._signals,
-                has_alert=lambda: self._writer.has_failed,
-                callback=self._callback,
-            )
-        else:
-            # One process alone has nobody to wait for, but may weigh its micro-batches.
-            if self._collectives.world_size > 1 or weight is not None:
-                state.exchange = StepExchange(self._collectives, has_alert=lambda: self._writer.has_failed)
-            state.weighting = BatchWeighting(
-                trainer,
-                state.exchange,
-                self._collectives,
-                weight_of=self._batch_size_of if weight == "batch_size" else weight,
-                extends_uneven_data=self.options.uneven_data,
-                has_alert=lambda: self._writer.has_failed,
-            )
-            if self._signals is not None and state.exchange is not None:
-                self._signals.travel_with(state.exchange)
-        if self.options.cuda_graphs:
-            make_graph = new_graph(self.root_device)
-            state.graphs = CapturedSteps(trainer, self, self._steps_with, tell=rank_zero_info, make_graph=make_graph)
-        # To overfit on the same batches everywhere is a way to test a model.
-        if self._steps_with.world_size > 1 and state.exchange is not None and not trainer.overfit_batches:  # type: ignore[attr-defined]
-            state.first_batches = FirstBatches(state.exchange, warn=rank_zero_warn)
-        if (layer_sync := layer_sync_of(self)) is not None:
-            weighting = state.weighting
-            assert weighting is not None
-            state.layers = LayersOfPlugin(layer_sync)
-            if type(layer_sync) is self._torch_sync_batchnorm:
-                state.layers = ConvertedLayers(self._steps_with, is_idle=lambda: weighting.is_idle)
-            self.model = state.layers.apply(self.model)
-        if state.islands is not None:
-            refuse_layers_between_islands(self.model, state.islands)
-
-    @property
-    def _steps_with(self) -> Collectives:
-        """The ranks that average gradients with this one in each step."""
-        assert self._collectives is not None
-        return self._collectives if self._state.islands is None else self._state.islands.own
-
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        assert self._collectives is not None
-        state = self._state
-        state.replicas = Replicas(model, self._collectives)
-        state.replicas.agree()
-        if self.options.init_sync:
-            state.replicas.broadcast()
-        if state.islands is not None:
-            state.replicas = Replicas(model, state.islands.own)
-        if state.is_fit:
-            if state.reducer is not None:
-                state.reducer.close()
-            state.reducer = Reducer(
-                state.replicas,
-                self.config,
-                weighting=None if state.weighting is None else state.weighting.weighting,
-                maker=state.shards,
-                finiteness=self._make_finiteness(state.replicas),
-            )
-            if state.local_steps is not None:
-                state.local_steps.set_replicas(state.replicas, state.reducer.stats)
-            state.unfinished = UnfinishedBatch(
-                model,
-                device=None if self._rank_seeds is None else self.root_device,
-                num_batches=lambda: self._counts.ready,
-                repeats_micro_batches=lambda: self._repeats_micro_batches,
-            )
-            self._progress.describe_backward = state.reducer.describe_backward
-            state.comparison = None
-            # In a search some ranks may make a step that others do not. It ends with what it began with.
-            may_differ = self._differs_by_design or self._trials is not None
-            if state.exchange is not None and self._steps_with.world_size > 1 and not may_differ:
-                stats = state.reducer.stats
-                state.comparison = ScheduledComparison(
-                    ReplicaComparison(
-                        self._steps_with, self.options.replica_checks, exchange=state.exchange, has_messages=True
-                    ),
-                    trained_state=self._trained_state,
-                    shared_state=self._shared_state,
-                    num_backwards=lambda: stats.num_backwards,
-                )
-        if self.options.broadcast_buffers:
-            state.buffers = BufferSync(
-                state.replicas,
-                None if state.reducer is None else state.reducer.stats,
-                once=state.is_fit and not self._module.automatic_optimization,
-            )
+        set_up_model(self, model)
         return model
-
-    def _make_finiteness(self, replicas: Replicas) -> Finiteness:
-        def where() -> str:
-            trainer = self._trainer
-            return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx})"
-
-        return Finiteness(replicas, self.config, where=where, has_scaler=scaler_of(self.precision_plugin) is not None)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._rank_seeds is not None:
@@ -402,100 +262,214 @@ class TrainerStrategy(TrainerCheckpointHooks):
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
         state = self._state
+        if state.shards is not None and state.shards.optimizers:
+            # Others in their place: what was divided belongs to the old ones.
+            state.shards.close()
+            state.shards = self.new_shards()
+            self._setup_model(trainer.lightning_module)
         if state.shards is not None:
-            if state.shards.optimizers:
-                # Others in their place: what was divided belongs to the old ones.
-                state.shards.close()
-                state.shards = self._new_shards()
-                self._setup_model(self._module)
-            assert state.shards is not None
             for optimizer in self.optimizers:
                 state.shards.add(optimizer)
 
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Search inside for a setting by trials; afterwards training begins as if there had been none."""
-        assert self._collectives is not None
-        if self._state.islands is not None:
-            raise ValueError(
-                "`BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search"
-                " without `local_steps`, and pass the batch size that was found."
-            )
-        self._trials = Trials(self._collectives, is_out_of_memory=self._is_oom_error)
-        try:
-            yield
-        finally:
-            self._trials = None
-        self.forget_step()
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
+        if self._state.local_steps is not None:
+            checkpoint = self._state.local_steps.take_state(checkpoint, self.precision_plugin)
+        super().load_optimizer_state_dict(checkpoint)
+        self._checkpoints.restore(checkpoint)
 
-    def trial(self) -> AbstractContextManager[None]:
-        """Try what is inside on all ranks; if it raises on one, it does so on all (Note: failing together)."""
-        assert self._trials is not None
-        return self._trials.attempt()
+    # Data.
 
-    def forget_step(self) -> None:
-        """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
-        if self._state.weighting is not None:
-            self._state.weighting.forget_step()
-        if self._state.is_fit:
-            self._setup_model(self._module)
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
+        ranks = {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return ranks if self._state.evaluation is None else self._state.evaluation.sampler_kwargs() or ranks
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._loaders.prepare(dataloader, self._parts)
+
+    # Training.
 
     def on_train_start(self) -> None:
-        super().on_train_start()
+        for part in self._parts:
+            part.begin_training()
+        self._checkpoints.begin_training()
         if self._rank_seeds is not None:
-            self._rank_seeds.continue_after_start(self._trainer, self.root_device)
+            self._rank_seeds.continue_after_start(self.trainer, self.root_device)
         assert self.reducer is not None  # there is one as long as there is a fit
-        self._state.tally = FitTally(self._trainer.global_step, self.reducer)
+        self._state.tally = FitTally(self.trainer.global_step, self.reducer)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # Validation has batches of its own.
+        is_training = self.lightning_module is not None and self.trainer.training
+        if is_training:
+            for part in self._parts:
+                part.see_batch(batch)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if is_training:
+            self.recording.batch_arrived()
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        begin_batch(self, batch_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().training_step
+        return run_forward(self, lambda: step(*args, **kwargs))
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
+
+    def before_forward(self) -> None:
+        """Do what comes before each `training_step`, also before a replay of one."""
+        self._progress.enter(FORWARD)
+        for part in self._parts:
+            part.before_forward()
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return `loss` as backward shall see it, and count its weight."""
+        for part in self._parts:
+            loss = part.weigh(loss)
+        return loss
+
+    def loss_factor(self) -> float:
+        """Return what `weigh` multiplies the loss of this batch by."""
+        assert self._state.weighting is not None  # there is one as long as there is a fit
+        return self._state.weighting.loss_factor
+
+    def replayed_backward(self) -> AbstractContextManager[None]:
+        return replayed_backward(self)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only, in backwards that run inside."""
+        with nullcontext() if self.reducer is None else self.reducer.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        take = super().optimizer_step
+        return take_step(self, optimizer, closure, lambda before: take(optimizer, before, model, **kwargs))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
+        is_mean = reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)
+        if is_mean and isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+            # Lightning divides logged means by a mean number of samples. One that is cut off would be wrong. This
+            # rank's own number goes on counting, and must not become that of all ranks.
+            total = self.root.reduce(self, tensor.clone(), group, "sum")
+            # A run that was aborted has no process group, and nothing was added up.
+            return total / (torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1)
+        return self.root.reduce(self, tensor, group, reduce_op)
+
+    # Evaluation.
+
+    def on_validation_start(self) -> None:
+        for part in self._parts:
+            part.begin_validation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._progress.enter("validation")
+        for part in self._parts:
+            part.before_validation_step()
+        return super().validation_step(*args, **kwargs)
+
+    def on_test_start(self) -> None:
+        for part in self._parts:
+            part.before_evaluation()
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._progress.enter("test")
+        return super().test_step(*args, **kwargs)
+
+    def on_predict_start(self) -> None:
+        for part in self._parts:
+            part.before_evaluation()
+        for part in self._parts:
+            part.begin_prediction()
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._progress.enter("prediction")
+        return super().predict_step(*args, **kwargs)
+
+    def on_predict_end(self) -> None:
+        for part in self._parts:
+            part.end_prediction()
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, which are those of all ranks: the first thing that goes into a checkpoint."""
+        if self._state.islands is not None:
+            self._checkpoints.await_all("the weights of all islands")
+        for part in self._parts:
+            part.before_save()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of `optimizer` for a checkpoint: with `shard_optimizer` all of it, on rank zero."""
+        if self._state.shards is not None:
+            self._checkpoints.await_all("the state of an optimizer")
+        state = self._sharded_state(optimizer)
+        return super().optimizer_state(optimizer) if state is None else state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Compare the replicas, then write on rank zero; a failure is raised on every rank."""
+        write = super().save_checkpoint
+        self._checkpoints.save(checkpoint, filepath, lambda content, path: write(content, path, storage_options))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath, super().remove_checkpoint)
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all checkpoints are written; a failure is raised on every rank. All ranks must call this."""
+        self._checkpoints.wait()
+
+    def directory_to_save_in(self) -> str | None:
+        return self._checkpoints.directory() if self._state.is_fit else None
+
+    # The end of a run.
 
     def on_train_end(self) -> None:
-        super().on_train_end()
         state = self._state
+        if state.reducer is not None:
+            state.reducer.finiteness.catch_up(state.reducer.stats)
+        for part in self._parts:
+            part.end_training()
+        self._checkpoints.end_training()
         assert state.tally is not None
-        done = [
-            state.tally.describe(self._trainer.global_step),
-            *(part.describe() for part in self._parts),
-            "" if state.shards is None else state.shards.describe(),
-            self.checkpoint_stats.describe() if self.checkpoint_stats.num_saves else "",
-        ]
-        state.done = [line for line in done if line]
+        state.done = state.tally.describe(self)
+
+    def end_run_by(self, error: BaseException) -> None:
+        try:
+            super().end_run_by(error)
+        finally:
+            unfinished, module = self._state.unfinished, self.lightning_module
+            if unfinished is not None and module is not None and not isinstance(error, self.root.normal_ends):
+                with suppress(RuntimeError):  # where the device has failed, nothing can be saved
+                    unfinished.undo_if_repeated(is_automatic=module.automatic_optimization)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._checkpoints.close()
+
+    def teardown(self) -> None:
+        self._batch_size.end()
+        self._loaders.close()
+        self.model = self._state.close(self.model)
+        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
+        # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
+        if has_raised:
+            self._end_watching()
+        self._state.end_exchange(self._collectives, has_raised=has_raised)
+        self._checkpoints.close()
+        super().teardown()
+        if self._state.shards is not None:
+            # The model was moved to the CPU, so that its memory on the device is free.
+            self._state.shards.follow_params()
 
     def end_run(self) -> None:
         self._end_watching()
         done, self._state.done = self._state.done, []
         if done:
             rank_zero_info(f"bucketddp: {'; '.join(done)}.")
-
-    def teardown(self) -> None:
-        self._batch_size.end()
-        self._stop_watching_training_data()
-        self.model = self._state.close(self.model)
-        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
-        # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
-        if has_raised:
-            self._end_watching()
-        # A program may fit thousands of times. After an error some rank may still wait for this one.
-        if self._state.end_exchange() and not has_raised:
-            assert self._collectives is not None
-            self._collectives.close_host_groups()
-            if self._islands is not None:
-                self._islands.own.close_host_groups()
-                self._islands.peers.close_host_groups()
-        super().teardown()
-        if self._state.shards is not None:
-            # The model was moved to the CPU, so that its memory on the device is free.
-            self._state.shards.follow_params()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        return {
-            **super().__getstate__(),
-            "_collectives": None,
-            "_saves": None,
-            "_fault_handler": None,
-            "_islands": None,
-            "_state": FitState(),
-            "_trials": None,
-        }
-
-
-accept_in_every_root(TrainerStrategy)

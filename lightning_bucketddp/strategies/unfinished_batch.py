@@ -1,16 +1,10 @@
 """What a batch changes before its optimizer's step: kept, so that a checkpoint of a run that fails is without it.
 
-Note: unfinished batch
-    A forward changes buffers (statistics of BatchNorm, vectors of spectral normalisation, a queue) and draws random
-    numbers. If the batch fails before the optimizer's step, a run that is resumed sees it again, and would count it
-    twice. So the buffers that a checkpoint holds are copied before the first forward after a step, and copied back when
-    the run ends by an exception, before callbacks save. With `auto_resume` a resumed run also repeats micro-batches
-    whose gradients were not applied; otherwise Lightning counts them as done, and their changes stay.
-
-Note: large buffers
-    Those that training never changes (a mask, a table) are not worth a copy in each step. `Tensor._version` shows most
-    changes, but neither those that go through `Tensor.data` nor those of BatchNorm's statistics. So small buffers are
-    always copied; large ones in the first batch, and later if that batch has changed them, or their version has.
+A forward changes buffers (statistics of BatchNorm, a queue) and draws random numbers. If the batch fails before the
+optimizer's step, a resumed run sees it again, and would count it twice. So buffers that a checkpoint holds are copied
+before the first forward after a step, and copied back when the run ends by an exception, before callbacks save. With
+`auto_resume` a resumed run also repeats micro-batches whose gradients were not applied; otherwise Lightning counts them
+as done, and their changes stay.
 """
 
 from __future__ import annotations
@@ -28,12 +22,11 @@ _LARGE_BYTES = 2**20
 
 
 class UnfinishedBatch(RunPart):
-    """Copies what changes before a step, and takes it back (Note: unfinished batch).
+    """Copies what changes before a step, and takes it back.
 
     Args:
-        module: what is trained.
         device: has random numbers that checkpoints hold; None: they hold none.
-        num_batches: those of the epoch, with the one that has begun.
+        counts: Lightning's counts of the batches of the epoch.
         repeats_micro_batches: whether a resumed run begins after the last step.
     """
 
@@ -42,7 +35,7 @@ class UnfinishedBatch(RunPart):
         module: nn.Module,
         *,
         device: torch.device | None,
-        num_batches: Callable[[], int],
+        counts: Callable[[], Any],
         repeats_micro_batches: Callable[[], bool],
     ) -> None:
         self._buffers = [
@@ -53,27 +46,26 @@ class UnfinishedBatch(RunPart):
             if key not in getattr(owner, "_non_persistent_buffers_set", ())
         ]
         self._device = device
-        self._num_batches = num_batches
+        self._counts = counts
         self._repeats_micro_batches = repeats_micro_batches
         self._random_state: dict[str, Any] | None = None
         # Since the copies were made there was no step.
-        self.has_copies = False
+        self._has_copies = False
         # Of the epoch, with this one.
-        self.num_batches = 0
-        # False: with manual optimization the user may call optimizers that we do not see.
-        self.has_seen_step = False
+        self._num_batches = 0
+        self._has_seen_step = False
 
     def begin_batch(self, batch_idx: int) -> None:
-        self.num_batches = self._num_batches()
-        is_after_micro_batch = self.has_copies and not self._repeats_micro_batches()
+        self._num_batches = self._counts().ready
+        is_after_micro_batch = self._has_copies and not self._repeats_micro_batches()
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
         if is_after_micro_batch:
-            self.has_copies = False
+            self._has_copies = False
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        if self.has_copies:
+        if self._has_copies:
             return
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._buffers:
@@ -84,18 +76,26 @@ class UnfinishedBatch(RunPart):
                 buffers.append(buffer)
         for copies, buffers in by_kind.values():
             torch._foreach_copy_(copies, buffers)
-        self.has_copies = True
+        self._has_copies = True
 
     def complete_step(self) -> None:
         # What the batch has changed is to stay.
-        self.has_copies = False
-        self.has_seen_step = True
+        self._has_copies = False
+        self._has_seen_step = True
         self._note_random_state()
 
     def _note_random_state(self) -> None:
         # Before the next batch is loaded, which draws as well.
         if self._device is not None:
             self._random_state = random_state(self._device)
+
+    def undo_if_repeated(self, *, is_automatic: bool) -> None:
+        """Undo what a batch has changed that a resumed run will see again."""
+        # With manual optimization the user may call optimizers that we do not see.
+        if not self._has_copies or not (self._has_seen_step or is_automatic):
+            return
+        if self._repeats_micro_batches() or self._counts().completed < self._num_batches:
+            self.undo()
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -104,7 +104,7 @@ class UnfinishedBatch(RunPart):
             kept.restore()
         if self._random_state is not None and self._device is not None:
             set_random_state(self._random_state, self._device)
-        self.has_copies = False
+        self._has_copies = False
 
 
 class _Buffer:
@@ -120,7 +120,11 @@ class _Buffer:
         self._copy: Tensor | None = None
 
     def is_due(self) -> bool:
-        """Return whether to copy it now (Note: large buffers)."""
+        """Return whether to copy it now: always, but for large buffers that training never changes (a mask, a table).
+
+        `Tensor._version` shows neither changes through `Tensor.data` nor those of BatchNorm's statistics, so large ones
+        are copied in the first batch, and later if that batch has changed them, or their version has.
+        """
         before, version = self._seen, self._version
         buffer: Tensor | None = getattr(self._owner, self._key, None)
         self._seen = buffer

@@ -48,12 +48,11 @@ from lightning_bucketddp.trainer_internals import (
     mode_of,
     predict_unseen,
     replace_closures,
-    replace_evaluation_step,
     replace_method,
-    replace_predict_step,
     replace_preparation,
     replace_result_class,
     replace_signal_handlers,
+    replace_step,
     return_predictions,
     sampler_within,
     saved_progress,
@@ -436,11 +435,11 @@ def test_steps_of_an_evaluation(root: Any) -> None:
         indices.append((batch_idx, dataloader_idx, dataloader_iter))
         original(batch, batch_idx, dataloader_idx, dataloader_iter)
 
-    undos = [replace_evaluation_step(trainer.fit_loop.epoch_loop.val_loop, step)]
+    undos = [replace_step(trainer.fit_loop.epoch_loop.val_loop, step)]
     trainer.fit(model_of(root))
     assert indices == [(0, 0, None), (1, 0, None)]
     assert "val_loss" in trainer.callback_metrics
-    undos += [replace_evaluation_step(loop, step) for loop in (trainer.validate_loop, trainer.test_loop)]
+    undos += [replace_step(loop, step) for loop in (trainer.validate_loop, trainer.test_loop)]
     trainer.validate(model_of(root))
     assert len(indices) == 4
     for undo in undos:
@@ -463,7 +462,7 @@ def test_steps_of_a_prediction(root: Any) -> None:
             predict_unseen(trainer, batch, batch_idx, dataloader_idx)
 
     trainer = trainer_with(root, callbacks=[calling(root, on_predict_start=return_predictions)])
-    undo = replace_predict_step(trainer.predict_loop, step)
+    undo = replace_step(trainer.predict_loop, step)
     model = model_of(root, predict_step=predict_step)
     assert trainer.predict(model, return_predictions=False) == [0]
     assert ran == [0, 1]

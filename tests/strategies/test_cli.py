@@ -60,8 +60,8 @@ def test_help_begins_with_what_one_wants_to_know(capsys: pytest.CaptureFixture[s
     assert call(["--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: bucketddp COMMAND [options]\n\nWhat do you want to know?")
-    for command in cli._COMMANDS.values():
-        assert f"  {command.question}\n      {command.example}" in printed
+    for question, example in cli._COMMANDS.values():
+        assert f"  {question}\n      {example}" in printed
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert call([name, "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: bucketddp {name}")
-    assert import_module(cli._COMMANDS[name].module).HELP in printed
+    assert import_module(f"lightning_bucketddp.commands.{name}").HELP in printed
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
 from lightning_bucketddp.config import LocalSteps
-from lightning_bucketddp.strategies import trainer as trainer_module
+from lightning_bucketddp.strategies import fit_state
 from tests.support.ranks import device, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -274,9 +274,9 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures, **known.options)
     trainer = make_trainer(strategy, **{"max_epochs": 4, **known.trainer}, callbacks=[*known.callbacks(), outputs])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "rank_zero_info", lines.append)
+        patch.setattr(fit_state, "rank_zero_info", lines.append)
         if device().type == "cpu":
-            patch.setattr(trainer_module, "new_graph", lambda _: RunAgain)
+            patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
         trainer.fit(module, known.data())
     graphs = strategy._state.graphs
     return {

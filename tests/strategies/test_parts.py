@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.strategies.trainer_step import TrainerStepHooks
+from lightning_bucketddp.strategies.trainer import TrainerStrategy
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -38,25 +38,30 @@ class Model(LightningModule):
     def test_step(self, batch: list[Tensor]) -> None:
         self.layer(batch[0])
 
+    def predict_step(self, batch: list[Tensor]) -> Tensor:
+        prediction: Tensor = self.layer(batch[0])
+        return prediction
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 
-    val_dataloader = test_dataloader = train_dataloader
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 def train_with(part: RunPart, path: Path) -> list[str]:
-    """Train, save and test with one more part; return what the strategy says at the end of a training."""
-    parts: Any = TrainerStepHooks._parts
-    with patch.object(TrainerStepHooks, "_parts", property(lambda strategy: [*parts.fget(strategy), part])):
+    """Train, save, test and predict with one more part; return what the strategy says at the end of a training."""
+    parts: Any = TrainerStrategy._parts
+    with patch.object(TrainerStrategy, "_parts", property(lambda strategy: [*parts.fget(strategy), part])):
         trainer = make_trainer(BucketDDPStrategy(), max_epochs=1)
         said: list[str] = []
         with patch("lightning_bucketddp.strategies.trainer.rank_zero_info", said.append):
             trainer.fit(Model())
         trainer.save_checkpoint(path)
         trainer.test(trainer.lightning_module, verbose=False)
+        trainer.predict(trainer.lightning_module)
     return said
 
 

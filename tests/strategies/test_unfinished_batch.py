@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,8 @@ def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp
 
 
 def unfinished_batch(module: nn.Module) -> UnfinishedBatch:
-    return UnfinishedBatch(module, device=None, num_batches=lambda: 1, repeats_micro_batches=lambda: False)
+    counts = SimpleNamespace(ready=1, completed=0)
+    return UnfinishedBatch(module, device=None, counts=lambda: counts, repeats_micro_batches=lambda: False)
 
 
 def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
