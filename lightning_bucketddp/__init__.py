@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
-    from lightning_bucketddp.replicas.checksums import ReplicaDivergedError
+    from lightning_bucketddp.replicas.consistency import ReplicaDivergedError
     from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
     from lightning_bucketddp.sharding.gradient import ShardedGradientError
     from lightning_bucketddp.startup.store import StartError

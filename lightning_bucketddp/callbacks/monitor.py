@@ -15,10 +15,17 @@ from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
-from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
-from lightning_bucketddp.recording.writer import RecordFile, Sampling, metrics_of, plan_of, step_of
+from lightning_bucketddp.recording.writer import (
+    MarkedStep,
+    RecordFile,
+    Sampling,
+    StepRecorder,
+    metrics_of,
+    plan_of,
+    step_of,
+)
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.strategies.recording import describe_run
 from lightning_bucketddp.strategies.trainer import TrainerStrategy

@@ -13,8 +13,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.checkpoint_io import damage_at
-from lightning_bucketddp.checkpoint.collective_io import fingerprint
+from lightning_bucketddp.checkpoint.checkpoint_io import damage_at, fingerprint
 
 log = logging.getLogger(__name__)
 

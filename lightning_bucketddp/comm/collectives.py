@@ -118,12 +118,12 @@ class Collectives:
         """
         for name, further in list(self._further.items()):
             further.close_host_groups()
-            if self.is_open and further._has_all_tensors_back():
+            if self.is_open and further.has_all_tensors_back():
                 del self._further[name]
                 dist.destroy_process_group(further.group)
                 del further.group  # whose connections last as long as it is held
 
-    def _has_all_tensors_back(self) -> bool:
+    def has_all_tensors_back(self) -> bool:
         """Wait a little until no tensor is in flight; return whether that is so. False in groups that never close."""
         if self._in_flight is None:
             return False

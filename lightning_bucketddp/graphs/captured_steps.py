@@ -50,7 +50,7 @@ from lightning_bucketddp.graphs.python_state import (
     watched_trainer,
 )
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.reducer.backward_pass import CapturedBackward
+from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.trainer_internals import (
     ClosureParts,

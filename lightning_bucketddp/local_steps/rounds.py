@@ -35,8 +35,7 @@ from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
 from lightning_bucketddp.reducer.reducer import reduction_of
-from lightning_bucketddp.replicas.checksums import Checksums
-from lightning_bucketddp.replicas.consistency import ReplicaComparison, training_state
+from lightning_bucketddp.replicas.consistency import Checksums, ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.trainer_internals import averaged_models
 from lightning_bucketddp.wording import list_names, list_ranks, pluralize

@@ -25,8 +25,7 @@ import torch
 
 from lightning_bucketddp.config import AUTO, MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.cost import NO_CODECS, AllReduceCost, Codecs, Network, Profile, Wire
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, complete_plan, has_choice, plan_buckets
-from lightning_bucketddp.planning.shares import Shares
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares, complete_plan, has_choice, plan_buckets
 from lightning_bucketddp.planning.simulation import Timeline, simulate
 
 # Until a bucket is complete, its gradients exist outside of it, too: this bounds the memory for them.

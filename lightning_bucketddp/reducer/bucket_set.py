@@ -11,8 +11,14 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, BucketCaps, ReducerConfig
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
-from lightning_bucketddp.reducer.lone_bucket import Bucket, InPlaceBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import (
+    Arrivals,
+    Bucket,
+    BufferedBucket,
+    BufferLayout,
+    InPlaceBucket,
+    SparseBucket,
+)
 from lightning_bucketddp.wording import pluralize
 
 # Where memory is taken and given back in each step. Not all versions of torch can tell who else uses it.

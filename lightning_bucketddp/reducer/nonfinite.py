@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.config import REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
-from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.lone_bucket import Bucket
-from lightning_bucketddp.reducer.observer import ReducerStats
+from lightning_bucketddp.reducer.observer import ReducerStats, is_being_captured
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import list_names, list_ranks
 

@@ -27,8 +27,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
 from lightning_bucketddp.planning.simulation import cost_until, simulate
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket
 from lightning_bucketddp.reducer.grad_hooks import hook_on_node
-from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.observer import BackwardObserver, Clock
+from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, is_being_captured
 from lightning_bucketddp.reducer.reduction import Reduction
 
 _SMALLEST_BYTES = 4096

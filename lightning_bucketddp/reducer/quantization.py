@@ -33,8 +33,8 @@ from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.config import BLOCK_NUMEL, MIB
 from lightning_bucketddp.planning.cost import Codec, Codecs
-from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.reducer.lone_bucket import DenseBucket
+from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.reducer.bucket import DenseBucket
 from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 
 # A little less than a 127th: the largest number that a dtype has must not become infinite.

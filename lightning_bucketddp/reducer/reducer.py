@@ -27,11 +27,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import ForeignCollectives
 from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
-from lightning_bucketddp.reducer.backward_pass import BackwardPass, CapturedBackward
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
-from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.launch_queue import LaunchQueue
+from lightning_bucketddp.reducer.launch_queue import BackwardPass, CapturedBackward, LaunchQueue
 from lightning_bucketddp.reducer.nonfinite import Finiteness
 from lightning_bucketddp.reducer.observer import (
     NO_OBSERVER,
@@ -39,6 +37,7 @@ from lightning_bucketddp.reducer.observer import (
     Clock,
     ReducerStats,
     all_of,
+    is_being_captured,
     profiler_span,
 )
 from lightning_bucketddp.reducer.plan_cache import PlanCache

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.reducer.bucket import BufferedBucket
-from lightning_bucketddp.reducer.lone_bucket import Bucket, DenseBucket, SparseBucket
+from lightning_bucketddp.reducer.bucket import Bucket, BufferedBucket, DenseBucket, SparseBucket
 
 
 @dataclass(slots=True)  # not frozen, which takes longer to make

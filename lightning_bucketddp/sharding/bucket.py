@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.planning.shares import Shares
-from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
-from lightning_bucketddp.reducer.graphs import is_being_captured
-from lightning_bucketddp.reducer.lone_bucket import InPlaceBucket
-from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver
+from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout, InPlaceBucket
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, BackwardObserver, is_being_captured
 from lightning_bucketddp.sharding.gradient import Division, NormsOfAll, ShardedGradient, refuse
 
 

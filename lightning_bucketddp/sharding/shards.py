@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import MIB, BucketCaps
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans, plan_buckets
-from lightning_bucketddp.planning.shares import Shares, balance
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares, balance, merge_plans, plan_buckets
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferLayout, gradient_strides
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.sharding.bucket import (

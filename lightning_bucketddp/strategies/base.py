@@ -31,8 +31,8 @@ from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_inf
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding import bucket as sharded_bucket
+from lightning_bucketddp.sharding.optimizer import gather_optimizer_state
 from lightning_bucketddp.sharding.shards import Shards
-from lightning_bucketddp.sharding.state import gather_optimizer_state
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
 from lightning_bucketddp.strategies.fault_handling import FaultHandler

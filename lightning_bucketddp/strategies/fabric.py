@@ -16,15 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
-from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
-from lightning_bucketddp.checkpoint.collective_io import read_on_every_rank, write_on_rank_zero
+from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.checkpoint.finite_weights import Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER, SAVING
 from lightning_bucketddp.processes import rank_zero_info
-from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.nonfinite import (
     Finiteness,
     StepWithheld,
@@ -32,6 +30,7 @@ from lightning_bucketddp.reducer.nonfinite import (
     scaler_of,
     withhold_nonfinite,
 )
+from lightning_bucketddp.reducer.observer import graphs_split
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas, SharedBuffers, unwrapped

@@ -13,9 +13,8 @@ from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
-from lightning_bucketddp.data.first_batches import FirstBatches
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
-from lightning_bucketddp.data.uneven_data import UnevenData
+from lightning_bucketddp.data.uneven_data import FirstBatches, UnevenData
 from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
 from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.local_steps.rounds import LocalRounds

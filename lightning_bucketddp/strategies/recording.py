@@ -19,7 +19,7 @@ from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
     from lightning_bucketddp.recording.schema import Run
-    from lightning_bucketddp.recording.step_recorder import MarkedStep, StepRecorder
+    from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
     from lightning_bucketddp.strategies.base import StrategyBase
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 

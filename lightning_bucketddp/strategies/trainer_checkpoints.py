@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, drain, raised_once
-from lightning_bucketddp.checkpoint.collective_io import read_nowhere, read_on_every_rank, write_on_rank_zero
+from lightning_bucketddp.checkpoint.checkpoint_io import read_nowhere, read_on_every_rank, write_on_rank_zero
 from lightning_bucketddp.checkpoint.finite_weights import NAN, Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives

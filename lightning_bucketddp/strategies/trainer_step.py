@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
-from lightning_bucketddp.reducer.graphs import graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
+from lightning_bucketddp.reducer.observer import graphs_split, outside_of_graphs
 from lightning_bucketddp.strategies.fit_state import set_up_model
 
 if TYPE_CHECKING:
@@ -84,7 +84,10 @@ def run_backward(
 @contextmanager
 def replayed_backward(strategy: TrainerStrategy) -> Iterator[None]:
     """Run a replay of `training_step` and backward inside; afterwards gradients are final."""
-    with strategy.recording.during(BACKWARD), strategy.ending_all_ranks(*strategy._active_reducers()):
+    with (
+        strategy.recording.during(BACKWARD),
+        strategy.ending_all_ranks(*[strategy.reducer] if strategy.reducer else []),
+    ):
         strategy._progress.enter(BACKWARD)
         yield
     if strategy.signals is not None:

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.async_writer import drain
-from lightning_bucketddp.checkpoint.collective_io import write_on_rank_zero
+from lightning_bucketddp.checkpoint.checkpoint_io import write_on_rank_zero
 from tests.support.jobs import checkpoint as jobs
 from tests.support.ranks import run_on_ranks
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.data.first_batches import FirstBatches, digest_of
+from lightning_bucketddp.data.uneven_data import FirstBatches, digest_of
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer

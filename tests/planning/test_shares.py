@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, merge_plans
-from lightning_bucketddp.planning.shares import Shares, balance
+from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares, balance, merge_plans
 from tests.support.cases import for_each
 
 

@@ -7,8 +7,7 @@ import torch
 
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import BucketTimes, Span, Step, bandwidth_of
-from lightning_bucketddp.recording.step_recorder import StepRecorder
-from lightning_bucketddp.recording.writer import metrics_of, step_of
+from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
 from lightning_bucketddp.reducer.observer import Axis, HostClock, ReducerStats
 from lightning_bucketddp.sharding.shards import ShardOption
 from tests.support.cases import for_each

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp.bindings import fabric_lightning, trainer_lightning
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.reducer.graphs import graphs_split
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
+from lightning_bucketddp.reducer.observer import graphs_split
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer

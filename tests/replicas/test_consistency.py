@@ -11,7 +11,7 @@ import torch
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.config import OnDivergence, ReplicaChecks
-from lightning_bucketddp.replicas.checksums import Checksums, find_divergence, units_of
+from lightning_bucketddp.replicas.consistency import Checksums, find_divergence, units_of
 from tests.support.cases import for_each
 from tests.support.jobs import replicas
 from tests.support.ranks import run_on_ranks

@@ -15,8 +15,7 @@ import torch
 
 from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter, drain, raised_once
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
-from lightning_bucketddp.checkpoint.collective_io import write_on_rank_zero
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, write_on_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from tests.support.ranks import device
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import ReducerConfig, ReplicaChecks
-from lightning_bucketddp.recording.step_recorder import StepRecorder
-from lightning_bucketddp.recording.writer import step_of
+from lightning_bucketddp.recording.writer import StepRecorder, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas

@@ -15,8 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.recording.schema import RecordedPlan, Step
-from lightning_bucketddp.recording.step_recorder import StepRecorder
-from lightning_bucketddp.recording.writer import plan_of, step_of
+from lightning_bucketddp.recording.writer import StepRecorder, plan_of, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.support.jobs.models import CASES, WIDTH, batch

@@ -16,8 +16,14 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import OnDivergence, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.weighting import Weighting
-from lightning_bucketddp.replicas.checksums import Checksums, ReplicaDivergedError, units_of
-from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
+from lightning_bucketddp.replicas.consistency import (
+    Checksums,
+    ReplicaComparison,
+    ReplicaDivergedError,
+    TrainingState,
+    training_state,
+    units_of,
+)
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
 from tests.support.jobs.models import batch, mlp
 from tests.support.jobs.parity import assert_equal_on_all_ranks

@@ -24,8 +24,8 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.bucket import ShardedBucket, flat
 from lightning_bucketddp.sharding.gradient import ShardedGradient
+from lightning_bucketddp.sharding.optimizer import gather_optimizer_state
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
-from lightning_bucketddp.sharding.state import gather_optimizer_state
 from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES
 from tests.support.ranks import device
