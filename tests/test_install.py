@@ -85,7 +85,7 @@ def test_what_is_imported_is_declared(installed: Path) -> None:
     declared = {re.split(r"[<>=!]", line)[0].lower() for line in required}
     ours = {"lightning_bucketddp", "lightning_bucketddp_autoload"}
     # Each is imported only where a program has imported it before, or for a type checker alone.
-    of_the_user = {"pytorch_lightning", "lightning_fabric", "omegaconf", "jsonargparse", "_typeshed"}
+    of_the_user = {"omegaconf", "jsonargparse", "_typeshed"}
     names = imported_modules() - sys.stdlib_module_names - ours - of_the_user
     assert of_the_user < imported_modules()
     assert {packages_distributions()[name][0].lower().replace("_", "-") for name in names} == declared
