@@ -25,11 +25,15 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import Shards
-from lightning_bucketddp.strategies.batch_weighting import BatchWeighting
 from lightning_bucketddp.strategies.exact_evaluation import ExactEvaluation
+from lightning_bucketddp.strategies.parts import (
+    BatchWeighting,
+    BufferSync,
+    ConvertedLayers,
+    ScheduledComparison,
+)
+from lightning_bucketddp.strategies.rank_seeds import UnfinishedBatch
 from lightning_bucketddp.strategies.recording import FitTally
-from lightning_bucketddp.strategies.replica_parts import BufferSync, ConvertedLayers, ScheduledComparison
-from lightning_bucketddp.strategies.unfinished_batch import UnfinishedBatch
 from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
 
 if TYPE_CHECKING:
