@@ -67,7 +67,7 @@ _NAMES_IN = {
     "faults.failure": ("RankFailedError",),
     "reducer.bucket": ("LateGradientError",),
     "reducer.nonfinite": ("NonFiniteError",),
-    "replicas.checksums": ("ReplicaDivergedError",),
+    "replicas.consistency": ("ReplicaDivergedError",),
     "replicas.replicas": ("ReplicaMismatchError",),
     "sharding.gradient": ("ShardedGradientError",),
     "startup.store": ("StartError",),

@@ -80,8 +80,8 @@ def test_errors_can_be_imported_from_the_package() -> None:
         for path in (REPOSITORY / "lightning_bucketddp").rglob("*.py")
         for name in re.findall(r"^class (\w+Error)\(", path.read_text(), re.MULTILINE)
     }
-    # Those are caught by ourselves: by commands, when checkpoints are written, and by the watchdog.
-    assert names == raised - {"UsageError", "NotPlainError", "StoreSilentError"}
+    # Those are caught by ourselves: by commands, in writing checkpoints, by the watchdog, and in capturing steps.
+    assert names == raised - {"UsageError", "NotPlainError", "StoreSilentError", "NotCapturedError"}
     assert names <= set(lightning_bucketddp.__all__)
     assert all(issubclass(getattr(lightning_bucketddp, name), Exception) for name in names)
 

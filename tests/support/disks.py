@@ -64,6 +64,8 @@ def not_as_root() -> Iterator[None]:
     """Have no more rights to files than anyone else."""
     is_root = os.geteuid() == 0
     if is_root:
+        # Needed for names of hosts, and Python would remember for ever that it could not read it.
+        "host".encode("idna")
         os.seteuid(_NOBODY)
     try:
         yield
