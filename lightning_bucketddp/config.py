@@ -150,14 +150,17 @@ class Timeouts:
         start_s: At the start.
         stall_warning_s: Until the log says which rank is behind, and what it does.
         stall_s: Until a rank that stands still, and for which others wait, ends the run; None: at `timeout`.
+        rejoin_s: After a failure, for one that is started again (`max_restarts`).
     """
 
     start_s: float = 300.0
     stall_warning_s: float = 30.0
     stall_s: float | None = None
+    rejoin_s: float = 300.0
 
     def __post_init__(self) -> None:
         check_seconds("start_s", self.start_s)
+        check_seconds("rejoin_s", self.rejoin_s)
         check_seconds("stall_warning_s", self.stall_warning_s, may_be_endless=True)
         if self.stall_s is not None:
             check_seconds("stall_s", self.stall_s)

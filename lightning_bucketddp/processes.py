@@ -42,6 +42,14 @@ def process_start_time(pid: int) -> int:
     return int(fields[19]) if fields and fields[0] != "Z" else 0
 
 
+def working_directory(pid: int) -> str:
+    """Return where process `pid` works; if that is not known, where this one does."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return os.getcwd()
+
+
 def _stat_fields(pid: int) -> list[str]:
     with suppress(OSError):
         # They are counted from behind the name, which is in parentheses and may hold anything.

@@ -345,6 +345,19 @@ def set_main_port(environment: Any, port: int) -> None:
     environment._main_port = port
 
 
+@contextmanager
+def processes_started_by(start: Callable[..., Any], launcher: Any) -> Iterator[None]:
+    """Have `launcher`, which starts a process for each rank, call `start` in the place of torch's `start_processes`."""
+    name = next(base.__module__ for base in type(launcher).__mro__ if base.__name__ == "_MultiProcessingLauncher")
+    module: Any = sys.modules[name]
+    before = known(module, "mp")
+    module.mp = SimpleNamespace(get_context=before.get_context, start_processes=start)
+    try:
+        yield
+    finally:
+        module.mp = before
+
+
 def slurm_requeue_of(trainer: Trainer) -> Any:
     """Return Lightning's handler of SLURM's requeue signal, which saves and asks for another run."""
     return known(known(trainer, "_signal_connector"), "_slurm_sigusr_handler_fn")
@@ -374,6 +387,26 @@ def replace_signal_handlers(
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         undo.callback(replace_method(loop, "_broadcast_sigterm_tensor", lambda: None))
     return undo.close
+
+
+def end_failed_fit(trainer: Trainer, error: BaseException, *, interrupt: Callable[..., None]) -> None:
+    """Do what a Trainer does when a fit raises: tell callbacks, which may save, and tear down."""
+    interrupt(trainer, error)
+    known(trainer, "_teardown")()
+    trainer.state.stage = None
+
+
+def begin_fit(trainer: Trainer) -> None:
+    """Do what `trainer.fit` does before it launches, in a Trainer that has trained nothing."""
+    # No checkpoint holds all of the state of a loop that was left in the middle of something.
+    loop: Any = trainer.fit_loop
+    steps = loop.epoch_loop
+    trainer.fit_loop = type(loop)(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
+    trainer.fit_loop.epoch_loop = type(steps)(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
+    known(known(trainer, "_logger_connector"), "reset_metrics")()
+    trainer.state.status = type(trainer.state.status)("running")
+    trainer.training = True
+    trainer.should_stop = False
 
 
 def stop_after_batch(trainer: Trainer) -> None:

@@ -56,9 +56,8 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
     strategies = import_module(f"{root}.strategies")
     exceptions = import_module(f"{root}.utilities.exceptions")
     classes = _classes_of_processes(f"{root}.strategies.launchers", fabric=fabric, module=module)
-    classes["_ProcessLauncher"].on_exception_of = staticmethod(
-        known(import_module(f"{root}.trainer.call"), "_interrupt")
-    )
+    interrupt = known(import_module(f"{root}.trainer.call"), "_interrupt")
+    classes["_ProcessLauncher"].on_exception_of = staticmethod(interrupt)
     of_root = _names_of_root(
         classes,
         fabric,
@@ -73,6 +72,7 @@ def bind_trainer(root: str, *, fabric: str, module: str) -> dict[str, type]:
         sigterm_exception=exceptions.SIGTERMException,
         normal_ends=(known(exceptions, "_TunerExitException"),),
         follow_root=follow_root,
+        interrupt=interrupt,
     )
     strategy = _made("BucketDDPStrategy", module, TrainerStrategy, strategies.ParallelStrategy, root=of_root)
     adopt_process_setup(strategy, strategies.DDPStrategy, _FROM_TRAINER)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -71,6 +72,8 @@ class RunRecord:
         self._filesystem, directory = url_to_fs(f"{root.rstrip('/')}/{_DIRECTORY}")
         self._directory: str = directory
         self._path = f"{directory}/{name}.json"
+        # What the run begins with, until there is another checkpoint.
+        self.start_path = f"{root.rstrip('/')}/{_DIRECTORY}/{name}.ckpt"
 
     @property
     def end(self) -> RunEnd | None:
@@ -120,6 +123,19 @@ class RunRecord:
         record = self._without(path)
         if record["checkpoints"] != self._read().get("checkpoints", []):
             self._write(record)
+
+    def remove_start(self) -> None:
+        """Remove what the run has begun with, if it is there."""
+        filesystem, path = url_to_fs(self.start_path)
+        if filesystem.exists(path):
+            filesystem.rm(path)
+            self.remove(self.start_path)
+
+    def add_restart(self, why: str, *, step: int) -> None:
+        """Note that the run goes on after a failure at `step`."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        record = self._read()
+        self._write({**record, "restarts": [*record.get("restarts", []), {"at": now, "step": step, "why": why}]})
 
     def set_end(self, end: RunEnd) -> None:
         """Note that the run has ended."""

@@ -8,7 +8,7 @@ import socket
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,10 @@ class Failure:
         stack = f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else ""
         # It may have come through the store, to which anyone can write who reaches it.
         return printable((sentence + stack)[:_MOST_CHARACTERS_SHOWN])
+
+    def summary(self) -> str:
+        """Return `describe` without the stack."""
+        return replace(self, stack="").describe()
 
     def error_for(self, rank: int) -> RankFailedError:
         """Return the error for `rank` to raise, which has not failed by an exception of its own."""

@@ -75,6 +75,7 @@ class Watchdog:
         stall_timeout_s: float = math.inf,
     ) -> None:
         self.stop_signal = 0
+        self.failure: Failure | None = None  # the first of the run, on whichever rank
         self._channel = channel
         self._progress = progress
         self._actions = actions
@@ -87,7 +88,6 @@ class Watchdog:
         self._shutdown = Shutdown(
             progress, cut=actions.cut, interrupt=actions.interrupt, rank=channel.rank, timeout_s=timeout_s
         )
-        self._failure: Failure | None = None
         self._decision: str | None = None
         self._to_report: Failure | None = None
         self._all_know_of_stop = False
@@ -145,7 +145,7 @@ class Watchdog:
     @property
     def failed_rank(self) -> int | None:
         """Return which rank has failed first; None: none has, or a signal has stopped all."""
-        return None if self._failure is None or self._failure.kind is Kind.STOPPED else self._failure.rank
+        return None if self.failure is None or self.failure.kind is Kind.STOPPED else self.failure.rank
 
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return ranks that never come to `phase`, where this one is (see `HeartbeatMonitor`)."""
@@ -154,8 +154,8 @@ class Watchdog:
     @property
     def is_saver(self) -> bool:
         """Return whether this rank, which has aborted, saves for all. May wait for lower ranks."""
-        assert self._failure is not None
-        return self._saver.is_won(self._failure)
+        assert self.failure is not None
+        return self._saver.is_won(self.failure)
 
     def end_by(self, error: BaseException, *, stopped_by: int = 0) -> Failure:
         """End this rank by `error`, which it has raised by itself or because signal `stopped_by` stopped it.
@@ -179,13 +179,13 @@ class Watchdog:
             self._wake.set()
             # To find out who is lost, the others are listened to for a while.
             self._settled.wait(_SETTLED_WITHIN_S * (2 if own.kind is Kind.LOST else 1))
-        if self._failure is None:
+        if self.failure is None:
             # The store does not answer. At least this rank waits for nobody.
             self._learn(replace(own, kind=Kind.RAISED) if own.kind is Kind.LOST else own)
             self._abort()
-        assert self._failure is not None
+        assert self.failure is not None
         self._progress.end_with = None  # it is ending
-        return self._failure
+        return self.failure
 
     def _run(self) -> None:
         is_woken = True
@@ -201,7 +201,7 @@ class Watchdog:
             self._asked_at = time.monotonic() if asks else self._asked_at
             is_woken = self._wake.wait(tick_s)
             self._wake.clear()
-        if self._failure is not None and self._actions.store_rank == self._channel.rank:
+        if self.failure is not None and self._actions.store_rank == self._channel.rank:
             self._store.ask(self._let_others_learn)
         self._store.ask(lambda: self._channel.set(f"left/{self._channel.rank}", 1))
         self._channel.close()
@@ -227,7 +227,7 @@ class Watchdog:
         if self._to_report is not None:
             failure, self._to_report = self._to_report, None
             self._tell(failure)
-        if self._failure is None and (death := self._local_ranks.find_death(has_left=self._has_left)) is not None:
+        if self.failure is None and (death := self._local_ranks.find_death(has_left=self._has_left)) is not None:
             self._tell(death)
 
     def _notice_signal(self, number: int) -> None:
@@ -235,7 +235,7 @@ class Watchdog:
         if raised_at is not None:
             # Not by the signal that ends this rank, which is seen here a moment later.
             self._callbacks_shall_not_wait |= now - raised_at > SAME_CTRL_C_WITHIN_S
-        elif self._failure is None:  # otherwise the signal is ours (`interrupt`)
+        elif self.failure is None:  # otherwise the signal is ours (`interrupt`)
             self._signalled_at = self._signalled_at or now
             self._shall_not_wait |= number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_WITHIN_S
             self.receive_signal(number)
@@ -244,9 +244,9 @@ class Watchdog:
         channel = self._channel
         self._monitor.beat()
         self._local_ranks.discover()
-        if self._failure is None and (failure_of_another := channel.failure()) is not None:
+        if self.failure is None and (failure_of_another := channel.failure()) is not None:
             self._learn(failure_of_another)
-        if self._failure is not None:
+        if self.failure is not None:
             self._decision = self._decision or channel.get("decision", str)
             self._saver.look()
             if not self._has_acknowledged and (self._decision == _TOGETHER or self._saver.is_own is not None):
@@ -279,21 +279,21 @@ class Watchdog:
         self._learn(failure)  # if nobody can be told
 
     def _learn(self, failure: Failure) -> None:
-        if self._failure is None:
-            self._failure = failure
+        if self.failure is None:
+            self.failure = failure
             self._failed_at = time.monotonic()
 
     def _act(self) -> None:
         now = time.monotonic()
-        if self._failure is None:
+        if self.failure is None:
             self._stop_if_asked(now)
             if (found := self._monitor.look()) is None:
                 return
             self._tell(found)
-        assert self._failure is not None
+        assert self.failure is not None
         assert self._failed_at is not None
         if self._decision is None and (
-            self._failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
+            self.failure.kind in (Kind.DIED, Kind.STALLED, Kind.LOST) or now - self._failed_at > _TOGETHER_WITHIN_S
         ):
             self._decide_to_abort()
         if self._callbacks_shall_not_wait and self._progress.is_waiting:
@@ -302,7 +302,7 @@ class Watchdog:
             self._abort()
         if self._decision is not None:
             self._settled.set()
-        self._shutdown.press(self._failure)
+        self._shutdown.press(self.failure)
 
     def _decide_to_abort(self) -> None:
         self._decision = self._store.ask(lambda: self._channel.first("decision", _ABORT)) or _ABORT
@@ -325,10 +325,10 @@ class Watchdog:
             self._decide_to_abort()
 
     def _abort(self) -> None:
-        assert self._failure is not None
+        assert self.failure is not None
         self._local_ranks.kill_frozen()  # they cannot end by themselves, and what waits for them may not end before
-        self._shutdown.abort(self._failure)
+        self._shutdown.abort(self.failure)
         # Nobody does at the other end of these, or it is not noticed here.
         connections = self._actions.connections
         of_store = {connections.store_host} if self._store.is_silent else set()
-        connections.cut_to({*self._failure.hosts.split(), *of_store})
+        connections.cut_to({*self.failure.hosts.split(), *of_store})

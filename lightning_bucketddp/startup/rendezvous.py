@@ -25,7 +25,7 @@ from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, Stor
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
@@ -157,15 +157,22 @@ class Rendezvous:
         self._info = RankInfo(rank=address.rank, world_size=address.world_size)
         self._deadline = Deadline(timeout_s, world_size=address.world_size)
 
-    def meet(self, *, listener: socket.socket | None, find_failure: Callable[[], str | None]) -> Store:
+    def meet(
+        self,
+        *,
+        listener: socket.socket | None,
+        find_failure: Callable[[], str | None],
+        earlier: PrefixStore | None = None,
+    ) -> Store:
         """Wait until all ranks are there; return a store for them alone. Raises `StartError` on all if some stay away.
 
         Args:
             listener: a socket that listens at the port of the store; it is used up. None: one is opened.
             find_failure: asked again and again for a reason why it is useless to wait on.
+            earlier: what an earlier call has returned to this process: the same store is used.
         """
         # In a thread, because torch waits for ever for the answer of a program that listens and is not a store.
-        joined = Worker("bucketddp-start").submit(partial(self._run, listener))
+        joined = Worker("bucketddp-start").submit(partial(self._run, listener, earlier))
         last_moment_s = self._deadline.timeout_s + _OUTCOME_READ_WITHIN_S + _GRACE_S
         while not futures.wait([joined], timeout=POLL_S).done:
             if self._deadline.failure is None and (failure := find_failure()) is not None:
@@ -177,10 +184,13 @@ class Rendezvous:
                 raise StartError(self._deadline.failure or why)
         return joined.result()
 
-    def _run(self, listener: socket.socket | None) -> Store:
-        server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
-        whole_store = self._address.connect(deadline=self._deadline)
-        del server  # our own connection keeps it open now
+    def _run(self, listener: socket.socket | None, earlier: PrefixStore | None) -> Store:
+        if earlier is not None:
+            whole_store: Store = earlier.underlying_store
+        else:
+            server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
+            whole_store = self._address.connect(deadline=self._deadline)
+            del server  # our own connection keeps it open now
         store = part_of(whole_store, "bucketddp/start")
         rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
         # Not the whole store: process groups do not know that an earlier one has used the same names.

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -195,11 +195,15 @@ class ChildProcesses:
     """The processes of one launcher of ours; none where something else launches."""
 
     def __init__(self, launcher: Any, *, rank: int, local_rank: int) -> None:
-        self._processes: tuple[subprocess.Popen[bytes], ...] = getattr(launcher, "children", ())
+        self._launcher = launcher
         self._rank = rank
         self._launcher_pid = int(os.environ.get(LAUNCHER_PID, 0)) if local_rank > 0 else 0
         if is_launched_by_torchrun():
             self._launcher_pid = os.getppid()  # torchrun's agent, which holds the store
+
+    @property
+    def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
+        return getattr(self._launcher, "children", ())
 
     def find_failure(self) -> str | None:
         """Return in words which process has ended that the start needs; None if none has."""

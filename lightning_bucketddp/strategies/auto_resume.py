@@ -34,6 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.faults.failure import Failure
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.trainer_internals import (
     continue_logger,
@@ -63,6 +64,8 @@ class AutoResume:
         self._is_path_given = False
         self._record: RunRecord | None = None
         self._is_over = False
+        self._is_restart = False
+        self._has_checkpoint = False
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
@@ -75,6 +78,7 @@ class AutoResume:
         of_run = self._describe_run(trainer, arguments)
         self._name = f"{of_run}-{self.num_fits_ended[of_run]}"
         min_steps = trainer.fit_loop.epoch_loop.min_steps
+        self._is_restart = False
         try:
             yield
         finally:
@@ -117,12 +121,18 @@ class AutoResume:
                 f"`auto_resume=True` and the callback `{type(finders[0]).__name__}` do not go together: it searches"
                 " again after resuming, and Lightning then forgets what it has loaded. Search with a `Tuner` first."
             )
-        root, name = collectives.broadcast_json([_absolute(trainer.default_root_dir), self._name])
-        self._record = RunRecord(root, name)
+        # A rank that takes the place of another does not know of a restart.
+        root, name, self._is_restart, self._is_path_given = collectives.broadcast_json(
+            [_absolute(trainer.default_root_dir), self._name, self._is_restart, self._is_path_given]
+        )
+        self._record, self._has_checkpoint = RunRecord(root, name), False
         if self._is_path_given:
             rank_zero_info("bucketddp: `auto_resume`: `ckpt_path` was given: resuming from there.")
             return
         chosen = _agree(self._record, collectives, checks_files=is_first_of_host)
+        self._has_checkpoint = chosen is not None
+        if self._is_restart and chosen is None:
+            raise RuntimeError(f"`max_restarts`: no checkpoint of this run under `{root}` is intact, to go on from.")
         told = _describe_choice(self._record, chosen, root, trainer) if collectives.rank == 0 else None
         self._is_over, loggers = collectives.broadcast_json(told)
         if self._is_over:
@@ -133,6 +143,20 @@ class AutoResume:
             _continue_loggers(trainer, loggers, writes=collectives.rank == 0)
         load_at_start(trainer, None if chosen is None else chosen.path)
 
+    def begin_restart(self) -> None:
+        """Have the next fit begin with a checkpoint of this run, also where the user gave another for the first."""
+        self._is_restart, self._is_path_given = True, False
+
+    def note_restart(self, failure: Failure, trainer: Trainer) -> None:
+        """Note, on rank zero, that a restart follows `failure`."""
+        if self._record is not None:
+            self._record.add_restart(failure.summary(), step=trainer.global_step)
+
+    def save_start(self, trainer: Trainer) -> None:
+        """Save what the run begins with, for a failure before the first checkpoint. All ranks must call this."""
+        if self._record is not None and not self._has_checkpoint:
+            trainer.save_checkpoint(self._record.start_path)
+
     def started(self, trainer: Trainer) -> None:
         if self._record is not None and not self._is_path_given:
             # Where `ModelCheckpoint` would keep it for good. It is a checkpoint of this run like others.
@@ -142,6 +166,8 @@ class AutoResume:
         """Note that `checkpoint` was written to `path`."""
         is_hidden = os.path.basename(str(path)).startswith(".")
         if self._record is not None and "optimizer_states" in checkpoint and not is_hidden:
+            if str(path) != self._record.start_path:
+                self._record.remove_start()
             self._record.add(
                 _absolute(path),
                 step=checkpoint["global_step"],
@@ -160,6 +186,7 @@ class AutoResume:
         """Note that a fit has ended by itself."""
         self._is_over = True
         if self._record is not None:
+            self._record.remove_start()
             seconds, may_last = _time(trainer)
             self._record.set_end(
                 RunEnd(

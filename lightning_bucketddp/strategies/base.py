@@ -74,6 +74,8 @@ class StrategyBase:
     trains_elsewhere: bool = False
     # Set when the weights may have been changed by gradients that were not whole (Note: partial step).
     has_partial_step: bool = False
+    # Where the ranks of the last process group have met, if they may have to meet again (`max_restarts`).
+    store: Any = None
     if TYPE_CHECKING:
         global_rank: int
         local_rank: int
@@ -150,12 +152,22 @@ class StrategyBase:
             is_local=self._is_on_one_host,
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
-        rendezvous = Rendezvous(point, timeout_s=self.options.timeouts.start_s)
+        timeouts, earlier = self.options.timeouts, self.store
+        rendezvous = Rendezvous(point, timeout_s=timeouts.start_s)
+        if earlier is not None:
+            rendezvous = Rendezvous(point, timeout_s=timeouts.rejoin_s, option="Timeouts(rejoin_s=...)")
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         backend, timeout = self._get_process_group_backend(), self._timeout
+
+        def find_failure() -> str | None:
+            if isinstance(self.launcher, HoldsPort):
+                self.launcher.replace_ended()
+            return launched.find_failure()
+
         with launched.ended_on_failure():
-            store = rendezvous.meet(listener=listener, find_failure=launched.find_failure)
+            store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
+            self.store = store if self.options.max_restarts > 0 else None
             store.set_timeout(timeout or default_pg_timeout)
             if "nccl" in backend and timeout is not None:
                 timeout += _LAST_RESORT
@@ -208,6 +220,17 @@ class StrategyBase:
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
+
+    def restarts_possible(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return the context of the attempts of a launch; `trainer` is None with Fabric, which has one."""
+        return nullcontext()
+
+    def restart_follows(self, error: Exception) -> bool:
+        """Return whether `error`, which has ended the run, is followed by another attempt in this process."""
+        return False
+
+    def begin_restart(self) -> None:
+        """Call before another attempt."""
 
     def end_run(self) -> None:
         """Call when what was launched has ended well, and no progress bar is on the screen any more."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import access_store, leave_process_group
 from lightning_bucketddp.config import Timeouts
-from lightning_bucketddp.faults.failure import Kind
+from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
@@ -114,7 +114,11 @@ class FaultHandler:
         self._is_over = True
         self._watchdog.stop()
         if not self._watchdog.have_aborted:
-            atexit.unregister(self._end_with_python)
+            self.forget_at_exit()
+
+    def forget_at_exit(self) -> None:
+        """Have this run, which was aborted, not hurry the end of the process: another one follows."""
+        atexit.unregister(self._end_with_python)
 
     def _end_with_python(self) -> None:
         self._watchdog.stop()
@@ -130,6 +134,11 @@ class FaultHandler:
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return ranks that will not come to `phase`, where this one is, because they wait elsewhere."""
         return [] if self._is_over else self._watchdog.waiting_elsewhere(what, phase=phase)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What has ended the run first, on whichever rank; None: nothing has, as far as this rank knows."""
+        return self._watchdog.failure
 
     @property
     def failed_rank(self) -> int | None:

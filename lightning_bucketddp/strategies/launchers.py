@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.connection
 import os
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
-from lightning_bucketddp.processes import end_openmp_threads, end_with_status
+from lightning_bucketddp.processes import end_openmp_threads, end_with_status, working_directory
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
-from lightning_bucketddp.trainer_internals import set_main_port
+from lightning_bucketddp.trainer_internals import processes_started_by, set_main_port
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -39,6 +40,12 @@ class HoldsPort:
 
     guarding_strategy: Any
     _listener: socket.socket | None = None
+
+    def begin_restart(self) -> None:
+        """Start processes for ranks that were lost, from now until all ranks have met, where this one starts them."""
+
+    def replace_ended(self) -> None:
+        """Start a process for each rank of this host whose process is gone, during a restart."""
 
     def take_listener(self) -> socket.socket | None:
         """Return the socket that is open at the main port, if there is one. It is the caller's to close."""
@@ -81,6 +88,7 @@ log = logging.getLogger(__name__)
 _CHILDREN_END_WITHIN_S = 3.0
 # As a shell reports a process that SIGINT has ended.
 _INTERRUPTED = 128 + signal.SIGINT
+_STOPPED = (_INTERRUPTED, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,15 @@ class Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
         try:
-            try:
-                result = self.function(*args, **kwargs)
-                self.strategy.end_run()
-                return result
-            except BaseException as error:
-                self.strategy.end_run_by(error)
-                raise
+            with self.strategy.restarts_possible(getattr(self.function, "__self__", None)):
+                while True:
+                    try:
+                        return self._run(*args, **kwargs)
+                    except Exception as error:
+                        if not self.strategy.restart_follows(error):
+                            raise
+                    # Where nothing holds the error any more.
+                    self.strategy.begin_restart()
         except BaseException as error:
             if self.on_exception is not None:
                 try:
@@ -113,6 +123,15 @@ class Guarded:
             if self.in_child and isinstance(error, KeyboardInterrupt):
                 # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None
+            raise
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = self.function(*args, **kwargs)
+            self.strategy.end_run()
+            return result
+        except BaseException as error:
+            self.strategy.end_run_by(error)
             raise
 
 
@@ -143,6 +162,57 @@ def _identity(file: Any) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_uid
 
 
+class ReplaceableProcesses(ProcessContext):
+    """The processes of all ranks; one whose process died is started again, as long as rank 0's lives.
+
+    A process that has raised has decided against a restart, and ends the run.
+    """
+
+    def __init__(self, start: Callable[[int], ProcessContext], *, num_ranks: int, at_most: int) -> None:
+        started = [start(rank) for rank in range(num_ranks)]
+        processes, error_files = [it.processes[0] for it in started], [it.error_files[0] for it in started]
+        super().__init__(processes, error_files)  # type: ignore[no-untyped-call]
+        self._start = start
+        self._num_left = at_most
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        for sentinel in multiprocessing.connection.wait(self.sentinels, timeout=timeout):
+            rank = self.sentinels[sentinel]
+            self.processes[rank].join()
+            if self._is_replaced(rank):
+                self._num_left -= 1
+                started = self._start(rank)
+                self.processes[rank], self.error_files[rank] = started.processes[0], started.error_files[0]
+                del self.sentinels[sentinel]
+                self.sentinels[self.processes[rank].sentinel] = rank
+                log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[rank].pid, rank)
+                return False
+        return bool(super().join(timeout, grace_period))
+
+    def _is_replaced(self, rank: int) -> bool:
+        has_died = self.processes[rank].exitcode not in (0, *_STOPPED) and not os.path.exists(self.error_files[rank])
+        return has_died and self._num_left > 0 and self.processes[0].is_alive()
+
+
+def start_replaceable_processes(
+    function: Callable[..., None], args: Any, nprocs: int, start_method: str, *, join: bool, at_most: int
+) -> ProcessContext:
+    """Start processes as torch does, of which `at_most` so many are replaced."""
+    assert not join  # Lightning does that
+
+    def start(rank: int) -> ProcessContext:
+        started: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
+            _run_as_rank, args=(rank, function, *args), nprocs=1, join=False, start_method=start_method
+        )
+        return started
+
+    return ReplaceableProcesses(start, num_ranks=nprocs, at_most=at_most)
+
+
+def _run_as_rank(_: int, rank: int, function: Callable[..., None], *args: Any) -> None:
+    function(rank, *args)
+
+
 class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
     """Starts a process for each rank of this host; this one only waits for them."""
 
@@ -161,8 +231,11 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 self._open_port(strategy.cluster_environment)
                 if strategy.options.start_method == "fork":
                     end_openmp_threads()
+                at_most = strategy.options.max_restarts
+                replacing = partial(start_replaceable_processes, at_most=at_most)
                 try:
-                    result = super().launch(guarded, *args, **kwargs)
+                    with processes_started_by(replacing, self) if at_most else nullcontext():
+                        result = super().launch(guarded, *args, **kwargs)
                 finally:
                     if (listener := self.take_listener()) is not None:
                         listener.close()
@@ -219,10 +292,21 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
 class Children:
     """The processes of further ranks of this host. This process, whose end is seen, ends badly if one of them does."""
 
-    processes: tuple[subprocess.Popen[bytes], ...]
+    processes: list[subprocess.Popen[bytes]]
     first_rank: int
+    environment: dict[str, str]
+    directory: str
     connections_before: set[int]  # that this process had before there were other ranks
     has_failed: bool = False  # this process has raised itself, which tells more
+    of_failed_run: Sequence[subprocess.Popen[bytes]] = ()  # that may be replaced
+
+    def replace_ended(self) -> None:
+        for index, process in enumerate(self.processes):
+            if process in self.of_failed_run and process.poll() is not None:
+                environment = {**self.environment, "LOCAL_RANK": str(index + 1)}
+                self.processes[index] = subprocess.Popen(process.args, env=environment, cwd=self.directory)
+                rank = self.first_rank + index + 1
+                log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[index].pid, rank)
 
     def wait_at_exit(self) -> None:
         """Wait until all have ended. To ranks that wait for this one it has ended by now."""
@@ -240,9 +324,18 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
     _children: Children | None = None
 
     @property
-    def children(self) -> tuple[subprocess.Popen[bytes], ...]:
+    def children(self) -> Sequence[subprocess.Popen[bytes]]:
         """The processes that this one has started."""
         return () if self._children is None else self._children.processes
+
+    def begin_restart(self) -> None:
+        if self._children is not None:
+            self._children.of_failed_run = tuple(self._children.processes)
+            self._children.replace_ended()
+
+    def replace_ended(self) -> None:
+        if self._children is not None:
+            self._children.replace_ended()
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self.guarding_strategy
@@ -260,9 +353,12 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         with launching():
             self._open_port(self.cluster_environment)
             super()._call_children_scripts()
-        # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
+            environment = dict(os.environ)
         first_rank = self.cluster_environment.node_rank() * self.num_processes
-        self._children, self.procs = Children(tuple(self.procs), first_rank, before), []
+        # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
+        processes, self.procs = self.procs, []
+        directory = next((working_directory(process.pid) for process in processes), os.curdir)
+        self._children = Children(processes, first_rank, environment, directory, before)
         atexit.register(self._children.wait_at_exit)
 
     def exit_status_of(self, local_rank: int) -> int | None:

@@ -118,6 +118,7 @@ class StrategyOptions:
     gather_predictions: bool = False
     global_batch_size: int | None = None
     auto_resume: bool = False
+    max_restarts: int = 0
     local_steps: LocalSteps | None = None
     cuda_graphs: bool = False
 
@@ -244,6 +245,9 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     check("shard_optimizer", lambda it: isinstance(it, bool) or it == "parameters", "True, False or 'parameters'")
     check("model_averaging_period", is_count_or_none, "a positive number of steps")
     check("global_batch_size", is_count_or_none, "a positive number of samples")
+    check("max_restarts", lambda value: value == 0 or is_count(value), "0 or a positive number of restarts")
+    if given.get("max_restarts") and not given["auto_resume"]:
+        raise ValueError("`max_restarts` goes on from checkpoints of the run: pass `auto_resume=True` as well.")
     check(
         "gradient_weight",
         lambda value: value is None or value == "batch_size" or callable(value),

@@ -18,6 +18,7 @@ from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
+from lightning_bucketddp.faults.failure import Failure
 from lightning_bucketddp.faults.progress import FORWARD
 from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
@@ -30,6 +31,7 @@ from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation
 from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import FitTally, StepRecording
+from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
 from lightning_bucketddp.strategies.trainer_step import (
     begin_batch,
@@ -82,6 +84,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         async_checkpoints: Write checkpoints while training goes on.
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
+        max_restarts: How often a fit goes on after a failure, from the newest checkpoint: in the processes that are
+            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         local_steps: How many steps each host takes without the others, before all ranks average what these have changed
@@ -127,6 +131,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
         auto_resume: bool = False,
+        max_restarts: int = 0,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         local_steps: LocalSteps | int | None = None,
         cuda_graphs: bool = False,
@@ -140,6 +145,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._loaders = LoaderPreparation()
         self._checkpoints = TrainerCheckpoints(self)
         self.recording = StepRecording()
+        self._restarts = Restarts(self, at_most=self.options.max_restarts)
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
@@ -154,7 +160,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands", "_trials"))
+        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands", "_trials", "store"))
         return {**super().__getstate__(), **absent, "_state": FitState()}
 
     @property
@@ -299,6 +305,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._rank_seeds.continue_after_start(self.trainer, self.root_device)
         assert self.reducer is not None  # there is one as long as there is a fit
         self._state.tally = FitTally(self.trainer.global_step, self.reducer)
+        if self.options.max_restarts > 0:
+            self._checkpoints.auto_resume.save_start(self.trainer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # Validation has batches of its own.
@@ -467,6 +475,24 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         if self._state.shards is not None:
             # The model was moved to the CPU, so that its memory on the device is free.
             self._state.shards.follow_params()
+
+    @contextmanager
+    def restarts_possible(self, trainer: Any) -> Iterator[None]:
+        with self._restarts.possible(trainer):
+            try:
+                yield
+            finally:
+                self.store = None
+
+    def restart_follows(self, error: Exception) -> bool:
+        return self._restarts.follows(error)
+
+    def begin_restart(self) -> None:
+        self._checkpoints.auto_resume.begin_restart()
+        self._restarts.begin()
+
+    def note_restart(self, failure: Failure) -> None:
+        self._checkpoints.auto_resume.note_restart(failure, self.trainer)
 
     def end_run(self) -> None:
         self._end_watching()

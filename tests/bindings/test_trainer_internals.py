@@ -27,10 +27,12 @@ from lightning_bucketddp.trainer_internals import (
     averaged_models,
     batch_progress,
     batch_sampler_within,
+    begin_fit,
     call_before_fetch,
     combined_loader,
     continue_logger,
     convert_to_state,
+    end_failed_fit,
     ends_by_search,
     epoch_progress,
     forget_write_error,
@@ -47,6 +49,7 @@ from lightning_bucketddp.trainer_internals import (
     mark_as_begun,
     mode_of,
     predict_unseen,
+    processes_started_by,
     replace_closures,
     replace_method,
     replace_preparation,
@@ -584,3 +587,49 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
     assert owner.method() == "ours"
     undo()
     assert owner.method() == "user's"
+
+
+def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any) -> None:
+    told: list[BaseException] = []
+    failure = ValueError("once")
+
+    def fail_once(trainer: Any) -> None:
+        if not told:
+            raise failure
+
+    tells = calling(root, on_train_batch_end=fail_once)
+    type(tells).on_exception = lambda self, trainer, module, error: told.append(error)
+    trainer = trainer_with(root, callbacks=[tells])
+    module = model_of(root)
+    interrupt = import_module(f"{root.__name__}.trainer.call")._interrupt
+
+    class Launcher:
+        is_interactive_compatible = True
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+            try:
+                function(*args, **kwargs)
+            except ValueError as error:
+                end_failed_fit(trainer, error, interrupt=interrupt)
+            assert told == [failure]
+            assert trainer.global_step == 1
+            begin_fit(trainer)
+            assert (trainer.global_step, trainer.max_epochs, trainer.callback_metrics) == (0, 1, {})
+            return function(*args, **kwargs)
+
+    trainer.strategy._launcher = Launcher()
+    trainer.fit(module)
+    assert trainer.global_step == 2
+    assert trainer.state.finished
+
+
+def test_processes_are_started_by_what_is_put_in_the_place_of_torch(root: Any) -> None:
+    launcher_class = import_module(f"{root.__name__}.strategies.launchers")._MultiProcessingLauncher
+    module = import_module(launcher_class.__module__)
+    launcher = type("Launcher", (launcher_class,), {})(root.strategies.DDPStrategy(), start_method="fork")
+    before = module.mp
+
+    with processes_started_by(lambda nprocs: nprocs, launcher):
+        assert module.mp.get_context("fork") is before.get_context("fork")
+        assert module.mp.start_processes(2) == 2
+    assert module.mp is before

@@ -96,7 +96,7 @@ def test_a_printed_config_shows_every_option_and_trains_the_same(tmp_path: Path)
     assert printed["class_path"].endswith("BucketDDPStrategy")
     expected = {
         **{"bucket_cap_mb": 5.0, "find_unused_parameters": True, "overlap": True, "timeout": 90},
-        "timeouts": {"start_s": 300.0, "stall_warning_s": 30.0, "stall_s": 60.0},
+        "timeouts": {"start_s": 300.0, "stall_warning_s": 30.0, "stall_s": 60.0, "rejoin_s": 300.0},
         "replica_checks": {"every_n_steps": 100, "on_divergence": "heal"},
         "local_steps": {"steps": 5, "islands": "host", "outer_lr": 0.7, "outer_momentum": 0.9},
     }

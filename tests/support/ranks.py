@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -222,4 +223,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
             outcome = _Outcome(value, has_group=dist.is_initialized())
         except BaseException:
             outcome = _Outcome(error=traceback.format_exc())
+        # Finalizers of what the job has left run here. In the middle of a later import, where the collector may come to
+        # them, one that imports something makes that import fail before Python 3.12.1 (python/cpython#106176).
+        gc.collect()
         pipe.send(outcome)

@@ -1,0 +1,165 @@
+"""`max_restarts`: a fit that has failed goes on in the processes that are well.
+
+Note: a restart
+    A restart is what `fit` does when it raises, and what it does when it is called again, without the program in
+    between. Rank 0 decides whether there is one, and writes that to the store: so the ranks need its process. The
+    launcher starts a new process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A
+    new process knows nothing of earlier attempts, so nothing that ranks must agree on may depend on them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
+from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+log = logging.getLogger(__name__)
+
+# Where rank 0 writes whether there is a restart, and within which time: it has ended its step, or will never.
+_VERDICT = "restart"
+_VERDICT_WITHIN_S = 30.0
+_POLL_S = 0.02
+# Back-off where no attempt comes further than the one before it: 1 s, 2 s, 4 s.
+_LONGEST_PAUSE_S = 60.0
+
+
+class ModuleAtStart:
+    """What no checkpoint holds of a module that `fit` was called with, and a new process has as it was then."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._is_training = {it: it.training for it in module.modules()}
+        self._is_trained = {param: param.requires_grad for param in module.parameters()}
+        self._buffers = [
+            (owner, name, buffer.detach().clone())
+            for owner in module.modules()
+            for name in owner._non_persistent_buffers_set
+            if isinstance(buffer := owner._buffers.get(name), Tensor)
+        ]
+
+    def restore(self) -> None:
+        for module, is_training in self._is_training.items():
+            module.training = is_training
+        for param, is_trained in self._is_trained.items():
+            param.grad = None
+            param.requires_grad_(is_trained)
+        for owner, name, buffer in self._buffers:
+            owner._buffers[name] = buffer.clone()
+
+
+class Restarts:
+    """Decides after a failure whether a fit begins again, and clears away what the failed one has left."""
+
+    def __init__(self, strategy: TrainerStrategy, *, at_most: int) -> None:
+        self._strategy = strategy
+        self._at_most = at_most
+        self.count = 0
+        self._at_start: ModuleAtStart | None = None
+        # The last failure and where it was; how far the run had come then, in steps, and how often in a row it came no
+        # further.
+        self._last: tuple[object, ...] = ()
+        self._furthest = 0
+        self._num_in_vain = 0
+
+    @contextmanager
+    def possible(self, trainer: Any) -> Iterator[None]:
+        """Run the attempts of one launch inside."""
+        module = self._strategy.lightning_module
+        self.count, self._last, self._furthest, self._num_in_vain = 0, (), 0, 0
+        if self._at_most > 0 and module is not None and trainer.state.fn == "fit":
+            self._at_start = ModuleAtStart(module)
+        try:
+            yield
+        finally:
+            self._at_start = None
+
+    def follows(self, error: Exception) -> bool:
+        """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
+        strategy = self._strategy
+        if self._at_start is None or isinstance(error, strategy.root.normal_ends):
+            return False
+        handler = strategy._fault_handler
+        failure = None if handler is None else handler.failure
+        if failure is None:
+            failure = Failure.of(error, rank=strategy.global_rank, where=strategy._progress.describe_origin(error))
+        if failure.kind is Kind.STOPPED or not self._is_agreed(failure):
+            return False
+        self.count += 1
+        end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
+        if handler is not None:
+            handler.forget_at_exit()
+        # Its frames hold the tensors of the failed step.
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+        return True
+
+    def _is_agreed(self, failure: Failure) -> bool:
+        store, is_rank_zero = self._strategy.store, self._strategy.global_rank == 0
+        why_not = self._judge(failure) if is_rank_zero else None
+        if self._strategy.world_size > 1:
+            try:
+                if store is None:
+                    why_not = "the process group was made by the program, and only the program can make another"
+                elif is_rank_zero:
+                    store.set(_VERDICT, json.dumps(why_not))
+                else:
+                    deadline = time.monotonic() + _VERDICT_WITHIN_S
+                    while not store.check([_VERDICT]) and time.monotonic() < deadline:
+                        time.sleep(_POLL_S)
+                    return store.check([_VERDICT]) and json.loads(store.get(_VERDICT)) is None
+            except RuntimeError:  # the store has gone with the process of rank 0
+                return False
+        if why_not is not None and is_rank_zero:
+            log.error("bucketddp: no restart: %s.", why_not)
+        return why_not is None
+
+    def _judge(self, failure: Failure) -> str | None:
+        """Return why there is no restart after `failure`; None: there is one, after a pause if it comes soon."""
+        trainer = self._strategy.trainer
+        what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
+        this = (failure.rank, failure.kind, what, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        if self.count >= self._at_most:
+            return f"`max_restarts`, {self._at_most}, is reached"
+        if this == self._last:
+            return "the same failure at the same batch twice is a defect of the program, or of its data"
+        self._last = this
+        self._num_in_vain = 0 if trainer.global_step > self._furthest else self._num_in_vain + 1
+        self._furthest = max(self._furthest, trainer.global_step)
+        pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
+        when = f"in {pause_s:g} s" if pause_s else "now"
+        log.warning(f"bucketddp: restart {self.count + 1} of {self._at_most} {when}. {failure.summary()}")
+        self._strategy.note_restart(failure)
+        time.sleep(pause_s)
+        return None
+
+    def begin(self) -> None:
+        """Clear away what the failed attempt has left in this process, and have a process for every rank."""
+        strategy = self._strategy
+        assert self._at_start is not None
+        # Where all ranks have raised, none has left the group.
+        if torch.distributed.is_initialized():
+            abort_device_groups()
+            leave_process_group()
+        self._at_start.restore()
+        strategy.has_partial_step = False
+        strategy.launcher.begin_restart()
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        begin_fit(strategy.trainer)

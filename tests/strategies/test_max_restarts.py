@@ -1,0 +1,169 @@
+"""`max_restarts`: a run goes on after faults, in the processes that are well, and ends as if there had been none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.strategies.restarts import ModuleAtStart
+from tests.support.programs import SCRIPTS, Run, run
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def train(directory: Path, *faults: dict[str, Any], within: tuple[str, ...] = (), **plan: Any) -> Run:
+    directory.mkdir(exist_ok=True)
+    text = json.dumps({"faults": faults, **plan})
+    return run(*within, SCRIPTS / "goes_on.py", text, root="lightning.pytorch", directory=directory)
+
+
+def fault(what: str, *, rank: int | None = 1, step: int, always: bool = False) -> dict[str, Any]:
+    return {"what": what, "rank": rank, "step": step, "always": always}
+
+
+def notes(directory: Path, name: str, rank: int) -> list[Any]:
+    return [json.loads(line) for line in (directory / f"{name}.rank{rank}.jsonl").read_text().splitlines()]
+
+
+def weights(finished: Run) -> Any:
+    assert finished.returncode == 0, finished.output
+    return finished.results["end.rank0"]["weights"]
+
+
+@pytest.fixture(scope="module")
+def without_faults(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return weights(train(tmp_path_factory.mktemp("without_faults")))
+
+
+def assert_each_sample_once(directory: Path, *, num_ranks: int = 2) -> None:
+    """Each sample of an epoch is in one batch that was trained on: the last that a rank began at its step."""
+    trained = {
+        (rank, step): (epoch, samples)
+        for rank in range(num_ranks)
+        for epoch, step, samples in notes(directory, "batches", rank)
+    }
+    for epoch in range(2):
+        samples = [sample for of, batch in trained.values() if of == epoch for sample in batch]
+        assert sorted(samples) == list(range(32))
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_a_run_goes_on_after_every_kind_of_fault(start_method: str, without_faults: Any, tmp_path: Path) -> None:
+    faults = [
+        fault("raise", step=1),
+        fault("kill", step=3),
+        fault("raise", rank=0, step=5),
+        fault("stuck", step=6),
+        fault("validation", rank=0, step=8),
+        fault("raise", rank=None, step=10),
+        fault("exit", step=12),
+    ]
+    finished = train(tmp_path, *faults, start_method=start_method)
+    assert weights(finished) == without_faults, finished.output
+    assert_each_sample_once(tmp_path)
+    attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
+    assert [attempt["step"] for attempt in attempts[0]] == [0, 1, 3, 5, 6, 8, 10, 12]
+    # Rank 0 keeps its process; rank 1 has another only where its own was gone.
+    assert len({attempt["pid"] for attempt in attempts[0]}) == 1
+    pids = [attempt["pid"] for attempt in attempts[1]]
+    assert [pid != before for before, pid in itertools.pairwise(pids)] == [
+        *(False, True, False, False, False, False, True)
+    ]
+    assert finished.output.count("bucketddp: restart ") == 7
+    [record] = (tmp_path / ".bucketddp" / "runs").glob("*.json")
+    restarts = json.loads(record.read_text())["restarts"]
+    assert [restart["step"] for restart in restarts] == [1, 3, 5, 6, 8, 10, 12]
+    assert "Rank 1" in restarts[1]["why"]
+    assert "SIGKILL" in restarts[1]["why"]
+    assert not list((tmp_path / ".bucketddp" / "runs").glob("*.ckpt"))
+
+
+def test_before_the_first_checkpoint_a_run_goes_on_from_its_start(without_faults: Any, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", step=2), fault("kill", step=4), rescue=False)
+    assert weights(finished) == without_faults, finished.output
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 0, 0]
+
+
+def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", step=2), fault("raise", rank=0, step=5), within=TORCHRUN)
+    assert weights(finished) == without_faults, finished.output
+    assert all(len({attempt["pid"] for attempt in notes(tmp_path, "attempts", rank)}) == 1 for rank in range(2))
+
+
+def test_divided_optimizer_state_goes_on_from_the_last_regular_checkpoint(without_faults: Any, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("kill", step=5), every=2, options={"shard_optimizer": True})
+    assert weights(finished) == without_faults, finished.output
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 4]
+
+
+def test_the_same_failure_at_the_same_batch_twice_ends_the_run(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", step=3, always=True))
+    assert finished.returncode != 0
+    assert "the same failure at the same batch twice is a defect of the program" in finished.output
+    assert finished.output.count("bucketddp: restart ") == 1
+    assert "ValueError: by chance: raise" in finished.output
+
+
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    finished = train(tmp_path, *(fault("raise", step=step) for step in (1, 2, 3)), max_restarts=2)
+    assert finished.returncode != 0
+    assert "no restart: `max_restarts`, 2, is reached" in finished.output
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])
+def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault(fault_of_rank_zero, rank=0, step=3))
+    assert finished.returncode != 0
+    assert "bucketddp: restart " not in finished.output
+    assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize("num_restarts", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_nothing_grows_with_restarts(num_restarts: int, tmp_path: Path) -> None:
+    faults = [fault("raise", rank=step % 2, step=step) for step in range(1, num_restarts + 1)]
+    finished = train(tmp_path, *faults, max_restarts=num_restarts, epochs=num_restarts // 8 + 1, workers=1)
+    assert finished.returncode == 0, finished.output
+    for rank in range(2):
+        attempts = notes(tmp_path, "attempts", rank)
+        assert len(attempts) == num_restarts + 1
+        # The first few bring what every later one has: caches, lazily imported modules.
+        settled, last = attempts[4], attempts[-1]
+        for what in ("threads", "files", "children", "handlers"):
+            assert last[what] == settled[what], (what, [attempt[what] for attempt in attempts])
+        growth = (last["memory"] - settled["memory"]) / (len(attempts) - 5)
+        assert growth < 2**20, [attempt["memory"] >> 20 for attempt in attempts]
+
+
+def test_a_module_is_put_back_to_what_fit_was_called_with() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    module.register_buffer("seen", torch.zeros(2), persistent=False)
+    module[1].eval()
+    module[0].bias.requires_grad = False
+    at_start = ModuleAtStart(module)
+    module.eval()
+    module.requires_grad_(True)
+    module.seen += 3
+    module[0].weight.grad = torch.ones(2, 2)
+    for _ in range(2):  # what is put back is not shared with what was kept
+        at_start.restore()
+        assert [it.training for it in module.modules()] == [True, True, False]
+        assert [param.requires_grad for param in module.parameters()] == [True, False]
+        assert module.seen.tolist() == [0, 0]
+        assert module[0].weight.grad is None
+        module.seen += 3
+
+
+def test_restarts_need_checkpoints_to_go_on_from() -> None:
+    with pytest.raises(ValueError, match=r"`max_restarts` .* pass `auto_resume=True` as well"):
+        BucketDDPStrategy(max_restarts=3)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="`max_restarts` must be 0 or a positive number of restarts"):
+            BucketDDPStrategy(max_restarts=wrong, auto_resume=True)  # type: ignore[arg-type]

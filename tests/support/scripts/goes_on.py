@@ -1,0 +1,150 @@
+"""Trains under faults, with `max_restarts`.
+
+RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what": "kill", "rank": 1, "step": 3}]}'
+
+Faults come one after the other, each once, when its rank begins the step: `kill`, `raise`, `stuck` (in Python), `exit`,
+`validation` (an exception there); rank None means every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bucketddp import BucketDDPStrategy, Timeouts
+
+RESULTS = Path(os.environ.get("RESULTS", "."))
+STEPS_PER_EPOCH = 8
+
+
+def is_first(name: str) -> bool:
+    """Whether nobody has been here under this name."""
+    with contextlib.suppress(FileExistsError), (RESULTS / name).open("x"):
+        return True
+    return False
+
+
+class Learner(LightningModule):
+    """Has state in each place that a restart must put back: buffers, modes, a parameter that training unfreezes."""
+
+    def __init__(self, faults: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.frozen = nn.Parameter(torch.ones(()))
+        self.frozen.requires_grad = False
+        self._faults = faults
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self._meet_fault()
+        inputs, targets, index = batch
+        note("batches", [self.current_epoch, self.global_step, index.tolist()], self.global_rank)
+        return F.mse_loss(self.frozen * self.layers(inputs), targets)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self._meet_fault("validation")
+        self.log("loss", F.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 14:
+            self.frozen.requires_grad = True
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def on_train_start(self) -> None:
+        note(
+            "attempts",
+            {
+                "step": self.global_step,
+                "pid": os.getpid(),
+                "threads": threading.active_count(),
+                "files": len(os.listdir("/proc/self/fd")),
+                "children": len(multiprocessing.active_children()),
+                "memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+                "handlers": str(signal.getsignal(signal.SIGUSR2)),
+            },
+            self.global_rank,
+        )
+
+    def _meet_fault(self, where: str = "training") -> None:
+        for number, fault in enumerate(self._faults):
+            is_here = (fault["what"] == "validation") == (where == "validation")
+            is_due = is_here and self.global_step == fault["step"] and fault["rank"] in (self.global_rank, None)
+            if is_due and (fault.get("always") or is_first(f"fault{number}.{self.global_rank}")):
+                meet(fault["what"])
+
+
+def meet(what: str) -> None:
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stuck":
+        time.sleep(1000)
+    elif what == "exit":
+        sys.exit(3)
+    elif what == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        raise ValueError(f"by chance: {what}")
+
+
+def note(name: str, value: Any, rank: int) -> None:
+    with (RESULTS / f"{name}.rank{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    seed_everything(1)
+    checkpoint = ModelCheckpoint(
+        RESULTS / "checkpoints",
+        every_n_train_steps=plan.get("every", 1000),
+        save_top_k=-1,
+        save_on_exception=plan.get("rescue", True),
+    )
+    options = plan.get("options", {})
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=plan.get("ranks", 2),
+        strategy=BucketDDPStrategy(
+            auto_resume=True,
+            max_restarts=plan.get("max_restarts", 10),
+            timeouts=Timeouts(stall_s=3),
+            start_method=plan.get("start_method", "popen"),
+            **options,
+        ),
+        max_epochs=plan.get("epochs", 2),
+        default_root_dir=RESULTS,
+        callbacks=checkpoint,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Learner(plan["faults"])
+    inputs = torch.linspace(-1, 1, 4 * 4 * STEPS_PER_EPOCH).view(-1, 4)
+    data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
+    size = len(inputs) // STEPS_PER_EPOCH // plan.get("ranks", 2)
+    workers = plan.get("workers", 0)
+    trainer.fit(module, DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size))
+    weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+    (RESULTS / f"end.rank{trainer.global_rank}.json").write_text(json.dumps({"weights": weights, "pid": os.getpid()}))
+
+
+if __name__ == "__main__":
+    main()
