@@ -14,6 +14,7 @@ from torch import nn
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
 from tests.support.programs import SCRIPTS, Run, run
+from tests.support.scripts.goes_on import NUM_SAMPLES
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -51,7 +52,7 @@ def assert_each_sample_once(directory: Path, *, num_ranks: int = 2) -> None:
     }
     for epoch in range(2):
         samples = [sample for of, batch in trained.values() if of == epoch for sample in batch]
-        assert sorted(samples) == list(range(32))
+        assert sorted(samples) == list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize("start_method", ["popen", "fork", pytest.param("spawn", marks=pytest.mark.long)])

@@ -30,6 +30,7 @@ from lightning_bucketddp import BucketDDPStrategy, Timeouts
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 STEPS_PER_EPOCH = 8
+NUM_SAMPLES = 64
 
 
 def is_first(name: str) -> bool:
@@ -59,9 +60,8 @@ class Learner(LightningModule):
         self._meet_fault("validation")
         self.log("loss", F.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 14:
-            self.frozen.requires_grad = True
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.frozen.requires_grad = self.global_step >= 14
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -137,7 +137,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     module = Learner(plan["faults"])
-    inputs = torch.linspace(-1, 1, 4 * 4 * STEPS_PER_EPOCH).view(-1, 4)
+    inputs = torch.linspace(-1, 1, 4 * NUM_SAMPLES).view(-1, 4)
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
     size = len(inputs) // STEPS_PER_EPOCH // plan.get("ranks", 2)
     workers = plan.get("workers", 0)

@@ -1,0 +1,104 @@
+"""Runs that go on by themselves: drawn faults under each launcher, and the end of a run without any.
+
+python -m tests.soak.restarts --faults 300 --seed 1 --result FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from operator import eq as equal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.strategies.test_max_restarts import TORCHRUN, assert_each_sample_once, train, weights
+
+_LAUNCHERS = ("popen", "fork", "spawn", "torchrun")
+_WHAT = ("raise", "kill", "stuck", "exit", "validation")
+_PER_RUN = 7
+_STEPS = range(1, 16)
+
+
+def draw(launcher: str, num_ranks: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Return faults at different steps; none that only another process could survive."""
+    faults, ends = [], [16, 8]
+    for step in sorted(rng.sample(_STEPS, _PER_RUN)):
+        what = rng.choice(_WHAT)
+        if what == "validation" and ends:
+            step = ends.pop()
+        elif what == "validation":
+            what = "raise"
+        # torchrun starts everybody again when a process is gone, and rank 0's is needed.
+        if what in ("kill", "exit") and launcher == "torchrun":
+            what = "raise"
+        rank = rng.randrange(1, num_ranks) if what in ("kill", "exit") else rng.choice([*range(num_ranks), None])
+        if what == "stuck" and rank is None:
+            rank = 1  # where all are stuck, nobody waits
+        faults.append({"what": what, "rank": rank, "step": step, "always": False})
+    return faults
+
+
+def nearly_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Beyond two ranks sums are rounded by where a gradient is in its bucket, and a plan is made anew after a restart."""
+    return all(
+        torch.allclose(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-3) for name, value in theirs.items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--result", type=Path)
+    options = parser.parse_args()
+    expected: dict[int, Any] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong: list[str] = []
+    num_rounds = -(-options.faults // _PER_RUN)
+    began = time.monotonic()
+    for number in range(num_rounds):
+        rng = random.Random(f"{options.seed}/{number}")
+        launcher, num_ranks = _LAUNCHERS[number % len(_LAUNCHERS)], rng.choice([2, 2, 2, 4])
+        if launcher == "torchrun":
+            num_ranks = 2
+        with tempfile.TemporaryDirectory() as directory:
+            if num_ranks not in expected:
+                expected[num_ranks] = weights(train(Path(directory, "without"), ranks=num_ranks))
+            faults = draw(launcher, num_ranks, rng)
+            within = TORCHRUN if launcher == "torchrun" else ()
+            method = "popen" if launcher == "torchrun" else launcher
+            path = Path(directory, "with")
+            try:
+                finished = train(path, *faults, within=within, start_method=method, ranks=num_ranks, max_restarts=20)
+                same = equal if num_ranks == 2 else nearly_equal
+                assert same(weights(finished), expected[num_ranks]), f"other weights\n{finished.output}"
+                assert_each_sample_once(path, num_ranks=num_ranks)
+            except AssertionError as error:
+                wrong.append(f"round {number}, {launcher}, {num_ranks} ranks, {json.dumps(faults)}: {error}")
+                print(wrong[-1], flush=True)
+            counts.update((launcher, fault["what"]) for fault in faults)
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"{number + 1}/{num_rounds} runs, {counts.total()} faults, {len(wrong)} wrong, {minutes:.1f} min",
+            flush=True,
+        )
+    if options.result is not None:
+        table = "".join(
+            f"| {launcher} | {' | '.join(str(counts[launcher, what]) for what in _WHAT)} |\n" for launcher in _LAUNCHERS
+        )
+        options.result.write_text(
+            f"# Restarts under drawn faults\n\n`python -m tests.soak.restarts --faults {options.faults} --seed"
+            f" {options.seed}`: {num_rounds} runs, {counts.total()} faults, {len(wrong)} runs that did not end as one"
+            f" without faults.\n\n| launcher | {' | '.join(_WHAT)} |\n|---|{'---:|' * len(_WHAT)}\n{table}"
+        )
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
