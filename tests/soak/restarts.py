@@ -45,10 +45,9 @@ def draw(launcher: str, num_ranks: int, rng: random.Random) -> list[dict[str, An
 
 
 def nearly_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Beyond two ranks sums are rounded by where a gradient is in its bucket, and a plan is made anew after a restart."""
-    return all(
-        torch.allclose(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-3) for name, value in theirs.items()
-    )
+    """Beyond two ranks, how sums are rounded depends on the plan of the buckets, which is made anew after a restart."""
+    pairs = [(torch.tensor(ours[name]), torch.tensor(value)) for name, value in theirs.items()]
+    return all(torch.allclose(own, other, rtol=1e-3) for own, other in pairs)
 
 
 def main() -> None:
