@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from lightning_bucketddp.comm.network import gloo_interface
+from lightning_bucketddp.comm import process_group
+from lightning_bucketddp.comm.connections import gloo_interface
 from lightning_bucketddp.comm.process_group import ForeignCollectives
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
@@ -365,7 +365,7 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, str(Path(__file__).with_name("roll_call.py")), dist.distributed_c10d.__file__)
+    return (__file__, process_group.__file__, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

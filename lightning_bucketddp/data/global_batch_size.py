@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lightning_bucketddp.data.loaders import changed_loader
+from lightning_bucketddp.data.evaluation import changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info
 

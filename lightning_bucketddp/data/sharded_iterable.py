@@ -24,8 +24,7 @@ from typing import Any, cast
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bucketddp.data.evaluation import Part, Rounds
-from lightning_bucketddp.data.loaders import changed_loader
+from lightning_bucketddp.data.evaluation import Part, Rounds, changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_names
 

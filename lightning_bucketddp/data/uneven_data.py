@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.data.loaders import changed_loader, is_even, length_of
+from lightning_bucketddp.data.evaluation import changed_loader, is_even, length_of
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_some_ranks

@@ -38,12 +38,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.graphs.proof import Outcome, StepStart, signature_of, tensors_in
-from lightning_bucketddp.graphs.python_state import (
+from lightning_bucketddp.graphs.proof import (
     NotCapturedError,
+    Outcome,
     PythonState,
+    StepStart,
     find_hooks,
     nothing_changed,
+    signature_of,
+    tensors_in,
     users_line,
     waits_told,
     watched_index,

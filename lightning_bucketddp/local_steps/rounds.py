@@ -29,8 +29,7 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import MIB, LocalSteps, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
-from lightning_bucketddp.local_steps.islands import Islands
-from lightning_bucketddp.local_steps.outer_step import OuterStep, average
+from lightning_bucketddp.local_steps.islands import Islands, OuterStep, average
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
