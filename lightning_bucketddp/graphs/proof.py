@@ -11,6 +11,7 @@ Note: what is watched
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import traceback
 import warnings
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts
+from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -44,14 +45,9 @@ _CONSTANT_OF_TRAINER = {
     *("is_global_zero", "default_root_dir", "log_dir", "gradient_clip_val", "fast_dev_run", "log_every_n_steps"),
 }
 # Frames of these packages are not the user's.
-_PACKAGES = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "lightning_bucketddp",
-)
+_PACKAGES = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_bucketddp"),
+}
 
 
 class NotCapturedError(Exception):
@@ -67,7 +63,18 @@ def users_line(error: BaseException | None = None) -> str:
     return ""
 
 
-class _WatchedTrainer:
+def explain_failure(error: Exception) -> str:
+    """Return why a step was not captured."""
+    if isinstance(error, NotCapturedError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for them"
+    # When a capture fails, torch raises another error where it ends.
+    error = error.__context__ if isinstance(error.__context__, Exception) else error
+    return f"capturing raised{users_line(error)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+class WatchedTrainer:
     """Stands for the Trainer in a step; `tell` hears what the step asks of it that is not the same in each step."""
 
     def __init__(self, trainer: Any, tell: Callable[[str], None]) -> None:
@@ -83,14 +90,20 @@ class _WatchedTrainer:
         setattr(vars(self)["watched"], name, value)
 
 
-class _WatchedIndex(int):
+class WatchedIndex(int):
     """The number of a batch; `tell` hears when it is used."""
 
     tell: Callable[[str], None]
 
+    @classmethod
+    def of(cls, index: int, tell: Callable[[str], None]) -> WatchedIndex:
+        watched = cls(index)
+        watched.tell = tell
+        return watched
+
 
 def _using(name: str) -> Callable[..., Any]:
-    def use(self: _WatchedIndex, *args: Any) -> Any:
+    def use(self: WatchedIndex, *args: Any) -> Any:
         self.tell(f"`training_step` uses the number of the batch{users_line()}")
         return getattr(int, name)(self, *args)
 
@@ -101,19 +114,7 @@ for _name in (
     *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "index", "int", "float", "str", "repr", "format", "neg"),
     *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv", "divmod", "pow", "and", "or"),
 ):
-    setattr(_WatchedIndex, f"__{_name}__", _using(f"__{_name}__"))
-
-
-def watched_index(index: int, tell: Callable[[str], None]) -> int:
-    """Return `index` as a number that tells when it is used."""
-    watched = _WatchedIndex(index)
-    watched.tell = tell
-    return watched
-
-
-def watched_trainer(trainer: Any, tell: Callable[[str], None]) -> Any:
-    """Return a Trainer that tells what is asked of it that may be another in each step."""
-    return _WatchedTrainer(trainer, tell)
+    setattr(WatchedIndex, f"__{_name}__", _using(f"__{_name}__"))
 
 
 @contextmanager
@@ -141,19 +142,15 @@ def waits_told(device: torch.device, tell: Callable[[str], None]) -> Iterator[No
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def find_hooks(root: nn.Module, own: Callable[[Tensor], int]) -> str:
-    """Return a hook of the user's that runs in a step, in words; empty: there is none.
-
-    Args:
-        own: how many hooks on the gradient of a parameter are not the user's.
-    """
+def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
+    """Return a hook of the user's that runs in a step, in words; `num_ours` are the others on a parameter."""
     for name, module in root.named_modules():
         hooks = [hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()]
         for hook in hooks:
             if str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] not in _PACKAGES:
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
-        if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > own(param):
+        if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):
             return f"`{name}` has a hook on its gradient"
     if any(getattr(nn_module, name, None) for name in _GLOBAL_HOOKS):
         return "there is a hook on all modules"
@@ -205,20 +202,10 @@ class PythonState:
         return ""
 
 
-def _random_states(*, is_on_cpu: bool) -> tuple[Any, ...]:
-    of_torch = b"" if is_on_cpu else torch.get_rng_state().numpy().tobytes()
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators on the host that a step on `device` has no need of."""
+    of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), str(np.random.get_state(legacy=False)), of_torch
-
-
-@contextmanager
-def nothing_changed(root: nn.Module, tell: Callable[[str], None], *, is_on_cpu: bool) -> Iterator[None]:
-    """Tell what the step inside has changed that is no tensor's content; `is_on_cpu`: it computes there."""
-    state, numbers = PythonState(root), _random_states(is_on_cpu=is_on_cpu)
-    yield
-    if changed := state.find_change():
-        tell(f"`training_step` changes `{changed}`")
-    if _random_states(is_on_cpu=is_on_cpu) != numbers:
-        tell("`training_step` draws random numbers on the CPU")
 
 
 # Kernels that add in no fixed order differ from run to run by rounding.
@@ -349,3 +336,61 @@ def signature_of(value: Any, tensors: list[Tensor], device: torch.device) -> Any
     if is_dataclass(value):
         return type(value), tuple(signature_of(getattr(value, field.name), tensors, device) for field in fields(value))
     raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
+
+
+def checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
+    """Return the arguments of a call of `self.log` without the graph of autograd; tell what cannot be repeated."""
+    value = args[1] if len(args) > 1 else kwargs.get("value")
+    if isinstance(value, nn.Module):
+        found.append(f"`training_step` logs a metric, `{type(value).__name__}`{users_line()}")
+    call: tuple[Any, ...] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+    return call
+
+
+@contextmanager
+def methods_replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of `module` inside."""
+    undo = [replace_method(module, name, method) for name, method in methods.items()]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+def compute_watched(
+    closure: ClosureParts, trainer: Any, reducer: Reducer, device: torch.device
+) -> tuple[Any, list[Tensor], list[str]]:
+    """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
+    found: list[str] = []
+    logged: list[Any] = []
+    module = trainer.lightning_module
+    training_step, log = module.training_step, module.log
+
+    def watched_log(*args: Any, **kwargs: Any) -> None:
+        logged.append(checked_call(args, kwargs, found))
+        num_found = len(found)
+        with trainer_replaced(module, trainer):
+            log(*args, **kwargs)
+        del found[num_found:]  # it will not be captured
+
+    @functools.wraps(training_step)
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        watched = WatchedTrainer(trainer, found.append)
+        with trainer_replaced(module, watched), waits_told(device, found.append):
+            return training_step(*args, **kwargs)
+
+    arguments = dict(closure.arguments)
+    if "batch_idx" in arguments:
+        closure.arguments["batch_idx"] = WatchedIndex.of(arguments["batch_idx"], found.append)
+    if hook := find_hooks(module, reducer.num_hooks):
+        found.append(hook)
+    with methods_replaced(module, log=watched_log, training_step=watched_step):
+        state, numbers = PythonState(module), random_states(device)
+        result = closure.run()
+        if changed := state.find_change():
+            found.append(f"`training_step` changes `{changed}`")
+        if random_states(device) != numbers:
+            found.append("`training_step` draws random numbers on the CPU")
+    closure.arguments.update(arguments)
+    return result, [value.clone() for value in tensors_in((result.loss, result.extra, logged))], found
