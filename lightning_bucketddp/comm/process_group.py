@@ -83,6 +83,7 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
+@dataclass(slots=True)
 class ForeignCollectives:
     """Counts what others launch in `group`, by its sequence number, which advances with each collective.
 
@@ -90,10 +91,9 @@ class ForeignCollectives:
     the first call is counted, ours or not. If `group` is None, there is nothing to count.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.num_seen = 0
-        self._group = group
-        self._counted_up_to = 0
+    group: Any
+    num_seen: int = 0
+    _counted_up_to: int = 0
 
     def count(self) -> int:
         launched = self._num_launched()
@@ -111,12 +111,12 @@ class ForeignCollectives:
             self._counted_up_to = self._num_launched()
 
     def _num_launched(self) -> int:
-        if self._group is None:
+        if self.group is None:
             return 0
         try:
-            return int(self._group._get_sequence_number_for_group())
+            return int(self.group._get_sequence_number_for_group())
         except RuntimeError:  # a backend that does not count
-            self._group = None
+            self.group = None
             return self._counted_up_to
 
 

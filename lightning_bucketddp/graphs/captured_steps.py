@@ -1,10 +1,8 @@
 """Training steps without host time: `training_step` and backward are captured as a CUDA graph, and replayed.
 
-Note: what is captured
-    `training_step` and backward with its reductions, for one signature of the batch. Everything around them stays:
-    `zero_grad`, buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step
-    with clipping and scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the
-    graph has computed.
+There is a graph for each signature of a batch. Everything around `training_step` and backward stays: `zero_grad`,
+buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step with clipping and
+scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the graph has computed.
 
 Note: proof
     A graph is used only after a step in which it has given what the same step gives without it, from the same weights,
@@ -142,9 +140,9 @@ class StepHost(Protocol):
 class CapturedSteps(RunPart):
     """Captures and replays the steps of a fit with automatic optimization."""
 
-    _trainer: Any
-    _host: StepHost
-    _collectives: Collectives  # of the ranks that take each step together
+    trainer: Any
+    host: StepHost
+    collectives: Collectives  # of the ranks that take each step together
     tell: Callable[[str], None]  # tells the user, in one line
     make_graph: Callable[[], CUDAGraph] | None  # None: this device has none
     num_replayed: int = 0
@@ -158,7 +156,7 @@ class CapturedSteps(RunPart):
     _stream_before: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
-        device = self._collectives.device
+        device = self.collectives.device
         if self.make_graph is None:
             self._give_up(f"there are none on a {device.type}")
         elif device.type == "cuda":
@@ -172,7 +170,7 @@ class CapturedSteps(RunPart):
         module = self._module
         if not module.automatic_optimization:
             self._give_up("optimization is manual")
-        for owner in (module, *self._trainer.callbacks):
+        for owner in (module, *self.trainer.callbacks):
             # Lightning's classes have these hooks, and do nothing in them.
             names = [name for name in _HOOKS_IN_CLOSURE if _is_overridden(owner, name)]
             if owner is module:
@@ -181,11 +179,11 @@ class CapturedSteps(RunPart):
                 self._give_up(f"`{type(owner).__name__}.{names[0]}` runs within it")
         if self._reducer.uses_hook:
             self._give_up("a communication hook may do other things in each step")
-        if self._trainer.strategy.shards is not None:
+        if self.trainer.strategy.shards is not None:
             self._give_up("`shard_optimizer` divides gradients among the ranks")
         self._agree()
         if not self._reason:
-            self._undo = replace_closures(self._trainer, self.run)
+            self._undo = replace_closures(self.trainer, self.run)
 
     def end_training(self) -> None:
         if self._undo is not None:
@@ -197,7 +195,7 @@ class CapturedSteps(RunPart):
         self.end_training()
         self._steps.clear()
         if self._stream_before is not None:
-            self._stream_before.wait_stream(torch.cuda.current_stream(self._collectives.device))
+            self._stream_before.wait_stream(torch.cuda.current_stream(self.collectives.device))
             torch.cuda.set_stream(self._stream_before)
             self._stream_before = None
 
@@ -206,12 +204,12 @@ class CapturedSteps(RunPart):
 
     @property
     def _module(self) -> Any:
-        return self._trainer.lightning_module
+        return self.trainer.lightning_module
 
     @property
     def _reducer(self) -> Reducer:
-        assert self._host.reducer is not None  # there is one as long as there is a fit
-        return self._host.reducer
+        assert self.host.reducer is not None  # there is one as long as there is a fit
+        return self.host.reducer
 
     def _give_up(self, reason: str) -> None:
         """Capture nothing any more on this rank; the others follow when they ask (Note: proof)."""
@@ -220,7 +218,7 @@ class CapturedSteps(RunPart):
 
     def _agree(self, wish: str = "") -> str:
         """Return the wish of all ranks, or to prove if one wants that; if one has given up, all do, and say why."""
-        ranks = self._collectives.gather_json([wish, self._reason])
+        ranks = self.collectives.gather_json([wish, self._reason])
         for rank, (_, reason) in enumerate(ranks):
             if reason:
                 self._give_up(reason)
@@ -264,12 +262,12 @@ class CapturedSteps(RunPart):
         if self._reason:
             return None, tensors
         try:
-            signature = signature_of(_without_index(closure.arguments), tensors, self._collectives.device)
+            signature = signature_of(_without_index(closure.arguments), tensors, self.collectives.device)
         except NotCapturedError as error:
             self._give_up(str(error))
             return None, tensors
-        how = (closure.zero_grad is None, self._reducer.is_synchronised, self._trainer.accumulate_grad_batches)
-        return (signature, how, self._host.loss_factor()), tensors
+        how = (closure.zero_grad is None, self._reducer.is_synchronised, self.trainer.accumulate_grad_batches)
+        return (signature, how, self.host.loss_factor()), tensors
 
     def _changed_plan(self, step: _Step) -> str:
         return "" if self._reducer.can_replay(step.backward) else "requires_grad"
@@ -294,7 +292,7 @@ class CapturedSteps(RunPart):
     def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         if closure.zero_grad is not None:
             closure.zero_grad()
-        self._host.before_forward()
+        self.host.before_forward()
 
         def run() -> None:
             step.graph.replay()
@@ -305,8 +303,8 @@ class CapturedSteps(RunPart):
 
         with torch.no_grad():
             step.read(tensors)
-            self._host.weigh(torch.ones(()))  # what it comes to is in the graph
-            with self._host.replayed_backward():
+            self.host.weigh(torch.ones(()))  # what it comes to is in the graph
+            with self.host.replayed_backward():
                 self._reducer.replay(step.backward, run)
             result = copy.copy(step.result)
             result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
@@ -318,9 +316,9 @@ class CapturedSteps(RunPart):
 
     def _prove(self, key: Any, closure: ClosureParts) -> Any:
         """Compute a step, and then capture and replay it (Note: proof); return the result of the first."""
-        self._host.before_forward()
-        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
-        result, values, found = compute_watched(closure, self._trainer, self._reducer, self._collectives.device)
+        self.host.before_forward()
+        start = StepStart(self._module, closure, self.collectives.device, self._reducer)
+        result, values, found = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
         if found:
             self._give_up(found[0])
         # A step that changes something in Python must not run a second time, on any rank.
@@ -344,8 +342,8 @@ class CapturedSteps(RunPart):
 
     def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         """Replay a step, and then compute it; return the result of the second (Note: memory of graphs)."""
-        self._host.before_forward()
-        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
+        self.host.before_forward()
+        start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         with torch.no_grad():
             step.read(tensors)
             step.graph.replay()
@@ -353,14 +351,14 @@ class CapturedSteps(RunPart):
         self._steps.clear()
         del step
         start.restore()
-        result, values, _ = compute_watched(closure, self._trainer, self._reducer, self._collectives.device)
+        result, values, _ = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
         self._accept(replayed, start.keep().outcome(values), when="again")
         return result
 
     def _capture(self, closure: ClosureParts, loss_digest: Tensor | None) -> _Step | None:
         arguments = apply_to_collection(dict(closure.arguments), Tensor, torch.clone)
         inputs: list[Tensor] = []
-        signature_of(_without_index(arguments), inputs, self._collectives.device)
+        signature_of(_without_index(arguments), inputs, self.collectives.device)
         params = list(self._module.parameters())
         before = [param.grad for param in params]
         assert self.make_graph is not None
@@ -414,7 +412,7 @@ class CapturedSteps(RunPart):
     @torch.enable_grad()
     def _step_and_backward(self, closure: ClosureParts, arguments: Mapping[str, Any]) -> Any:
         """Do what the strategy's `training_step` and `backward` do, without what belongs to the host."""
-        module, precision = self._module, self._trainer.strategy.precision_plugin
+        module, precision = self._module, self.trainer.strategy.precision_plugin
         with precision.train_step_context():
             output = module.training_step(*arguments.values())
         result = closure.result_of(output)
@@ -423,7 +421,7 @@ class CapturedSteps(RunPart):
             raise NotCapturedError("`training_step` returned None")
         if not self._reducer.is_alone:
             self._reducer.finiteness.see_loss(loss)
-        weight = self._host.loss_factor()
+        weight = self.host.loss_factor()
         loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
         with self._reducer.backward():
             precision.backward(loss, module, closure.optimizer)

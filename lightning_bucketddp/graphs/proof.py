@@ -1,11 +1,10 @@
 """Whether a step can be captured: what it depends on besides tensors, and whether it computes the same twice.
 
-Note: what is watched
-    A graph repeats kernels. Python ran once, when it was captured. So a step may be captured only if Python would do
-    the same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch;
-    that change attributes of modules (counters, metrics, buffers that are replaced); that draw Python's, numpy's or
-    torch's random numbers on the CPU; that have hooks. Attributes that others change between steps are compared before
-    each replay. What is left (a global variable, the time of day) is found by comparing steps now and then.
+A graph repeats kernels. Python ran once, when it was captured. So a step may be captured only if Python would do the
+same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch; that
+change attributes of modules (counters, metrics, buffers that are replaced); that draw Python's, numpy's or torch's
+random numbers on the CPU; that have hooks. Attributes that others change between steps are compared before each replay.
+What is left (a global variable, the time of day) is found by comparing steps now and then.
 """
 
 from __future__ import annotations

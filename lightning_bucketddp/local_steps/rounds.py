@@ -33,7 +33,7 @@ from lightning_bucketddp.local_steps.islands import Islands, OuterStep, average
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
-from lightning_bucketddp.reducer.reducer import reduction_of
+from lightning_bucketddp.reducer.quantization import reduction_of
 from lightning_bucketddp.replicas.consistency import Checksums, ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.trainer_internals import averaged_models
@@ -117,7 +117,7 @@ class LocalRounds(RunPart):
 
     def _checksums_of(self, names: list[str]) -> dict[str, int]:
         parameters = self._replicas.parameters
-        sums = self._checksums.start([[parameters[name].detach()] for name in names]).wait()
+        sums = self._checksums.start([[parameters[name].detach()] for name in names])()
         return dict(zip(names, sums, strict=True))
 
     def _trained(self) -> dict[str, nn.Parameter]:

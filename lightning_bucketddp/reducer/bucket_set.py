@@ -45,15 +45,11 @@ class Flags:
 
 
 class BucketMaker(Protocol):
-    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide."""
+    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide (`Shards`)."""
 
     @property
-    def have_arrived(self) -> bool:
-        """Whether nothing that it exchanges is under way."""
-
-    def begin_backward(self) -> None:
-        """Get ready for gradients."""
-
+    def have_arrived(self) -> bool: ...
+    def begin_backward(self) -> None: ...
     def plan(
         self,
         specs: Sequence[ParameterSpec],
@@ -63,13 +59,8 @@ class BucketMaker(Protocol):
         missing: Sequence[int],
         caps: BucketCaps,
         alignment: int,
-    ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; in a buffer gradients begin at a multiple of `alignment` elements."""
-
-    def make_bucket(
-        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device, gives_back: bool
-    ) -> Bucket:
-        """Make the bucket of these parameters, as it was planned."""
+    ) -> list[BucketSpec]: ...
+    def make_bucket(self, params: Sequence[Any], arrivals: Arrivals, **options: Any) -> Bucket: ...
 
 
 class BucketSet:
@@ -116,9 +107,7 @@ class BucketSet:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
             elif spec.sharded is not None:
                 assert maker is not None  # who makes such plans
-                bucket = maker.make_bucket(
-                    members, arrivals=arrivals, num_flags=num_flags, device=device, gives_back=gives_back
-                )
+                bucket = maker.make_bucket(members, arrivals, num_flags=num_flags, device=device, gives_back=gives_back)
             elif spec.alone:
                 bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:

@@ -1,9 +1,8 @@
 """Hooks that tell when a gradient has arrived.
 
-Note: counted gradients
-    A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
-    bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
-    which users start for pictures, adversarial examples or losses of their own, only change a count.
+A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
+bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
+which users start for pictures, adversarial examples or losses of their own, only change a count.
 
 Note: last hooks
     What users' hooks on a parameter make of a gradient is what is to be reduced, whenever they were registered. So when
@@ -31,7 +30,7 @@ _owners: Any = WeakIdKeyDictionary()
 
 
 class GradientHooks:
-    """Counts gradients as they arrive (Note: counted gradients).
+    """Counts gradients as they arrive.
 
     Args:
         params: all parameters of the module; they get hooks, trainable or not.

@@ -18,7 +18,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,16 +46,6 @@ _WHAT_HELPS = "look at the data of that rank, clip gradients or lower the learni
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or nan."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """Digests on their way to the host."""
-
-    digests: Tensor
-    arrived: torch.cuda.Event | None
-    bucket_set: BucketSet | None
-    where: str
 
 
 class Finiteness:
@@ -93,7 +82,7 @@ class Finiteness:
         # The largest number by bucket, without its sign; None: all are finite.
         self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
-        self._unread: _Unread | None = None
+        self._judge_late: Callable[[ReducerStats], None] | None = None  # digests that are on their way to the host
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
         self._nonfinite: dict[int, Tensor] = {}
@@ -158,14 +147,20 @@ class Finiteness:
         arrived = self._arrived if on_device else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(digests.device))
-        self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
+        on_host, where = self._on_host, self._here(stats)
+
+        def judge(stats: ReducerStats) -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            self._judge(on_host, bucket_set, stats, where=where)
+
+        self._judge_late = judge
 
     def catch_up(self, stats: ReducerStats) -> None:
-        unread, self._unread = self._unread, None
-        if unread is not None and not is_being_captured(self._device):
-            if unread.arrived is not None:
-                unread.arrived.synchronize()
-            self._judge(unread.digests, unread.bucket_set, stats, where=unread.where)
+        """Act on digests that were not there yet."""
+        judge, self._judge_late = self._judge_late, None
+        if judge is not None and not is_being_captured(self._device):
+            judge(stats)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""

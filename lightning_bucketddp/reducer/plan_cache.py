@@ -29,7 +29,7 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_cho
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, LateGradientError
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import hook_on_node
-from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, ReducerStats, clock_of, is_being_captured
+from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, ReducerStats, is_being_captured
 from lightning_bucketddp.reducer.reduction import Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
@@ -100,14 +100,8 @@ class _Observation:
 class PlanTuner(BackwardObserver):
     """Finds the best plan for one set of trainable parameters (Note: tuning)."""
 
+    plans: PlanCache
     first_plan: Sequence[BucketSpec]
-    params: Sequence[Tensor]
-    specs: Sequence[ParameterSpec]
-    collectives: Collectives
-    meter: CostMeter
-    clock: Clock
-    say: Callable[[str], None]
-    reduce_dtype: str | None
     is_settled: bool = False
     profile: Profile | None = None
     decision: str = "no backward could be observed, the plan stays as it is"
@@ -119,20 +113,21 @@ class PlanTuner(BackwardObserver):
 
     def __post_init__(self) -> None:
         self._members = [i for bucket in self.first_plan for i in bucket.members]
+        self._clock, self._collectives = self.plans.clock, self.plans.collectives
 
     def backward_began(self) -> None:
-        if is_being_captured(self.collectives.device):
+        if is_being_captured(self._collectives.device):
             self.close()
         elif self._hooks:
-            self._current = _Observation(self.clock.mark())
+            self._current = _Observation(self._clock.mark())
 
     def backward_ended(self) -> None:
         if self._current is not None:
-            self._current.backward_end = self.clock.mark()
+            self._current.backward_end = self._clock.mark()
 
     def gradients_final(self) -> None:
         if self._current is not None:
-            self._current.reduced = self.clock.mark()
+            self._current.reduced = self._clock.mark()
             self._observed.append(self._current)
 
     def end(self) -> Sequence[BucketSpec] | None:
@@ -145,7 +140,8 @@ class PlanTuner(BackwardObserver):
         if position == NUM_WARM_UP:
             self._observed.clear()
             if not self._hooks:
-                self._hooks = [hook_on_node(self.params[i], partial(self._mark_arrival, i)) for i in self._members]
+                params = self.plans.params
+                self._hooks = [hook_on_node(params[i], partial(self._mark_arrival, i)) for i in self._members]
         if position > 0:
             return None
         return self._propose() if phase == 1 else self._decide()
@@ -161,17 +157,17 @@ class PlanTuner(BackwardObserver):
 
     def _mark_arrival(self, param_index: int, *_: object) -> None:
         if self._current is not None:
-            self._current.arrivals[param_index] = self.clock.mark()
+            self._current.arrivals[param_index] = self._clock.mark()
 
     def _propose(self) -> Sequence[BucketSpec] | None:
-        dense = [i for i in self._members if not self.specs[i].sparse]
-        largest = max(dense, key=lambda i: self.specs[i].num_bytes)
-        cost = self.meter.measure(
-            dtype=self.params[largest].dtype, module_bytes=sum(self.specs[i].num_bytes for i in dense)
+        dense = [i for i in self._members if not self.plans.specs[i].sparse]
+        largest = max(dense, key=lambda i: self.plans.specs[i].num_bytes)
+        cost = self.plans.meter.measure(
+            dtype=self.plans.params[largest].dtype, module_bytes=sum(self.plans.specs[i].num_bytes for i in dense)
         )
-        proposal = self._compute(cost) if self.collectives.rank == 0 and self._observed else None
+        proposal = self._compute(cost) if self._collectives.rank == 0 and self._observed else None
         message = None if proposal is None else [asdict(bucket) for bucket in proposal]
-        agreed: list[dict[str, Any]] | None = self.collectives.broadcast_json(message)
+        agreed: list[dict[str, Any]] | None = self._collectives.broadcast_json(message)
         if agreed is None:
             self._settle()
             return None
@@ -204,7 +200,7 @@ class PlanTuner(BackwardObserver):
 
         What was missing once may be missing again, and a bucket waits for all its members: it counts as missing.
         """
-        seconds = self.clock.seconds
+        seconds = self._clock.seconds
         ready_s = {
             i: statistics.median(seconds(seen.start, seen.arrivals[i]) for seen in self._observed)
             for i in self._members
@@ -214,17 +210,17 @@ class PlanTuner(BackwardObserver):
         order = arrived + [i for i in self._members if i not in ready_s]
         backward_s = statistics.median(seconds(seen.start, seen.backward_end) for seen in self._observed)
         return order, Profile(
-            [self.specs[i] for i in order],
+            [self.plans.specs[i] for i in order],
             [ready_s[i] for i in arrived],
             backward_s=max(backward_s, *ready_s.values(), 0.0),
             cost=cost,
-            num_ranks=self.collectives.world_size,
-            reduce_dtype=self.reduce_dtype,
+            num_ranks=self._collectives.world_size,
+            reduce_dtype=self.plans.config.reduce_dtype,
         )
 
     def _decide(self) -> Sequence[BucketSpec] | None:
         is_better = False
-        if self.collectives.rank == 0 and self._observed:
+        if self._collectives.rank == 0 and self._observed:
             now_s = self._total_s()
             first, now = statistics.median(self._first_s), statistics.median(now_s)
             noise = max(statistics.median(abs(s - first) for s in self._first_s), _WORTHWHILE * first)
@@ -232,17 +228,17 @@ class PlanTuner(BackwardObserver):
             within = ", which is within the noise" if first - noise <= now < first else ""
             outcome = "they stay" if is_better else f"back to {len(self.first_plan)}"
             self.decision += f", measured {now * 1e3:.2f} instead of {first * 1e3:.2f} ms{within}; {outcome}"
-        is_better = self.collectives.broadcast_json(is_better)
+        is_better = self._collectives.broadcast_json(is_better)
         self._settle()
         return None if is_better else self.first_plan
 
     def _total_s(self) -> list[float]:
-        return [self.clock.seconds(seen.start, seen.reduced) for seen in self._observed]
+        return [self._clock.seconds(seen.start, seen.reduced) for seen in self._observed]
 
     def _settle(self) -> None:
         self.close()
-        if self.collectives.rank == 0:
-            self.say(f"bucketddp: {self.decision}.")
+        if self._collectives.rank == 0:
+            self.plans.say(f"bucketddp: {self.decision}.")
 
 
 log = logging.getLogger(__name__)
@@ -266,7 +262,7 @@ class PlanCache:
     config: ReducerConfig
     reduction: Reduction
     stats: ReducerStats
-    clock: Clock | None
+    clock: Clock
     say: Callable[[str], None]
     maker: BucketMaker | None
     description: str = "no plan yet"
@@ -284,14 +280,13 @@ class PlanCache:
             spec_of(name, param, device=param.device, sparse=name in sparse, may_be_alone=may_be_alone)
             for name, param in parameters.items()
         ]
-        self._params = list(parameters.values())
-        self._collectives = self.replicas.collectives
-        self._clock = self.clock or clock_of(self._collectives.device)
-        self._meter = CostMeter(self.reduction, self._collectives, self._clock)
+        self.params = list(parameters.values())
+        self.collectives = self.replicas.collectives
+        self.meter = CostMeter(self.reduction, self.collectives, self.clock)
 
     def describe_outlook(self) -> str:
         """Return how much will be planned, and into how many buckets if gradients arrive in the usual order."""
-        members = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
+        members = [index for index in reversed(range(len(self.params))) if self.params[index].requires_grad]
         gradients = f"{sum(self.specs[index].num_bytes for index in members) / MIB:.2f} MiB of gradients"
         if self.maker is not None:  # its optimizers, which are not known yet, have a say in it
             return gradients
@@ -301,7 +296,7 @@ class PlanCache:
     def late_gradient(self, param_index: int, bucket_index: int) -> LateGradientError:
         return LateGradientError(
             f"Gradient of `{self.specs[param_index].name}` arrived after its bucket {bucket_index} had left (rank"
-            f" {self._collectives.global_rank}). The parameter is used more often in this backward than in the first"
+            f" {self.collectives.global_rank}). The parameter is used more often in this backward than in the first"
             " one. Pass `overlap=False` to the strategy if that is intended."
         )
 
@@ -345,16 +340,16 @@ class PlanCache:
         """Plan from the `order` in which hooks fired in a backward, each as often as it did, and on which `streams`."""
         self.replicas.agree()
         in_order_of_last_arrival = list(dict.fromkeys(reversed(order)))[::-1]
-        arrived: list[int] = self._collectives.broadcast_json(in_order_of_last_arrival)
+        arrived: list[int] = self.collectives.broadcast_json(in_order_of_last_arrival)
         seen = set(arrived)
         # What is registered last usually gets its gradient first.
-        missing = [i for i in reversed(range(len(self._params))) if trainable[i] and i not in seen]
+        missing = [i for i in reversed(range(len(self.params))) if trainable[i] and i not in seen]
         if self.maker is None:
             plan = plan_buckets(self.specs, arrived=arrived, missing=missing, caps=self.config.caps)
         else:
             plan = self.maker.plan(
                 self.specs,
-                self._params,
+                self.params,
                 arrived=arrived,
                 missing=missing,
                 caps=self.config.caps,
@@ -370,18 +365,9 @@ class PlanCache:
         # wants runs to repeat wants no plan that depends on time.
         config = self.config
         is_auto = config.bucket_cap_mb == AUTO and config.overlap and not torch.are_deterministic_algorithms_enabled()
-        is_free = self.maker is None and config.comm_hook is None and self._collectives.world_size > 1
+        is_free = self.maker is None and config.comm_hook is None and self.collectives.world_size > 1
         if is_auto and is_free and has_choice(plan):
-            self._tuners[trainable] = PlanTuner(
-                first_plan=plan,
-                params=self._params,
-                specs=self.specs,
-                collectives=self._collectives,
-                meter=self._meter,
-                clock=self._clock,
-                say=self.say,
-                reduce_dtype=self.config.reduce_dtype,
-            )
+            self._tuners[trainable] = PlanTuner(plans=self, first_plan=plan)
         return self._place(trainable, plan, Counter(order), streams)
 
     def end_backward(self, trainable: Trainable) -> None:
@@ -406,11 +392,11 @@ class PlanCache:
     ) -> BucketSet:
         bucket_set = self._bucket_sets[trainable] = BucketSet(
             plan,
-            params=self._params,
+            params=self.params,
             num_firings=num_firings,
             streams=streams,
             trainable=trainable,
-            collectives=self._collectives,
+            collectives=self.collectives,
             config=self.config,
             maker=self.maker,
         )
@@ -418,7 +404,7 @@ class PlanCache:
         self.stats.num_plans += 1
         bucket_set.version = self.stats.num_plans
         self.description = f"{bucket_set}{origin}"
-        if self._collectives.rank == 0:
+        if self.collectives.rank == 0:
             log.info("bucketddp: plan %d: %s", self.stats.num_plans, self.description)
         return bucket_set
 
