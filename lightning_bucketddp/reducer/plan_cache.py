@@ -34,6 +34,8 @@ from lightning_bucketddp.reducer.reduction import Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 
+log = logging.getLogger(__name__)
+
 _SMALLEST_BYTES = 4096
 _GROWTH = 8
 # More would say nothing new about the bandwidth, and takes memory.
@@ -241,8 +243,6 @@ class PlanTuner(BackwardObserver):
             self.plans.say(f"bucketddp: {self.decision}.")
 
 
-log = logging.getLogger(__name__)
-
 # A plan not used for so many backwards belongs to a phase of training that is over. Alternating optimizers come back
 # to theirs much sooner.
 _FORGET_PLAN_AFTER = 64
@@ -391,7 +391,7 @@ class PlanCache:
         origin: str = "",
     ) -> BucketSet:
         bucket_set = self._bucket_sets[trainable] = BucketSet(
-            plan,
+            plan=plan,
             params=self.params,
             num_firings=num_firings,
             streams=streams,
