@@ -43,7 +43,7 @@ from benchmarks.variants import (
     with_hook,
     with_unused,
 )
-from lightning_bucketddp.comm.network import SETTINGS
+from lightning_bucketddp.comm.connections import SETTINGS
 
 SMALL = {"resnet50": "resnet50_shapes", "gpt2": "gpt2_shapes"}
 # Ranks whose process group `bucketddp` makes, with NCCL's sockets as it sets them. The others have torch's defaults.

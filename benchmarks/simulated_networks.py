@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_bucketddp.config import AUTO, ReducerConfig
-from lightning_bucketddp.planning.cost import Network, Profile
+from lightning_bucketddp.planning.cost import Network, Profile, Timeline
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, predict
-from lightning_bucketddp.planning.simulation import Timeline
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_sharding PROFILE.json [...] [--ranks 8 16 64 256 1024] [--json FILE]
 
 The profiles and networks are those of `benchmarks.simulated_networks`, and so is the model, with what sharding adds to
-it (Note: halves, in `planning/cost.py`; Note: timeline, in `planning/simulation.py`).
+it (Note: halves and Note: timeline, in `planning/cost.py`).
 State is that of AdamW, two tensors like each parameter; of the ranks the one that has most counts. Without sharding the
 plan is the one that `bucket_cap_mb="auto"` computes for the network; with it the first one stays, with buckets of up to
 25 MiB.

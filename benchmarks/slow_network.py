@@ -40,8 +40,7 @@ from benchmarks.variants import (
 )
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile
-from lightning_bucketddp.planning.optimal_plan import predict
-from lightning_bucketddp.planning.wire import local_exchange_s
+from lightning_bucketddp.planning.optimal_plan import local_exchange_s, predict
 
 _ALL_REDUCE, _PROFILE = "all-reduce alone", "profile"
 _NAN = float("nan")

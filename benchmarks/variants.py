@@ -18,8 +18,7 @@ from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import LocalSteps, ReducerConfig
-from lightning_bucketddp.local_steps.islands import make_islands
-from lightning_bucketddp.local_steps.outer_step import OuterStep
+from lightning_bucketddp.local_steps.islands import OuterStep, make_islands
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from lightning_bucketddp.reducer.weighting import Weighting

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from lightning_bucketddp.comm.network import gloo_interface
+from lightning_bucketddp.comm import process_group
+from lightning_bucketddp.comm.connections import gloo_interface
 from lightning_bucketddp.comm.process_group import ForeignCollectives
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
@@ -143,10 +143,6 @@ class Collectives:
         self._in_flight += held
         return held
 
-    def side_group(self) -> Collectives:
-        """Return the same ranks over connections of their own: collectives of the two groups need no common order."""
-        return self._further_group("side")
-
     def gradient_group(self) -> Collectives:
         """Return the same ranks for reductions that run beside a backward, in which users may have collectives, too.
 
@@ -155,19 +151,11 @@ class Collectives:
         """
         if self.device.type != "cpu" or self.world_size == 1:
             return self
-        return self._further_group("gradient")
-
-    def follow_up_group(self) -> Collectives:
-        """Return the same ranks over connections of their own, for a thread that goes on with what others began."""
-        return self._further_group("follow-up")
+        return self.further_group("gradient")
 
     def host_group(self) -> Collectives:
         """Return the same ranks for tensors in host memory, over connections of their own: waiting stops no device."""
-        return self._further_group("host", in_host_memory=True)
-
-    def agreement_group(self) -> Collectives:
-        """Return the same ranks for tensors in host memory, over connections that nothing else goes through."""
-        return self._further_group("agreement", in_host_memory=True)
+        return self.further_group("host", in_host_memory=True)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Return the part that this rank is in, of ranks that are divided into `parts`. All ranks must call this.
@@ -182,7 +170,11 @@ class Collectives:
         own = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
         return Collectives(device, group=groups[own], timeout=self._timeout, parts=parts, on_one_host=self._on_one_host)
 
-    def _further_group(self, name: str, *, in_host_memory: bool = False) -> Collectives:
+    def further_group(self, name: str, *, in_host_memory: bool = False) -> Collectives:
+        """Return the same ranks over connections of their own, made once for each `name`.
+
+        Collectives of two groups need no common order.
+        """
         if name not in self._further:
             device, backend = (torch.device("cpu"), "gloo") if in_host_memory else (self.device, None)
             self._further[name] = self._in_new_group(self._parts, device, backend)
@@ -365,7 +357,7 @@ def _asynchronously(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 def files_of_collectives() -> tuple[str, ...]:
     """Return the source files in which a thread is that waits for other ranks."""
-    return (__file__, str(Path(__file__).with_name("roll_call.py")), dist.distributed_c10d.__file__)
+    return (__file__, process_group.__file__, dist.distributed_c10d.__file__)
 
 
 def all_gather(tensor: Tensor, *, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:

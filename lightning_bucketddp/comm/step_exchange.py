@@ -110,17 +110,8 @@ class StepExchange:
         self._in_flight: deque[PendingGather] = deque()
         self._newest = CombinedMessages()
 
-    def send(
-        self,
-        kind: MessageKind,
-        *,
-        weight: float = 0.0,
-        full_weight: float = 0.0,
-        num_skipped: int = 0,
-        trainable: int = 0,
-        num_missing: int = 0,
-    ) -> None:
-        """Send a message to all ranks; `receive` returns what theirs come to."""
+    def send(self, kind: MessageKind, **fields: Any) -> None:
+        """Send a message with these `fields` to all ranks; `receive` returns what theirs come to."""
         digest = batch_digest = 0
         if kind == MessageKind.STEP:
             digest, self.digest = self.digest, 0
@@ -130,16 +121,12 @@ class StepExchange:
             kind=kind,
             epoch=self.epoch,
             num_batches=self.num_batches,
-            weight=weight,
-            full_weight=full_weight,
-            num_skipped=num_skipped,
             stop_signal=self.stop_signal,
             wants_requeue=self.wants_requeue,
             is_alert=self._has_alert(),
-            trainable=trainable,
             digest=digest,
             batch_digest=batch_digest,
-            num_missing=num_missing,
+            **fields,
         )
         self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(message), dtype=torch.float64)))
 

@@ -1,10 +1,9 @@
 """Something that all ranks try together, and that ends for all of them when it fails on one.
 
-Note: failing together
-    When one rank runs out of memory, the others wait for it in some collective. In a trial the ranks therefore ask each
-    other before each collective of all ranks, over connections of their own, whether all are well. A rank that has
-    failed comes to the next question instead of to the collective, and all ranks raise. Every collective was either
-    begun by all of them or by none, so process groups stay as they were.
+When one rank runs out of memory, the others wait for it in some collective. In a trial the ranks therefore ask each
+other before each collective of all ranks, over connections of their own, whether all are well. A rank that has failed
+comes to the next question instead of to the collective, and all ranks raise. Every collective was either begun by all
+of them or by none, so process groups stay as they were.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Status(IntEnum):
 
 
 class Trials:
-    """Trials that succeed on all ranks or on none, one after the other (Note: failing together).
+    """Trials that succeed on all ranks or on none, one after the other.
 
     Args:
         is_out_of_memory: whether an error says that memory was not enough, as what is raised on the other ranks does.
     """
 
     def __init__(self, collectives: Collectives, *, is_out_of_memory: Callable[[BaseException], bool]) -> None:
-        self._ranks = collectives.agreement_group()
+        self._ranks = collectives.further_group("agreement", in_host_memory=True)
         self._is_out_of_memory = is_out_of_memory
         self._outcome: Status | None = None  # of all ranks, once the trial is over
         self._rank = 0  # which has decided it

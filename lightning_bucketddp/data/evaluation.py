@@ -1,4 +1,4 @@
-"""Evaluation data in rounds: in each round every rank runs one batch, and each sample counts on one rank.
+"""The one way to change a dataloader; and evaluation in rounds: every rank runs a batch, each sample counts once.
 
 Note: rounds
     All ranks run the same number of batches, and the batches of one round have the same size (why:
@@ -11,6 +11,7 @@ Note: rounds
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,36 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from lightning_bucketddp.data.loaders import changed_loader
 from lightning_bucketddp.trainer_internals import batch_sampler_within
+
+
+def changed_loader(loader: Any, members: dict[str, Any] | None = None, **attributes: Any) -> Any:
+    """Return a copy of `loader` with other `attributes`; `members` replace those of its class."""
+    changed = copy.copy(loader)
+    if attributes:
+        # `DataLoader` forbids to set these. Workers that it has know the old ones.
+        vars(changed).update(attributes, _iterator=None)
+    if members is not None:
+        original: Any = type(loader)
+        # Still an instance of its own class: users and Lightning ask for it, and set attributes of it.
+        changed.__class__ = type(original.__name__, (original,), {"__module__": original.__module__, **members})
+    return changed
+
+
+def is_even(loader: Any) -> bool:
+    """Return whether a sampler gives every rank the same number of samples."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def length_of(sized: Any) -> float:
+    """Return the length; infinite: it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
 
 _MISSING: Any = object()
 
@@ -44,14 +73,14 @@ class Part:
     repeats: bool = True  # a rank that has no batch of its own in a round repeats one
 
 
+@dataclass(eq=False)
 class Rounds:
     """Deals out batches as they are, to the ranks in turn; `has_last_apart`: in a round of its own (Note: rounds)."""
 
-    def __init__(self, part: Part, *, has_last_apart: bool) -> None:
-        self.part = part
-        self.has_last_apart = has_last_apart
-        # Of the current pass; those behind them are repeated. Infinite until it is known.
-        self.num_own_batches: float = math.inf
+    part: Part
+    has_last_apart: bool
+    # Of the current pass; those behind them are repeated. Infinite until it is known.
+    num_own_batches: float = math.inf
 
     def number_of(self, num_batches: int) -> int:
         """Return how many of `num_batches` batches this rank gets."""
@@ -95,23 +124,23 @@ class Rounds:
                 yield first, own
 
 
+@dataclass(eq=False)
 class SharedDraws:
     """Random numbers for samplers that draw from those of the process: the same on all ranks, others in each pass.
 
     Those of the process stay as they are.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._epoch = 0
-        self._num_passes = 0
+    seed: int
+    _epoch: int = 0
+    _num_passes: int = 0
 
     def through(self, values: Iterable[_T], *, sampler: Any, num_drawn: int | None = _NUM_DRAWN) -> Iterator[_T]:
         """Return `values`, which `sampler` draws, in a new pass, `num_drawn` at a time, or all of them at once."""
         epoch = getattr(sampler, "epoch", 0)
         self._num_passes = self._num_passes + 1 if epoch == self._epoch else 1
         self._epoch = epoch
-        seed = random.Random(f"{self._seed} {epoch} {self._num_passes}").getrandbits(32)
+        seed = random.Random(f"{self.seed} {epoch} {self._num_passes}").getrandbits(32)
         return _drawn_from(seed, values, num_drawn)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lightning_bucketddp.data.loaders import changed_loader
+from lightning_bucketddp.data.evaluation import changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info
 
@@ -82,6 +82,7 @@ class StepSampler(BatchSampler):
         return size_of(index) * self._batches_per_step / sum(map(size_of, step))
 
 
+@dataclass(eq=False)
 class GlobalBatchSize(RunPart):
     """Sets batch size and accumulation so that `size` samples make an optimizer's step; None: both are the user's.
 
@@ -89,18 +90,17 @@ class GlobalBatchSize(RunPart):
     stream, whose length is not known. `begun` is that of `EpochPosition`.
     """
 
-    def __init__(self, size: int | None, *, weighs: bool, begun: Callable[[], tuple[int, int]]) -> None:
-        self._size = size
-        self._weighs = weighs
-        self._begun = begun
-        self._trainer: Trainer | None = None
-        self._division: Division | None = None
-        self._sampler: StepSampler | None = None
-        self._num_loaders = 0
+    size: int | None
+    weighs: bool
+    begun: Callable[[], tuple[int, int]]
+    _trainer: Trainer | None = None
+    _division: Division | None = None
+    _sampler: StepSampler | None = None
+    _num_loaders: int = 0
 
     def begin(self, trainer: Trainer) -> None:
         """Begin a fit."""
-        if self._size is None:
+        if self.size is None:
             return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         schedulers = [type(it).__name__ for it in callbacks if hasattr(it, "get_accumulate_grad_batches")]
@@ -110,7 +110,7 @@ class GlobalBatchSize(RunPart):
                 f"`global_batch_size` says how many batches are accumulated, and so does `{found}`. Leave one of them"
                 " out."
             )
-        divide(self._size, num_ranks=trainer.world_size, largest=self._size)
+        divide(self.size, num_ranks=trainer.world_size, largest=self.size)
         self._trainer, self._division = trainer, None
 
     def end(self) -> None:
@@ -123,25 +123,25 @@ class GlobalBatchSize(RunPart):
         self._num_loaders = 0
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
-        if self._size is None or not is_training:
+        if self.size is None or not is_training:
             return loader
         self._num_loaders += 1
         self._check(loader)
         assert self._trainer is not None  # there is a fit
         num_ranks = self._trainer.world_size
-        division = divide(self._size, num_ranks=num_ranks, largest=loader.batch_size)
+        division = divide(self.size, num_ranks=num_ranks, largest=loader.batch_size)
         if division.batches_per_step > 1 and not self._trainer.lightning_module.automatic_optimization:
             raise ValueError(
-                f"With `global_batch_size={self._size}` each of {num_ranks} ranks would accumulate"
+                f"With `global_batch_size={self.size}` each of {num_ranks} ranks would accumulate"
                 f" {division.batches_per_step} batches of {division.batch_size} samples, but with manual optimization"
-                f" that is left to you. Give the `DataLoader` a `batch_size` of {self._size // num_ranks} or more."
+                f" that is left to you. Give the `DataLoader` a `batch_size` of {self.size // num_ranks} or more."
             )
         if division != self._division:
             ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "1 rank"
             count = division.batches_per_step
             accumulated = f", accumulated over {count} batches" if count > 1 else ""
             rank_zero_info(
-                f"bucketddp: global batch of {self._size}: {division.batch_size} samples on {ranks}{accumulated}"
+                f"bucketddp: global batch of {self.size}: {division.batch_size} samples on {ranks}{accumulated}"
             )
         self._division = division
         self._trainer.accumulate_grad_batches = division.batches_per_step
@@ -166,9 +166,9 @@ class GlobalBatchSize(RunPart):
         )
 
     def weigh(self, loss: Tensor) -> Tensor:
-        if self._sampler is None or not self._weighs:
+        if self._sampler is None or not self.weighs:
             return loss
         assert self._trainer is not None
         index, num_batches = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.num_training_batches
-        factor = self._sampler.loss_factor(index, num_batches=num_batches, begun=self._begun())
+        factor = self._sampler.loss_factor(index, num_batches=num_batches, begun=self.begun())
         return loss if factor == 1 else loss * factor

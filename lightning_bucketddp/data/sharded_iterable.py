@@ -16,6 +16,7 @@ Note: dealing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, field
 from inspect import unwrap
 from itertools import islice
 from types import CodeType, FunctionType
@@ -24,8 +25,7 @@ from typing import Any, cast
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bucketddp.data.evaluation import Part, Rounds
-from lightning_bucketddp.data.loaders import changed_loader
+from lightning_bucketddp.data.evaluation import Part, Rounds, changed_loader
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_names
 
@@ -69,22 +69,15 @@ class ShardedIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
 
+@dataclass(kw_only=True, eq=False)
 class IterableSharding(RunPart):
-    """Deals out the streams of a run (Note: dealing). `num_batches_trained` returns None if the epoch is over."""
+    """Deals out the streams of a run (Note: dealing)."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        warn: Callable[[str], None],
-        num_batches_trained: Callable[[], int | None],
-    ) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._warn = warn
-        self._num_batches_trained = num_batches_trained
-        self._warnings: set[str] = set()
+    rank: int
+    world_size: int
+    warn: Callable[[str], None]
+    num_batches_trained: Callable[[], int | None]  # returns None if the epoch is over
+    _warnings: set[str] = field(default_factory=set)
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         loader = getattr(loader, "dealt_from", loader)  # one that was prepared before
@@ -101,18 +94,18 @@ class IterableSharding(RunPart):
             )
         original, batch_size = type(loader), loader.batch_size or 1
         if is_training:
-            rank, world_size = self._rank, self._world_size
-            members = _stateful(original, self._num_batches_trained, batch_size=batch_size, num_ranks=world_size)
+            rank, world_size = self.rank, self.world_size
+            members = _stateful(original, self.num_batches_trained, batch_size=batch_size, num_ranks=world_size)
         else:
             rank, world_size = 0, 1
-            members = _in_rounds(original, Part(self._rank, self._world_size, seed=0))
+            members = _in_rounds(original, Part(self.rank, self.world_size, seed=0))
         dealt = ShardedIterable(loader.dataset, rank=rank, world_size=world_size, batch_size=batch_size)
         return changed_loader(loader, members, dataset=dealt, dealt_from=loader)
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings.add(text)
-            self._warn(text)
+            self.warn(text)
 
 
 def _in_rounds(original: Any, part: Part) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Training data that ends earlier on some ranks than on others.
+"""Training data that ends earlier on some ranks than on others, and data that all ranks read alike.
 
-Note: evenness
-    By default a rank whose data ends says so in the next message between the ranks, and if the others go on, all of
-    them raise: this costs nothing per step. With `extends`, all ranks ask each other at every batch whether anyone has
-    more; one that has not repeats its last batch, with weight zero, until all have finished. So every rank runs the
-    same steps, with every collective that the user's code has in them.
+By default a rank whose data ends says so in the next message between the ranks, and if the others go on, all of them
+raise: this costs nothing per step. With `extends`, all ranks ask each other at every batch whether anyone has more; one
+that has not repeats its last batch, with weight zero, until all have finished. So every rank runs the same steps, with
+every collective that the user's code has in them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
-from lightning_bucketddp.data.loaders import changed_loader, is_even, length_of
+from lightning_bucketddp.data.evaluation import changed_loader, is_even, length_of
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.wording import list_some_ranks
@@ -34,19 +33,19 @@ from lightning_bucketddp.wording import list_some_ranks
 _DEFINED_IN_PYTHON = 1 << 9
 
 
+@dataclass(eq=False)
 class UnevenData:
-    """Watches the training data of a fit for ranks that run out of it, or extends it there (Note: evenness).
+    """Watches the training data of a fit for ranks that run out of it, or extends it there.
 
     With `extends`, ranks are asked whether anyone has more every `asks_every` batches. If that is not one, they are not
     asked at all if the lengths of all loaders are known.
     """
 
-    def __init__(self, exchange: StepExchange, *, extends: bool, asks_every: int = 1) -> None:
-        self._exchange = exchange
-        self._extends = extends
-        self._asks_every = asks_every
-        self._num_own_batches: int | None = None
-        self._num_batches_begun = 0
+    exchange: StepExchange
+    extends: bool
+    asks_every: int = 1
+    _num_own_batches: int | None = None
+    _num_batches_begun: int = 0
 
     @property
     def is_repeating(self) -> bool:
@@ -71,33 +70,33 @@ class UnevenData:
             batches: Iterator[Any] = original.__iter__(this)
             if not is_only_loader(this):
                 return self._one_of_several(batches)
-            if not self._extends:
+            if not self.extends:
                 return self._watched(batches, length, num_read=num_read)
             return self._extended(batches, length, num_read=num_read, begin_again=lambda: original.__iter__(this))
 
         members: dict[str, Any] = {"__iter__": iterate, "_even_original": original}
-        if self._extends and length != math.inf:
+        if self.extends and length != math.inf:
             members["__len__"] = lambda _: length
         return changed_loader(loader, members)
 
     def _agreed_length(self, loader: Any) -> float:
         """Return this rank's number of batches, or the largest of all ranks' if all are to have as many."""
         length = length_of(loader)
-        if not self._extends:
+        if not self.extends:
             return length
-        self._exchange.send(MessageKind.FETCH, weight=-1 if length == math.inf else length)
-        received = self._exchange.receive()
+        self.exchange.send(MessageKind.FETCH, weight=-1 if length == math.inf else length)
+        received = self.exchange.receive()
         return math.inf if received.least.weight == -1 else int(received.greatest.weight)
 
     def _watched(self, batches: Iterator[Any], length: float, *, num_read: int) -> Iterator[Any]:
         has_sent = False
         for num_given, batch in enumerate(batches, start=num_read + 1):
             if num_given == length:  # nobody will ask for another
-                self._exchange.send(MessageKind.OUT_OF_DATA)
+                self.exchange.send(MessageKind.OUT_OF_DATA)
                 has_sent = True
             yield batch
         if not has_sent:
-            self._exchange.send(MessageKind.OUT_OF_DATA)
+            self.exchange.send(MessageKind.OUT_OF_DATA)
 
     def _extended(
         self, batches: Iterator[Any], length: float, *, num_read: int, begin_again: Callable[[], Iterator[Any]]
@@ -113,7 +112,7 @@ class UnevenData:
             elif self._num_own_batches is None:
                 self._num_own_batches = num_given
             is_first = num_given == num_read
-            if self._asks_every == 1 or is_first or (length == math.inf and num_given % self._asks_every == 0):
+            if self.asks_every == 1 or is_first or (length == math.inf and num_given % self.asks_every == 0):
                 if not self._anyone_has(following is not nothing, is_begin=num_given == 0):
                     return
             elif num_given == length:
@@ -124,19 +123,19 @@ class UnevenData:
 
     def _anyone_has(self, has_batch: bool, *, is_begin: bool) -> bool:
         """Return whether any rank has another batch. All ranks must ask this."""
-        self._exchange.send(MessageKind.FETCH, weight=has_batch)
-        received = self._exchange.receive()
+        self.exchange.send(MessageKind.FETCH, weight=has_batch)
+        received = self.exchange.receive()
         if is_begin and received.least.weight < received.greatest.weight:
             without = [message.weight for message in received.by_rank].index(0)
             raise ValueError(
-                f"Rank {self._exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
+                f"Rank {self.exchange.global_ranks[without]} has no training data at all. `uneven_data` needs at least"
                 " one batch on every rank."
             )
         return bool(received.greatest.weight)
 
     def _one_of_several(self, batches: Iterator[Any]) -> Iterator[Any]:
         # With the first batch, not by `iter`: Lightning ends a fit properly only after that.
-        if self._extends:
+        if self.extends:
             raise ValueError(
                 "`uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
             )
@@ -162,6 +161,7 @@ _MAX_TENSORS = 16
 _MAX_ELEMENTS = 1024
 
 
+@dataclass(eq=False)
 class FirstBatches(RunPart):
     """Compares the first batches of a fit with those of the other ranks, and warns once.
 
@@ -170,13 +170,12 @@ class FirstBatches(RunPart):
     does not change from step to step. A step in which no two ranks agree ends the comparison.
     """
 
-    def __init__(self, exchange: StepExchange, *, warn: Callable[[str], None]) -> None:
-        self._exchange = exchange
-        self._warn = warn
-        # Those that could give every rank the same, in words, and what to do about it.
-        self._loaders: dict[str, str] = {}
-        self._steps: list[list[int]] = []
-        self._is_decided = False
+    exchange: StepExchange
+    warn: Callable[[str], None]
+    # Those that could give every rank the same, in words, and what to do about it.
+    _loaders: dict[str, str] = field(default_factory=dict)
+    _steps: list[list[int]] = field(default_factory=list)
+    _is_decided: bool = False
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
         if is_training and not is_even(loader) and not is_dealt(loader):
@@ -188,14 +187,14 @@ class FirstBatches(RunPart):
     def see_batch(self, batch: Any) -> None:
         if self._is_decided or not self._loaders:
             return
-        if self._exchange.batch_digests:
-            self._steps.append(self._exchange.batch_digests)
-            self._exchange.batch_digests = []
+        if self.exchange.batch_digests:
+            self._steps.append(self.exchange.batch_digests)
+            self.exchange.batch_digests = []
             self._decide()
         if not self._is_decided:
             # All micro-batches of a step have one digest.
-            digest = digest_of(batch, before=self._exchange.batch_digest)
-            self._exchange.batch_digest = digest
+            digest = digest_of(batch, before=self.exchange.batch_digest)
+            self.exchange.batch_digest = digest
             self._is_decided = digest == 0  # such batches have nothing to compare
 
     def _decide(self) -> None:
@@ -207,10 +206,10 @@ class FirstBatches(RunPart):
         same = max((ranks for ranks in ranks_by_digests.values() if len(ranks) > 1), key=len, default=[])
         self._is_decided = not same or len(self._steps) == _NUM_STEPS
         if same and self._is_decided and len({step[same[0]] for step in self._steps}) > 1:
-            ranks = [self._exchange.global_ranks[rank] for rank in same]
+            ranks = [self.exchange.global_ranks[rank] for rank in same]
             whose = "All ranks" if len(same) == len(self._steps[0]) else list_some_ranks(ranks).capitalize()
             loaders, remedies = " and ".join(self._loaders), " ".join(dict.fromkeys(self._loaders.values()))
-            self._warn(
+            self.warn(
                 f"bucketddp: {whose} train on the same data: {loaders} began with equal batches there. A step of"
                 f" several ranks then learns no more than a step of one. {remedies}"
             )
@@ -248,7 +247,7 @@ def _tensors_of(tree: Any) -> Iterator[Tensor]:
         if tree.device.type == "cpu":
             yield tree.detach()
     elif is_dataclass(tree):
-        yield from _tensors_of([getattr(tree, field.name, None) for field in fields(tree)])
+        yield from _tensors_of([getattr(tree, each.name, None) for each in fields(tree)])
     elif isinstance(tree, Mapping | list | tuple):
         for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors_of(value)

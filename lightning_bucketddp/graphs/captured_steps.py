@@ -1,10 +1,8 @@
 """Training steps without host time: `training_step` and backward are captured as a CUDA graph, and replayed.
 
-Note: what is captured
-    `training_step` and backward with its reductions, for one signature of the batch. Everything around them stays:
-    `zero_grad`, buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step
-    with clipping and scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the
-    graph has computed.
+There is a graph for each signature of a batch. Everything around `training_step` and backward stays: `zero_grad`,
+buffers that are shared, messages between ranks, checks of what is not finite, the optimizer's step with clipping and
+scaler, callbacks. `self.log` is recorded, and repeated after each replay with copies of what the graph has computed.
 
 Note: proof
     A graph is used only after a step in which it has given what the same step gives without it, from the same weights,
@@ -26,40 +24,33 @@ Note: memory of graphs
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.graphs.proof import Outcome, StepStart, signature_of, tensors_in
-from lightning_bucketddp.graphs.python_state import (
+from lightning_bucketddp.graphs.proof import (
     NotCapturedError,
+    Outcome,
     PythonState,
-    find_hooks,
-    nothing_changed,
-    users_line,
-    waits_told,
-    watched_index,
-    watched_trainer,
+    StepStart,
+    checked_call,
+    compute_watched,
+    explain_failure,
+    methods_replaced,
+    signature_of,
+    tensors_in,
 )
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.trainer_internals import (
-    ClosureParts,
-    Undo,
-    logging_in,
-    replace_closures,
-    replace_method,
-    trainer_replaced,
-)
+from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
 # How often a step is computed before it is captured: what is made lazily is there by then.
@@ -73,24 +64,15 @@ _PROVE, _COMPARE = "prove", "compare"
 _HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 
 
-class Graph(Protocol):
-    """Work that was captured."""
-
-    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Capture what `body` does, and return its tensors: each replay writes into them."""
-
-    def replay(self) -> None:
-        """Do it again."""
-
-
 class CUDAGraph:
-    """A graph on the current stream."""
+    """Work that was captured on the current stream."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Capture what `body` does, and return its tensors: each replay writes into them."""
         stream = torch.cuda.current_stream()
         # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
         torch._C._cuda_clearCublasWorkspaces()
@@ -110,7 +92,7 @@ class CUDAGraph:
         self._graph.replay()
 
 
-def new_graph(device: torch.device) -> Callable[[], Graph] | None:
+def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
     """Return what makes graphs on this device, all in one pool; None: nothing does."""
     if device.type != "cuda":
         return None
@@ -120,27 +102,22 @@ def new_graph(device: torch.device) -> Callable[[], Graph] | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        inputs: the tensors of the batch that it reads.
-        params: all parameters.
-        before: the gradients that it adds to, by parameter; None: it makes them.
-        gradients: those that it leaves.
-        result: what the closure returns.
-        logged: the calls of `self.log`.
-        state: of Python, when it was captured.
-    """
-
-    graph: Graph
-    inputs: list[Tensor]
-    params: list[Tensor]
-    before: list[Tensor | None]
-    gradients: list[Tensor | None]
-    result: Any
-    logged: list[Any]
+    graph: CUDAGraph
+    inputs: list[Tensor]  # the tensors of the batch that it reads
+    params: list[Tensor]  # all of the module
+    before: list[Tensor | None]  # the gradients that it adds to, by parameter; None: it makes them
+    gradients: list[Tensor | None]  # those that it leaves
+    result: Any  # what the closure returns
+    logged: list[Any]  # the calls of `self.log`
     backward: CapturedBackward
-    state: PythonState
+    state: PythonState  # when it was captured
+
+    def read(self, tensors: list[Tensor]) -> None:
+        """Copy the tensors of a batch to where the graph reads them."""
+        if tensors:
+            torch._foreach_copy_(self.inputs, tensors)
 
     @property
     def values(self) -> list[Tensor]:
@@ -148,70 +125,44 @@ class _Step:
         return tensors_in((self.result.loss, self.result.extra, self.logged))
 
 
-class _Run(NamedTuple):
-    result: Any
-    logged: list[Any]
-    backward: CapturedBackward
-
-
 class StepHost(Protocol):
     """What the strategy does around `training_step` and backward, and still does around a replay."""
 
     @property
-    def reducer(self) -> Reducer | None:
-        """What averages gradients; None: nothing trains."""
-
-    def before_forward(self) -> None:
-        """Do what comes before each `training_step`."""
-
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return `loss` as backward shall see it, and count its weight."""
-
-    def loss_factor(self) -> float:
-        """Return what `weigh` multiplies the loss of this batch by."""
-
-    def replayed_backward(self) -> AbstractContextManager[None]:
-        """Run a replay inside; afterwards gradients are final."""
+    def reducer(self) -> Reducer | None: ...
+    def before_forward(self) -> None: ...
+    def weigh(self, loss: Tensor) -> Tensor: ...
+    def loss_factor(self) -> float: ...
+    def replayed_backward(self) -> AbstractContextManager[None]: ...
 
 
+@dataclass(eq=False)
 class CapturedSteps(RunPart):
-    """Captures and replays the steps of a fit with automatic optimization.
+    """Captures and replays the steps of a fit with automatic optimization."""
 
-    Args:
-        collectives: of the ranks that take each step together.
-        tell: tells the user, in one line.
-        make_graph: None: this device has none.
-    """
+    trainer: Any
+    host: StepHost
+    collectives: Collectives  # of the ranks that take each step together
+    tell: Callable[[str], None]  # tells the user, in one line
+    make_graph: Callable[[], CUDAGraph] | None  # None: this device has none
+    num_replayed: int = 0
+    _undo: Undo | None = None
+    _reason: str = ""
+    _has_ended: bool = False
+    _steps: dict[Any, _Step] = field(default_factory=dict)
+    _seen: Counter[Any] = field(default_factory=Counter)
+    _num_recaptured: int = 0
+    _num_closures: int = 0
+    _stream_before: torch.cuda.Stream | None = None
 
-    def __init__(
-        self,
-        trainer: Any,
-        host: StepHost,
-        collectives: Collectives,
-        *,
-        tell: Callable[[str], None],
-        make_graph: Callable[[], Graph] | None,
-    ) -> None:
-        self._trainer = trainer
-        self._host = host
-        self._collectives = collectives
-        self._tell = tell
-        self._make_graph = make_graph
-        self._undo: Undo | None = None
-        self._reason = ""
-        self._has_ended = False
-        self._steps: dict[Any, _Step] = {}
-        self._seen = Counter[Any]()
-        self._num_recaptured = 0
-        self._num_closures = 0
-        self.num_replayed = 0
-        self._stream_before: torch.cuda.Stream | None = None
-        if make_graph is None:
-            self._give_up(f"there are none on a {collectives.device.type}")
-        elif collectives.device.type == "cuda":
+    def __post_init__(self) -> None:
+        device = self.collectives.device
+        if self.make_graph is None:
+            self._give_up(f"there are none on a {device.type}")
+        elif device.type == "cuda":
             # Note: one stream
-            self._stream_before = torch.cuda.current_stream(collectives.device)
-            stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
+            self._stream_before = torch.cuda.current_stream(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(self._stream_before)
             torch.cuda.set_stream(stream)
 
@@ -219,7 +170,7 @@ class CapturedSteps(RunPart):
         module = self._module
         if not module.automatic_optimization:
             self._give_up("optimization is manual")
-        for owner in (module, *self._trainer.callbacks):
+        for owner in (module, *self.trainer.callbacks):
             # Lightning's classes have these hooks, and do nothing in them.
             names = [name for name in _HOOKS_IN_CLOSURE if _is_overridden(owner, name)]
             if owner is module:
@@ -228,11 +179,11 @@ class CapturedSteps(RunPart):
                 self._give_up(f"`{type(owner).__name__}.{names[0]}` runs within it")
         if self._reducer.uses_hook:
             self._give_up("a communication hook may do other things in each step")
-        if self._trainer.strategy.shards is not None:
+        if self.trainer.strategy.shards is not None:
             self._give_up("`shard_optimizer` divides gradients among the ranks")
         self._agree()
         if not self._reason:
-            self._undo = replace_closures(self._trainer, self.run)
+            self._undo = replace_closures(self.trainer, self.run)
 
     def end_training(self) -> None:
         if self._undo is not None:
@@ -244,7 +195,7 @@ class CapturedSteps(RunPart):
         self.end_training()
         self._steps.clear()
         if self._stream_before is not None:
-            self._stream_before.wait_stream(torch.cuda.current_stream(self._collectives.device))
+            self._stream_before.wait_stream(torch.cuda.current_stream(self.collectives.device))
             torch.cuda.set_stream(self._stream_before)
             self._stream_before = None
 
@@ -253,12 +204,12 @@ class CapturedSteps(RunPart):
 
     @property
     def _module(self) -> Any:
-        return self._trainer.lightning_module
+        return self.trainer.lightning_module
 
     @property
     def _reducer(self) -> Reducer:
-        assert self._host.reducer is not None  # there is one as long as there is a fit
-        return self._host.reducer
+        assert self.host.reducer is not None  # there is one as long as there is a fit
+        return self.host.reducer
 
     def _give_up(self, reason: str) -> None:
         """Capture nothing any more on this rank; the others follow when they ask (Note: proof)."""
@@ -267,13 +218,13 @@ class CapturedSteps(RunPart):
 
     def _agree(self, wish: str = "") -> str:
         """Return the wish of all ranks, or to prove if one wants that; if one has given up, all do, and say why."""
-        ranks = self._collectives.gather_json([wish, self._reason])
+        ranks = self.collectives.gather_json([wish, self._reason])
         for rank, (_, reason) in enumerate(ranks):
             if reason:
                 self._give_up(reason)
                 self._has_ended = True
                 on_rank = f"on rank {rank} " if rank else ""
-                self._tell(f"bucketddp: steps are not captured as CUDA graphs: {on_rank}{reason}.")
+                self.tell(f"bucketddp: steps are not captured as CUDA graphs: {on_rank}{reason}.")
                 return ""
         wishes = {wish for wish, _ in ranks}
         if _PROVE in wishes:
@@ -287,7 +238,7 @@ class CapturedSteps(RunPart):
         self._num_closures += 1
         key, tensors = self._key(closure)
         step = None if key is None else self._steps.get(key)
-        if step is not None and (why := self._find_change(step)):
+        if step is not None and (why := step.state.find_change() or self._changed_plan(step)):
             # It will be captured again, as it is now.
             del self._steps[key]
             self._num_recaptured += 1
@@ -311,15 +262,15 @@ class CapturedSteps(RunPart):
         if self._reason:
             return None, tensors
         try:
-            signature = signature_of(_without_index(closure.arguments), tensors, self._collectives.device)
+            signature = signature_of(_without_index(closure.arguments), tensors, self.collectives.device)
         except NotCapturedError as error:
             self._give_up(str(error))
             return None, tensors
-        how = (closure.zero_grad is None, self._reducer.is_synchronised, self._trainer.accumulate_grad_batches)
-        return (signature, how, self._host.loss_factor()), tensors
+        how = (closure.zero_grad is None, self._reducer.is_synchronised, self.trainer.accumulate_grad_batches)
+        return (signature, how, self.host.loss_factor()), tensors
 
-    def _find_change(self, step: _Step) -> str:
-        return step.state.find_change() or ("" if self._reducer.can_replay(step.backward) else "requires_grad")
+    def _changed_plan(self, step: _Step) -> str:
+        return "" if self._reducer.can_replay(step.backward) else "requires_grad"
 
     def _can_replay(self, step: _Step, closure: ClosureParts) -> bool:
         """Return whether the gradients that a step adds to are where it expects them."""
@@ -338,10 +289,10 @@ class CapturedSteps(RunPart):
         is_due = key is not None and key not in self._steps and self._seen[key] >= _NUM_BEFORE
         return self._agree(_PROVE if is_due and len(self._steps) < _MOST_GRAPHS else "")
 
-    def _replay(self, step: _Step, closure: ClosureParts, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         if closure.zero_grad is not None:
             closure.zero_grad()
-        self._host.before_forward()
+        self.host.before_forward()
 
         def run() -> None:
             step.graph.replay()
@@ -351,9 +302,9 @@ class CapturedSteps(RunPart):
                 self._reducer.finiteness.see_loss(step.result.loss)
 
         with torch.no_grad():
-            self._copy_inputs(step, tensors)
-            self._host.weigh(torch.ones(()))  # what it comes to is in the graph
-            with self._host.replayed_backward():
+            step.read(tensors)
+            self.host.weigh(torch.ones(()))  # what it comes to is in the graph
+            with self.host.replayed_backward():
                 self._reducer.replay(step.backward, run)
             result = copy.copy(step.result)
             result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
@@ -363,17 +314,11 @@ class CapturedSteps(RunPart):
         self.num_replayed += 1
         return result
 
-    def _copy_inputs(self, step: _Step, tensors: Sequence[Tensor]) -> None:
-        if tensors:
-            torch._foreach_copy_(step.inputs, list(tensors))
-
-    # To prove a graph.
-
     def _prove(self, key: Any, closure: ClosureParts) -> Any:
         """Compute a step, and then capture and replay it (Note: proof); return the result of the first."""
-        self._host.before_forward()
-        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
-        result, values, found = self._compute(closure)
+        self.host.before_forward()
+        start = StepStart(self._module, closure, self.collectives.device, self._reducer)
+        result, values, found = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
         if found:
             self._give_up(found[0])
         # A step that changes something in Python must not run a second time, on any rank.
@@ -395,75 +340,41 @@ class CapturedSteps(RunPart):
             kept.restore()
         return result
 
-    def _compare(self, step: _Step, closure: ClosureParts, tensors: Sequence[Tensor]) -> Any:
+    def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         """Replay a step, and then compute it; return the result of the second (Note: memory of graphs)."""
-        self._host.before_forward()
-        start = StepStart(self._module, closure, self._collectives.device, self._reducer)
+        self.host.before_forward()
+        start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         with torch.no_grad():
-            self._copy_inputs(step, tensors)
+            step.read(tensors)
             step.graph.replay()
             replayed = Outcome.of(self._module, step.values, step.gradients)
         self._steps.clear()
         del step
         start.restore()
-        result, values, _ = self._compute(closure)
+        result, values, _ = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
         self._accept(replayed, start.keep().outcome(values), when="again")
         return result
-
-    def _compute(self, closure: ClosureParts) -> tuple[Any, list[Tensor], list[str]]:
-        """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
-        found: list[str] = []
-        logged: list[Any] = []
-        module, training_step = self._module, self._module.training_step
-        log = module.log
-
-        def watched_log(*args: Any, **kwargs: Any) -> None:
-            logged.append(_checked_call(args, kwargs, found))
-            num_found = len(found)
-            with trainer_replaced(module, self._trainer):
-                log(*args, **kwargs)
-            del found[num_found:]  # it will not be captured
-
-        @functools.wraps(training_step)
-        def watched_step(*args: Any, **kwargs: Any) -> Any:
-            watched = watched_trainer(self._trainer, found.append)
-            with trainer_replaced(module, watched), waits_told(self._collectives.device, found.append):
-                return training_step(*args, **kwargs)
-
-        arguments = dict(closure.arguments)
-        if "batch_idx" in arguments:
-            closure.arguments["batch_idx"] = watched_index(arguments["batch_idx"], found.append)
-        if hook := find_hooks(module, self._reducer.num_hooks):
-            found.append(hook)
-        is_on_cpu = self._collectives.device.type == "cpu"
-        with (
-            _replaced(module, log=watched_log, training_step=watched_step),
-            nothing_changed(module, found.append, is_on_cpu=is_on_cpu),
-        ):
-            result = closure.run()
-        closure.arguments.update(arguments)
-        return result, [value.clone() for value in tensors_in((result.loss, result.extra, logged))], found
 
     def _capture(self, closure: ClosureParts, loss_digest: Tensor | None) -> _Step | None:
         arguments = apply_to_collection(dict(closure.arguments), Tensor, torch.clone)
         inputs: list[Tensor] = []
-        signature_of(_without_index(arguments), inputs, self._collectives.device)
+        signature_of(_without_index(arguments), inputs, self.collectives.device)
         params = list(self._module.parameters())
         before = [param.grad for param in params]
-        assert self._make_graph is not None
-        graph = self._make_graph()
-        runs: list[_Run] = []
+        assert self.make_graph is not None
+        graph = self.make_graph()
+        runs: list[tuple[Any, list[Any], CapturedBackward]] = []
 
         def body() -> list[Tensor]:
-            run = self._run_as_captured(closure, arguments, loss_digest)
-            runs.append(run)
+            result, logged, backward = self._run_as_captured(closure, arguments, loss_digest)
+            runs.append((result, logged, backward))
             gradients = [param.grad for param in params if param.grad is not None]
-            return [*tensors_in((run.result.loss, run.result.extra, run.logged)), *gradients]
+            return [*tensors_in((result.loss, result.extra, logged)), *gradients]
 
         try:
             graph.capture(body)
         except Exception as error:
-            self._give_up(_explain(error))
+            self._give_up(explain_failure(error))
             return None
         [(result, logged, backward)] = runs
         if backward.missing:
@@ -483,20 +394,25 @@ class CapturedSteps(RunPart):
             PythonState(self._module),
         )
 
-    def _run_as_captured(self, closure: ClosureParts, arguments: Mapping[str, Any], loss_digest: Tensor | None) -> _Run:
-        """Run what is captured: ranks exchange gradients and nothing else, and nothing is logged."""
+    def _run_as_captured(
+        self, closure: ClosureParts, arguments: Mapping[str, Any], loss_digest: Tensor | None
+    ) -> tuple[Any, list[Any], CapturedBackward]:
+        """Run what is captured, which logs nothing; return the closure's result, the calls of `self.log`, the backward.
+
+        Ranks exchange gradients and nothing else.
+        """
         logged: list[Any] = []
 
         def note(*args: Any, **kwargs: Any) -> None:
-            logged.append(_checked_call(args, kwargs, []))
+            logged.append(checked_call(args, kwargs, []))
 
-        with self._reducer.captured(loss_digest) as backward, _replaced(self._module, log=note):
-            return _Run(self._step_and_backward(closure, arguments), logged, backward)
+        with self._reducer.captured(loss_digest) as backward, methods_replaced(self._module, log=note):
+            return self._step_and_backward(closure, arguments), logged, backward
 
     @torch.enable_grad()
     def _step_and_backward(self, closure: ClosureParts, arguments: Mapping[str, Any]) -> Any:
         """Do what the strategy's `training_step` and `backward` do, without what belongs to the host."""
-        module, precision = self._module, self._trainer.strategy.precision_plugin
+        module, precision = self._module, self.trainer.strategy.precision_plugin
         with precision.train_step_context():
             output = module.training_step(*arguments.values())
         result = closure.result_of(output)
@@ -505,7 +421,7 @@ class CapturedSteps(RunPart):
             raise NotCapturedError("`training_step` returned None")
         if not self._reducer.is_alone:
             self._reducer.finiteness.see_loss(loss)
-        weight = self._host.loss_factor()
+        weight = self.host.loss_factor()
         loss = precision.pre_backward(loss if weight == 1 else loss * weight, module)
         with self._reducer.backward():
             precision.backward(loss, module, closure.optimizer)
@@ -513,43 +429,13 @@ class CapturedSteps(RunPart):
         return result
 
     def _accept(self, with_graph: Outcome, without: Outcome, *, when: str) -> bool:
-        different = with_graph.find_difference(without, self._module)
-        if different:
+        if different := with_graph.find_difference(without, self._module):
             self._give_up(f"{different} differs with a graph, when it was compared {when}")
         return not different
 
 
-def _checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
-    """Return the arguments of a call of `self.log` without the graph of autograd; tell what cannot be repeated."""
-    value = args[1] if len(args) > 1 else kwargs.get("value")
-    if isinstance(value, nn.Module):
-        found.append(f"`training_step` logs a metric, `{type(value).__name__}`{users_line()}")
-    call: tuple[Any, ...] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
-    return call
-
-
-@contextmanager
-def _replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    undo = [replace_method(module, name, method) for name, method in methods.items()]
-    try:
-        yield
-    finally:
-        for each in undo:
-            each()
-
-
 def _without_index(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name != "batch_idx"}
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, NotCapturedError):
-        return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "there is no memory for them"
-    # When a capture fails, torch raises another error where it ends.
-    error = error.__context__ if isinstance(error.__context__, Exception) else error
-    return f"capturing raised{users_line(error)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def _is_overridden(owner: Any, name: str) -> bool:

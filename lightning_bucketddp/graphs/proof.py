@@ -1,19 +1,211 @@
-"""What a step begins with and what it has computed, to run it twice and to compare; and what a batch looks like."""
+"""Whether a step can be captured: what it depends on besides tensors, and whether it computes the same twice.
+
+A graph repeats kernels. Python ran once, when it was captured. So a step may be captured only if Python would do the
+same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch; that
+change attributes of modules (counters, metrics, buffers that are replaced); that draw Python's, numpy's or torch's
+random numbers on the CPU; that have hooks. Attributes that others change between steps are compared before each replay.
+What is left (a global variable, the time of day) is found by comparing steps now and then.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
-from lightning_bucketddp.graphs.python_state import NotCapturedError
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.trainer_internals import ClosureParts
+from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attributes of modules that torch or Lightning change by themselves, or that have no numbers in them.
+_NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module()).keys() - {
+    *("training", "_parameters", "_buffers"),
+}
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS_OF_MODULE)
+# What a step may ask of its Trainer: it is the same in every step.
+_CONSTANT_OF_TRAINER = {
+    *("strategy", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids"),
+    *("precision", "precision_plugin", "accelerator", "datamodule", "lightning_module", "model", "optimizers"),
+    *("max_epochs", "max_steps", "num_training_batches", "accumulate_grad_batches", "estimated_stepping_batches"),
+    *("training", "validating", "testing", "predicting", "sanity_checking", "evaluating", "state", "barebones"),
+    *("is_global_zero", "default_root_dir", "log_dir", "gradient_clip_val", "fast_dev_run", "log_every_n_steps"),
+}
+# Frames of these packages are not the user's.
+_PACKAGES = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_bucketddp"),
+}
+
+
+class NotCapturedError(Exception):
+    """A step cannot be captured; the text says why."""
+
+
+def users_line(error: BaseException | None = None) -> str:
+    """Return the last line of the user's own that `error` has come from, or that runs now, as ` at FILE:LINE`."""
+    frames = traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
+            return f" at {frame.f_code.co_filename}:{line}"
+    return ""
+
+
+def explain_failure(error: Exception) -> str:
+    """Return why a step was not captured."""
+    if isinstance(error, NotCapturedError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for them"
+    # When a capture fails, torch raises another error where it ends.
+    error = error.__context__ if isinstance(error.__context__, Exception) else error
+    return f"capturing raised{users_line(error)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+class WatchedTrainer:
+    """Stands for the Trainer in a step; `tell` hears what the step asks of it that is not the same in each step."""
+
+    def __init__(self, trainer: Any, tell: Callable[[str], None]) -> None:
+        vars(self).update(watched=trainer, tell=tell)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _CONSTANT_OF_TRAINER:
+            vars(self)["tell"](f"`training_step` reads `trainer.{name}`{users_line()}")
+        return getattr(vars(self)["watched"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["tell"](f"`training_step` sets `trainer.{name}`{users_line()}")
+        setattr(vars(self)["watched"], name, value)
+
+
+class WatchedIndex(int):
+    """The number of a batch; `tell` hears when it is used."""
+
+    tell: Callable[[str], None]
+
+    @classmethod
+    def of(cls, index: int, tell: Callable[[str], None]) -> WatchedIndex:
+        watched = cls(index)
+        watched.tell = tell
+        return watched
+
+
+def _using(name: str) -> Callable[..., Any]:
+    def use(self: WatchedIndex, *args: Any) -> Any:
+        self.tell(f"`training_step` uses the number of the batch{users_line()}")
+        return getattr(int, name)(self, *args)
+
+    return use
+
+
+for _name in (
+    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "index", "int", "float", "str", "repr", "format", "neg"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv", "divmod", "pow", "and", "or"),
+):
+    setattr(WatchedIndex, f"__{_name}__", _using(f"__{_name}__"))
+
+
+@contextmanager
+def waits_told(device: torch.device, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell when the host waits for the device inside, as `Tensor.item` does."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def see(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                tell(f"`training_step` waits for the device{users_line()}")
+            else:
+                show(message, *args, **kwargs)
+
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.showwarning = see
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
+    """Return a hook of the user's that runs in a step, in words; `num_ours` are the others on a parameter."""
+    for name, module in root.named_modules():
+        hooks = [hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()]
+        for hook in hooks:
+            if str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] not in _PACKAGES:
+                return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
+    for name, param in root.named_parameters():
+        if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):
+            return f"`{name}` has a hook on its gradient"
+    if any(getattr(nn_module, name, None) for name in _GLOBAL_HOOKS):
+        return "there is a hook on all modules"
+    return ""
+
+
+class PythonState:
+    """Plain attributes of all modules, and where their tensors are: compared before a captured step is replayed."""
+
+    def __init__(self, root: nn.Module) -> None:
+        # What holds something under a key, what that is, its address if it is a tensor, and its name.
+        self._values: list[tuple[Any, Any, Any, int, str]] = []
+        self._sizes: list[tuple[Any, int, str]] = []
+        for path, module in root.named_modules():
+            own = vars(module)
+            self._sizes.append((own, len(own), path or type(module).__name__))
+            for key, value in own.items():
+                if key not in _NOT_OF_THE_USER:
+                    self._note(own, key, value, f"{path}.{key}" if path else key)
+
+    def _note(self, owner: Any, key: Any, value: Any, name: str, *, depth: int = 0) -> None:
+        if isinstance(value, _PLAIN):
+            self._values.append((owner, key, value, 0, name))
+        elif isinstance(value, Tensor):
+            self._values.append((owner, key, value, value.data_ptr(), name))
+        elif depth < 2 and not isinstance(value, nn.Module):
+            is_object = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _PACKAGES
+            inside = vars(value) if is_object and not isinstance(value, dict) else value
+            if isinstance(inside, dict | list | tuple):
+                self._sizes.append((inside, len(inside), name))
+                for each, item in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
+                    self._note(inside, each, item, f"{name}[{each!r}]", depth=depth + 1)
+
+    def find_change(self) -> str:
+        """Return the name of something that is not as it was; empty: all is."""
+        for container, size, name in self._sizes:
+            if len(container) != size:
+                return name
+        for owner, key, value, address, name in self._values:
+            try:
+                now = owner[key]
+            except KeyError:
+                return name
+            if address:
+                if now is not value or now.data_ptr() != address:
+                    return name
+            elif now is not value and not (type(now) is type(value) and now == value):
+                return name
+        return ""
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators on the host that a step on `device` has no need of."""
+    of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), str(np.random.get_state(legacy=False)), of_torch
+
 
 # Kernels that add in no fixed order differ from run to run by rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -143,3 +335,61 @@ def signature_of(value: Any, tensors: list[Tensor], device: torch.device) -> Any
     if is_dataclass(value):
         return type(value), tuple(signature_of(getattr(value, field.name), tensors, device) for field in fields(value))
     raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
+
+
+def checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
+    """Return the arguments of a call of `self.log` without the graph of autograd; tell what cannot be repeated."""
+    value = args[1] if len(args) > 1 else kwargs.get("value")
+    if isinstance(value, nn.Module):
+        found.append(f"`training_step` logs a metric, `{type(value).__name__}`{users_line()}")
+    call: tuple[Any, ...] = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+    return call
+
+
+@contextmanager
+def methods_replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of `module` inside."""
+    undo = [replace_method(module, name, method) for name, method in methods.items()]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+def compute_watched(
+    closure: ClosureParts, trainer: Any, reducer: Reducer, device: torch.device
+) -> tuple[Any, list[Tensor], list[str]]:
+    """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
+    found: list[str] = []
+    logged: list[Any] = []
+    module = trainer.lightning_module
+    training_step, log = module.training_step, module.log
+
+    def watched_log(*args: Any, **kwargs: Any) -> None:
+        logged.append(checked_call(args, kwargs, found))
+        num_found = len(found)
+        with trainer_replaced(module, trainer):
+            log(*args, **kwargs)
+        del found[num_found:]  # it will not be captured
+
+    @functools.wraps(training_step)
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        watched = WatchedTrainer(trainer, found.append)
+        with trainer_replaced(module, watched), waits_told(device, found.append):
+            return training_step(*args, **kwargs)
+
+    arguments = dict(closure.arguments)
+    if "batch_idx" in arguments:
+        closure.arguments["batch_idx"] = WatchedIndex.of(arguments["batch_idx"], found.append)
+    if hook := find_hooks(module, reducer.num_hooks):
+        found.append(hook)
+    with methods_replaced(module, log=watched_log, training_step=watched_step):
+        state, numbers = PythonState(module), random_states(device)
+        result = closure.run()
+        if changed := state.find_change():
+            found.append(f"`training_step` changes `{changed}`")
+        if random_states(device) != numbers:
+            found.append("`training_step` draws random numbers on the CPU")
+    closure.arguments.update(arguments)
+    return result, [value.clone() for value in tensors_in((result.loss, result.extra, logged))], found

@@ -29,12 +29,11 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.config import MIB, LocalSteps, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.signals import StopSignals
-from lightning_bucketddp.local_steps.islands import Islands
-from lightning_bucketddp.local_steps.outer_step import OuterStep, average
+from lightning_bucketddp.local_steps.islands import Islands, OuterStep, average
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError, scaler_of
 from lightning_bucketddp.reducer.observer import OuterStepStats, ReducerStats
-from lightning_bucketddp.reducer.reducer import reduction_of
+from lightning_bucketddp.reducer.quantization import reduction_of
 from lightning_bucketddp.replicas.consistency import Checksums, ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.trainer_internals import averaged_models
@@ -118,7 +117,7 @@ class LocalRounds(RunPart):
 
     def _checksums_of(self, names: list[str]) -> dict[str, int]:
         parameters = self._replicas.parameters
-        sums = self._checksums.start([[parameters[name].detach()] for name in names]).wait()
+        sums = self._checksums.start([[parameters[name].detach()] for name in names])()
         return dict(zip(names, sums, strict=True))
 
     def _trained(self) -> dict[str, nn.Parameter]:

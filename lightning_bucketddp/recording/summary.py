@@ -19,11 +19,9 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire
-from lightning_bucketddp.planning.optimal_plan import predict
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire, simulate
+from lightning_bucketddp.planning.optimal_plan import WORTH_8_BITS, in_ms, predict
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.planning.wire import WORTH_8_BITS, in_ms
 from lightning_bucketddp.recording.schema import WAITS, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, mean_phases, plan_in
 from lightning_bucketddp.reducer.observer import OuterStepStats

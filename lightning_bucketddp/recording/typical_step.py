@@ -19,9 +19,8 @@ from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
-from lightning_bucketddp.planning.cost import AllReduceCost, Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile, cost_until
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.planning.simulation import cost_until
 from lightning_bucketddp.recording.schema import (
     ALL_REDUCE,
     PHASES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -45,15 +46,11 @@ class Flags:
 
 
 class BucketMaker(Protocol):
-    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide."""
+    """Plans and makes buckets in the reducer's place: those whose gradients the ranks divide (`Shards`)."""
 
     @property
-    def have_arrived(self) -> bool:
-        """Whether nothing that it exchanges is under way."""
-
-    def begin_backward(self) -> None:
-        """Get ready for gradients."""
-
+    def have_arrived(self) -> bool: ...
+    def begin_backward(self) -> None: ...
     def plan(
         self,
         specs: Sequence[ParameterSpec],
@@ -63,52 +60,35 @@ class BucketMaker(Protocol):
         missing: Sequence[int],
         caps: BucketCaps,
         alignment: int,
-    ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; in a buffer gradients begin at a multiple of `alignment` elements."""
-
-    def make_bucket(
-        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device, gives_back: bool
-    ) -> Bucket:
-        """Make the bucket of these parameters, as it was planned."""
+    ) -> list[BucketSpec]: ...
+    def make_bucket(self, params: Sequence[Any], arrivals: Arrivals, **options: Any) -> Bucket: ...
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BucketSet:
-    """The buckets of a plan.
+    """The buckets of a plan."""
 
-    Args:
-        plan: which parameter goes where, by index into `params`.
-        params: all parameters of the module, trainable or not.
-        num_firings: how often the hook of a parameter fired in the backward that was observed.
-        streams: on which they did.
-        trainable: by parameter; buckets of which each rank keeps a share may hold others, too.
-        maker: makes such buckets; None: there are none.
-    """
+    plan: Sequence[BucketSpec]  # which parameter goes where, by index into `params`
+    params: Sequence[Tensor]  # all of the module, trainable or not
+    num_firings: Mapping[int, int]  # how often the hook of a parameter fired in the backward that was observed
+    streams: set[torch.cuda.Stream]  # on which they did
+    trainable: Sequence[bool]  # by parameter; buckets of which each rank keeps a share may hold others, too
+    collectives: Collectives
+    config: ReducerConfig
+    maker: BucketMaker | None  # makes such buckets; None: there are none
+    last_used: int = 0
+    version: int = 0
+    buckets: list[Bucket] = field(default_factory=list)
+    index_of_bucket: dict[int, int] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        plan: Sequence[BucketSpec],
-        *,
-        params: Sequence[Tensor],
-        num_firings: Mapping[int, int],
-        streams: set[torch.cuda.Stream],
-        trainable: Sequence[bool],
-        collectives: Collectives,
-        config: ReducerConfig,
-        maker: BucketMaker | None,
-    ) -> None:
-        self.plan = plan
-        self.num_firings = num_firings
-        self.streams = streams
-        self.buckets: list[Bucket] = []
-        self.index_of_bucket: dict[int, int] = {}
-        self.last_used = 0
-        self.version = 0
-        device, may_be_resized = collectives.device, config.comm_hook is not None
+    def __post_init__(self) -> None:
+        plan, params, collectives, maker = self.plan, self.params, self.collectives, self.maker
+        device, may_be_resized = collectives.device, self.config.comm_hook is not None
         gives_back = device.type in _GIVE_BACK_ON and not may_be_resized
         for index, spec in enumerate(plan):
             members = [params[i] for i in spec.members]
-            trained = [i for i in spec.members if trainable[i]]
-            arrivals = Arrivals(sum(max(num_firings.get(i, 0), 1) for i in trained))
+            trained = [i for i in spec.members if self.trainable[i]]
+            arrivals = Arrivals(sum(max(self.num_firings.get(i, 0), 1) for i in trained))
             is_last = index == len(plan) - 1
             num_flags = len(params) + len(plan) + 2 * collectives.world_size if is_last else 0
             bucket: Bucket
@@ -116,9 +96,7 @@ class BucketSet:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
             elif spec.sharded is not None:
                 assert maker is not None  # who makes such plans
-                bucket = maker.make_bucket(
-                    members, arrivals=arrivals, num_flags=num_flags, device=device, gives_back=gives_back
-                )
+                bucket = maker.make_bucket(members, arrivals, num_flags=num_flags, device=device, gives_back=gives_back)
             elif spec.alone:
                 bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:
@@ -128,7 +106,7 @@ class BucketSet:
                     num_flags=num_flags,
                     device=device,
                     may_be_resized=may_be_resized,
-                    layout=BufferLayout.of(members, alignment=config.alignment),
+                    layout=BufferLayout.of(members, alignment=self.config.alignment),
                     gives_back=gives_back,
                 )
             self.buckets.append(bucket)

@@ -1,9 +1,8 @@
 """Hooks that tell when a gradient has arrived.
 
-Note: counted gradients
-    A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
-    bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
-    which users start for pictures, adversarial examples or losses of their own, only change a count.
+A hook runs for each parameter in each step, so it only counts. What is acted on is the gradient that completes a
+bucket, and each one as long as there is no plan: both in a backward that the reducer was told of. Other backwards,
+which users start for pictures, adversarial examples or losses of their own, only change a count.
 
 Note: last hooks
     What users' hooks on a parameter make of a gradient is what is to be reduced, whenever they were registered. So when
@@ -16,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,29 +30,25 @@ from lightning_bucketddp.reducer.bucket_set import BucketSet
 _owners: Any = WeakIdKeyDictionary()
 
 
+@dataclass(eq=False)
 class GradientHooks:
-    """Counts gradients as they arrive (Note: counted gradients).
+    """Counts gradients as they arrive."""
 
-    Args:
-        params: all parameters of the module; they get hooks, trainable or not.
-        act: called with the index of a parameter whose gradient is to be acted on.
-        close: has this closed by its owner.
-    """
+    params: Sequence[Tensor]  # all of the module; they get hooks, trainable or not
+    act: Callable[[int], None]  # called with the index of a parameter whose gradient is to be acted on
+    close: Callable[[], None]  # has this closed by its owner
 
-    def __init__(self, params: Sequence[Tensor], act: Callable[[int], None], close: Callable[[], None]) -> None:
-        self.close = close
-        self.param_ids = {id(param) for param in params}
-        self._params = params
-        self._act = act
+    def __post_init__(self) -> None:
+        self.param_ids = {id(param) for param in self.params}
         self._bucket_set: BucketSet | None = None
         # Of parameters that have no bucket.
         self._unplanned = Arrivals(expected=0, pending=UNKNOWN)
         # By parameter; changed in place, because the hooks hold it.
-        self._arrivals = [self._unplanned] * len(params)
+        self._arrivals = [self._unplanned] * len(self.params)
         self._handles: dict[int, RemovableHandle] = {}
         # The hooks of each parameter that has one of ours, and the key of ours.
         self._hooks_of: list[tuple[dict[int, Any], int]] = []
-        for index, param in enumerate(params):
+        for index, param in enumerate(self.params):
             _owners[param] = weakref.ref(self)
             if param.is_floating_point() or param.is_complex():
                 with _trainable(param):
@@ -111,7 +107,7 @@ class GradientHooks:
         self._hooks_of.clear()
         self._bucket_set = None
         self._arrivals[:] = [self._unplanned] * len(self._arrivals)
-        for param in self._params:
+        for param in self.params:
             _owners.pop(param, None)
 
     def _all_arrivals(self) -> list[Arrivals]:
@@ -119,7 +115,7 @@ class GradientHooks:
         return [self._unplanned, *planned]
 
     def _hook_for(self, index: int) -> Callable[..., None]:
-        by_param, act = self._arrivals, self._act
+        by_param, act = self._arrivals, self.act
 
         def on_gradient(*_: object) -> None:
             # `counts`, written out: this runs more often than anything else.

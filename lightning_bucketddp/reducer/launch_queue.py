@@ -43,7 +43,6 @@ class LaunchQueue:
 
     bucket_set: BucketSet
     reduction: Reduction
-    device: torch.device
     finiteness: Finiteness
     stats: ReducerStats
     observer: BackwardObserver
@@ -70,11 +69,17 @@ class LaunchQueue:
                 self._launch_next()
             self.num_foreign = self.foreign.num_seen
 
-    @property
-    def may_be_out_of_order(self) -> bool:
-        """Whether a bucket could not leave while the user communicated: on other ranks it may have."""
+    def check_order(self) -> None:
+        """Raise if a bucket could not leave while the user communicated: on other ranks it may have."""
         is_held_back = self.next_to_launch < len(self.bucket_set.buckets) - 1
-        return is_held_back and self.foreign.num_seen > self.num_foreign
+        if is_held_back and self.foreign.num_seen > self.num_foreign:
+            raise RuntimeError(
+                "The program has begun to communicate inside a backward, and rank"
+                f" {self.reduction.collectives.global_rank} does not use all parameters in it: other ranks may have"
+                " reduced gradients at another moment, so that collectives which do not belong together have met."
+                " Communicate in the first backward, too: gradients then wait for the end of each. Or pass"
+                " `overlap=False` to the strategy."
+            )
 
     def launch_rest(self) -> None:
         """Launch all buckets that are left: backward has ended, and what has not arrived by now is missing."""
@@ -138,7 +143,7 @@ class LaunchQueue:
         """Wait for gradients that were computed on other streams than this one."""
         if len(self.bucket_set.streams) < 2:
             return
-        current = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self.reduction.collectives.device)
         for stream in self.bucket_set.streams:
             current.wait_stream(stream)
         for param in bucket.params:

@@ -49,51 +49,34 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or nan."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """Digests on their way to the host."""
-
-    digests: Tensor
-    arrived: torch.cuda.Event | None
-    bucket_set: BucketSet | None
-    where: str
-
-
+@dataclass(eq=False)
 class Finiteness:
-    """Looks at losses and gradients of this rank, and at the digests of those of all ranks.
+    """Looks at losses and gradients of this rank, and at the digests of those of all ranks."""
 
-    Args:
-        where: what to call the step that is being taken; None: count backwards.
-        has_scaler: a GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
-    """
+    replicas: Replicas
+    config: ReducerConfig
+    where: Callable[[], str] | None = None  # what to call the step that is being taken; None: count backwards
+    # A GradScaler causes infinite gradients, looks for them and skips their steps: they are left to it.
+    has_scaler: bool = False
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        config: ReducerConfig,
-        *,
-        where: Callable[[], str] | None = None,
-        has_scaler: bool = False,
-    ) -> None:
-        self._names = list(replicas.parameters)
-        self._collectives = replicas.collectives
+    def __post_init__(self) -> None:
+        config = self.config
+        self._collectives = self.replicas.collectives
         self._rank = self._collectives.rank
         self._device = self._collectives.device
         self._response = config.on_nonfinite
-        self._checks_gradients = self._response is not None and not has_scaler
+        self._checks_gradients = self._response is not None and not self.has_scaler
         # With `int8` it is the scale that a large number must fit into.
         self._travels_as = (
             torch.float32 if config.reduce_dtype == "int8" else REDUCE_DTYPES.get(config.reduce_dtype or "")
         )
         # What a hook with a memory (PowerSGD) has once seen would come back in all further steps.
         self._spares_hook = config.comm_state is not None and config.on_nonfinite == "skip"
-        self._where = where
-        self._has_scaler = has_scaler
         self.loss_digest: Tensor | None = None
         # The largest number by bucket, without its sign; None: all are finite.
         self._largest: list[Tensor | None] = []
         self.reads_late = config.on_nonfinite == "warn" and self._device.type == "cuda"
-        self._unread: _Unread | None = None
+        self._judge_late: Callable[[ReducerStats], None] | None = None  # digests that are on their way to the host
         self._on_host: Tensor | None = None
         self._arrived = torch.cuda.Event() if self.reads_late else None  # type: ignore[no-untyped-call]
         self._nonfinite: dict[int, Tensor] = {}
@@ -158,14 +141,20 @@ class Finiteness:
         arrived = self._arrived if on_device else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(digests.device))
-        self._unread = _Unread(self._on_host, arrived, bucket_set, self._here(stats))
+        on_host, where = self._on_host, self._here(stats)
+
+        def judge(stats: ReducerStats) -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            self._judge(on_host, bucket_set, stats, where=where)
+
+        self._judge_late = judge
 
     def catch_up(self, stats: ReducerStats) -> None:
-        unread, self._unread = self._unread, None
-        if unread is not None and not is_being_captured(self._device):
-            if unread.arrived is not None:
-                unread.arrived.synchronize()
-            self._judge(unread.digests, unread.bucket_set, stats, where=unread.where)
+        """Act on digests that were not there yet."""
+        judge, self._judge_late = self._judge_late, None
+        if judge is not None and not is_being_captured(self._device):
+            judge(stats)
 
     def withholds(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` must not use its gradients. Ask once: they are expected to be gone then."""
@@ -178,7 +167,7 @@ class Finiteness:
         return withheld
 
     def _here(self, stats: ReducerStats) -> str:
-        return f"backward {stats.num_backwards}" if self._where is None else self._where()
+        return f"backward {stats.num_backwards}" if self.where is None else self.where()
 
     def _judge(
         self, digests: Tensor, bucket_set: BucketSet | None, stats: ReducerStats, *, where: str | None = None
@@ -213,7 +202,7 @@ class Finiteness:
         What mixes the parameters of a bucket has all of them named: clipping by norm before a late reading, or a
         communication hook that is spared what is not finite.
         """
-        named: list[str] = []
+        names, named = list(self.replicas.parameters), []
         for bucket, plan, digest in zip(bucket_set.buckets, bucket_set.plan, of_buckets, strict=True):
             if not math.isfinite(digest):
                 # Gradients that are gone by now have gone into the weights.
@@ -223,7 +212,7 @@ class Finiteness:
                     self._collectives.maximum(of_all_ranks)
                     nonfinite = of_all_ranks.tolist()
                 found = [i for i, is_nonfinite in zip(plan.members, nonfinite, strict=True) if is_nonfinite]
-                named += [self._names[i] for i in found or plan.members]
+                named += [names[i] for i in found or plan.members]
         return named
 
     def _report(self, where: str, what: str, count: int) -> None:
@@ -234,7 +223,7 @@ class Finiteness:
             )
         if self._rank == 0:
             so_far = "" if count == 1 else f" ({count} steps so far)"
-            outcome = _OUTCOMES["scaler" if self._has_scaler and self._response == "warn" else self._response]
+            outcome = _OUTCOMES["scaler" if self.has_scaler and self._response == "warn" else self._response]
             message = "bucketddp: not finite in %s%s: %s. %s To find the cause, %s."
             log.warning(message, where, so_far, what, outcome, _WHAT_HELPS)
 

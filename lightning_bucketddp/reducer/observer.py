@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
@@ -57,35 +57,18 @@ NOTHING = nullcontext()
 class BackwardObserver:
     """Is told what a synchronised backward does, in this order, and of weights after it; this one does nothing."""
 
-    def backward_began(self) -> None:
-        """Note that a backward has begun."""
+    def backward_began(self) -> None: ...
+    def bucket_ready(self, index: int) -> None: ...  # all gradients of the bucket are there
+    def bucket_launched(self, index: int) -> None: ...  # it leaves, complete or not
+    def reduction_started(self, index: int, pending: PendingReduction) -> None: ...
+    def backward_ended(self) -> None: ...  # on this rank: from now on the step waits for reductions
+    def reduction_ended(self, index: int) -> None: ...  # the step has waited for it
+    def gradients_final(self) -> None: ...
 
-    def bucket_ready(self, index: int) -> None:
-        """Note that all gradients of a bucket are there."""
-
-    def bucket_launched(self, index: int) -> None:
-        """Note that a bucket leaves, complete or not."""
-
-    def reduction_started(self, index: int, pending: PendingReduction) -> None:
-        """Note that the reduction of a bucket is under way."""
-
-    def backward_ended(self) -> None:
-        """Note that all gradients of this rank are there: from now on the step waits for reductions."""
-
-    def reduction_ended(self, index: int) -> None:
-        """Note that the step has waited for the reduction of a bucket."""
-
-    def gradients_final(self) -> None:
-        """Note that the gradients of all ranks are there."""
-
-    def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None:
-        """Note that the ranks exchange the weights of a bucket, each of which has stepped its share."""
-
-    def gather_awaited(self, bucket: object) -> None:
-        """Note that the step waits for those weights."""
-
-    def gather_ended(self, bucket: object) -> None:
-        """Note that they are there."""
+    # The ranks exchange the weights of a bucket, each of which has stepped its share.
+    def gather_started(self, bucket: object, transfer: Pending, num_bytes: int) -> None: ...
+    def gather_awaited(self, bucket: object) -> None: ...
+    def gather_ended(self, bucket: object) -> None: ...
 
 
 NO_OBSERVER = BackwardObserver()
@@ -112,33 +95,22 @@ def profiler_span(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if _profiler_enabled() else NOTHING
 
 
-class Clock(Protocol):
-    """Makes marks, and tells the time between them."""
+class Clock:
+    """Makes marks, and tells the time between them: that of this process."""
 
     def mark(self) -> Any:
-        """Return a mark at this moment."""
+        return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
         """Return the time from one mark to another. May wait until the device has reached both."""
+        return float(stop - start)
 
     def is_past(self, mark: Any) -> bool:
         """Return whether `mark` can be read without waiting."""
-
-
-class HostClock:
-    """The time of this process."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-    def is_past(self, mark: float) -> bool:
         return True
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """The time at which a GPU comes to what this process has given it to do: on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
@@ -157,7 +129,7 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for what happens on `device`."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock() if device.type == "cuda" else Clock()
 
 
 class Axis:

@@ -9,7 +9,6 @@ Note: two exchanges
     rounded where each rank keeps a share only. Flags travel beside it, as they are: what they say of numbers that are
     not finite must not be mixed.
 
-
     The second exchange begins when the first has ended on this rank, in bucket order on all ranks. A GPU waits in a
     stream of ours, in which the rest is queued when the bucket leaves; no thread may queue it there
     (docs/design/int8.md). On a host a thread waits, for one bucket after the other, and has connections of its own.
@@ -31,11 +30,11 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.comm.worker import Worker
-from lightning_bucketddp.config import BLOCK_NUMEL, MIB
+from lightning_bucketddp.config import BLOCK_NUMEL, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Codec, Codecs
 from lightning_bucketddp.planning.plan import Shares
 from lightning_bucketddp.reducer.bucket import DenseBucket
-from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
+from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, PendingReduction, Reduction
 
 # A little less than a 127th: the largest number that a dtype has must not become infinite.
 _SCALE_OF_LARGEST = (1 - 2**-22) / 127
@@ -165,7 +164,7 @@ class QuantizedMeanReduction(Reduction):
         if collectives.device.type == "cuda":
             self._stream = torch.cuda.Stream(collectives.device)  # type: ignore[no-untyped-call]
         elif collectives.world_size > 2:
-            self._follow_ups = collectives.follow_up_group()
+            self._follow_ups = collectives.further_group("follow-up")
             self._worker = Worker("bucketddp-quantized")
 
     def start_dense(self, bucket: DenseBucket, *, index: int, is_last: bool) -> PendingReduction:
@@ -205,6 +204,16 @@ class QuantizedMeanReduction(Reduction):
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
+    """Return what takes means over the ranks of `collectives`, or has a communication hook do it."""
+    if config.comm_hook is not None:
+        return CommHookReduction(collectives, config.comm_hook, config.comm_state)
+    dtype = REDUCE_DTYPES.get(config.reduce_dtype or "")
+    if dtype != torch.int8:
+        return MeanReduction(collectives, dtype=dtype)
+    return QuantizedMeanReduction(collectives) if collectives.world_size > 1 else MeanReduction(collectives)
 
 
 def _start_second(exchange: _ForAll, first: Pending, follow_ups: Collectives) -> Pending:

@@ -1,9 +1,7 @@
 """From gradients to averaged gradients: where a backward begins, what each gradient leads to, and how it ends.
 
-Note: first backward
-    The first synchronised backward launches nothing. It records in which order gradients arrive and how often each
-    hook fires; when it ends the plan is made in the order that rank 0 saw. The same happens for each further set of
-    trainable parameters.
+The first synchronised backward launches nothing. It records in which order gradients arrive and how often each hook
+fires; when it ends the plan is made in the order that rank 0 saw. So does each further set of trainable parameters.
 
 Note: failed backwards
     When a backward raises on a rank, nobody may step: the others have gradients in which that rank's are missing. So it
@@ -23,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import ForeignCollectives
-from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import GradientHooks, take_over
@@ -37,12 +34,12 @@ from lightning_bucketddp.reducer.observer import (
     Clock,
     ReducerStats,
     all_of,
+    clock_of,
     is_being_captured,
     profiler_span,
 )
 from lightning_bucketddp.reducer.plan_cache import PlanCache
-from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, Reduction
+from lightning_bucketddp.reducer.quantization import reduction_of
 from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
@@ -76,34 +73,27 @@ class Reducer:
         self.stats = ReducerStats()
         self.finiteness = finiteness or Finiteness(replicas, config)
         self.bucket_set: BucketSet | None = None
-        # Another one is set while a step is recorded.
-        self.observer: BackwardObserver = NO_OBSERVER
+        self.observer: BackwardObserver = NO_OBSERVER  # another one is set while a step is recorded
         self.replicas = replicas
         self._weighting = weighting
         self._maker = maker
         self._say = say
         self._collectives = replicas.collectives
         self._params = list(replicas.parameters.values())
-        of_gradients = self._collectives.gradient_group() if config.comm_hook is None else self._collectives
+        self.uses_hook = config.comm_hook is not None
+        of_gradients = self._collectives if self.uses_hook else self._collectives.gradient_group()
         self._reduction = reduction = reduction_of(config, of_gradients)
-        # All buckets wait for the end of a backward.
-        self._holds = not config.overlap
+        self._holds = not config.overlap  # all buckets wait for the end of a backward
         shares_group = of_gradients is self._collectives and of_gradients.world_size > 1 and not self._holds
         self._foreign = self._collectives.foreign if shares_group else ForeignCollectives(None)
         self._num_foreign = 0  # when the backward began
-        self._plan_cache = PlanCache(
-            replicas, config, reduction=reduction, stats=self.stats, clock=clock, say=say, maker=maker
-        )
+        self._device = self._collectives.device
+        clock = clock or clock_of(self._device)
+        self._plan_cache = PlanCache(replicas, config, reduction, self.stats, clock, say, maker)
         # What plans know of each parameter; a plan's members are indices into this.
         self.specs = self._plan_cache.specs
-        self._device = self._collectives.device
         self._new_queue = partial(
-            LaunchQueue,
-            reduction=reduction,
-            device=self._device,
-            finiteness=self.finiteness,
-            stats=self.stats,
-            foreign=self._foreign,
+            LaunchQueue, reduction=reduction, finiteness=self.finiteness, stats=self.stats, foreign=self._foreign
         )
         # Recorded when gradients are final.
         self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
@@ -114,10 +104,7 @@ class Reducer:
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
-        self.is_alone = (
-            self._collectives.world_size == 1 and config.comm_hook is None and config.trains_on and weighting is None
-        )
-        self.uses_hook = config.comm_hook is not None
+        self.is_alone = of_gradients.world_size == 1 and not self.uses_hook and config.trains_on and weighting is None
         take_over(replicas.parameters)
         self._hooks = GradientHooks([] if self.is_alone else self._params, self._act_on_gradient, self.close)
 
@@ -129,7 +116,6 @@ class Reducer:
         self.bucket_set = None
 
     def describe(self) -> str:
-        """Return what was planned and done so far, in one line."""
         stats = self.stats
         return (
             f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
@@ -137,12 +123,11 @@ class Reducer:
         )
 
     def describe_outlook(self) -> str:
-        """Return what will be planned, before a backward has shown the order of gradients."""
         return self._plan_cache.describe_outlook()
 
     def describe_backward(self) -> str:
-        queue = None if self._backward is None else self._backward.queue
-        return "" if queue is None else queue.describe(self.specs)
+        queue = self._backward and self._backward.queue
+        return queue.describe(self.specs) if queue else ""
 
     @property
     def profile(self) -> Profile | None:
@@ -260,7 +245,6 @@ class Reducer:
         return self.is_settled and self._plan_cache.bucket_set(trainable) is captured.bucket_set
 
     def num_hooks(self, param: Tensor) -> int:
-        """Return how many hooks of ours this parameter has."""
         return int(not self.is_alone and id(param) in self._index_of)
 
     def replay(self, captured: CapturedBackward, run: Callable[[], None]) -> None:
@@ -289,6 +273,8 @@ class Reducer:
         factor = self._factor(captured.trainable) if factor is None else factor
         assert captured.bucket_set is not None
         buckets = captured.bucket_set.buckets
+        self.stats.num_reductions += len(buckets)
+        self.stats.bytes_reduced += sum(bucket.num_bytes for bucket in buckets)
         with torch.no_grad():
             if weighting is not None:
                 weighting.compare_missing([], some_miss=some_miss)
@@ -297,12 +283,7 @@ class Reducer:
                     bucket.numbers.mul_(factor)
             if weighting is not None:
                 weighting.end()
-            self.stats.num_backwards += 1
-            self.stats.num_reductions += len(buckets)
-            self.stats.bytes_reduced += sum(bucket.num_bytes for bucket in buckets)
-            if self._exchanged is not None:
-                self._exchanged.record()
-            self.finiteness.read(captured.bucket_set, self.stats)
+            self._read_digests(captured.bucket_set)
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple([param.requires_grad for param in self._params])
@@ -314,7 +295,6 @@ class Reducer:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived in the backward that runs."""
         return self._hooks.have_arrived
 
     @property
@@ -401,14 +381,8 @@ class Reducer:
         """Have buckets wait for the end of backwards from now on if there were some (Note: collectives of users)."""
         if self._foreign.count() == self._num_foreign or self._holds:
             return
-        queue = None if self._backward is None else self._backward.queue
-        if queue is not None and queue.may_be_out_of_order:
-            raise RuntimeError(
-                f"The program has begun to communicate inside a backward, and rank {self._collectives.global_rank} does"
-                " not use all parameters in it: other ranks may have reduced gradients at another moment, so that"
-                " collectives which do not belong together have met. Communicate in the first backward, too: gradients"
-                " then wait for the end of each. Or pass `overlap=False` to the strategy."
-            )
+        if self._backward is not None and self._backward.queue is not None:
+            self._backward.queue.check_order()
         self._holds = True
         if self._collectives.rank == 0:
             self._say(
@@ -425,7 +399,6 @@ class Reducer:
         return factor
 
     def _finish(self) -> None:
-        """End a backward that has ended well on this rank."""
         backward, self._backward = self._backward, None
         try:
             if backward is not None and backward.syncs:
@@ -437,7 +410,6 @@ class Reducer:
                 self.bucket_set = backward.bucket_set or self.bucket_set
 
     def _make_final(self, backward: BackwardPass) -> None:
-        """Make the gradients of a backward final, with all ranks."""
         backward.observer.backward_ended()
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
         factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
@@ -451,13 +423,17 @@ class Reducer:
         backward.observer.gradients_final()
         if backward.bucket_set is None:
             return
+        with torch.no_grad():
+            self._read_digests(backward.bucket_set)
+            if backward.is_tuned:
+                self._plan_cache.end_backward(backward.trainable)
+
+    def _read_digests(self, bucket_set: BucketSet) -> None:
+        """Count a backward whose gradients are final, and look for what is not finite in them."""
         self.stats.num_backwards += 1
         if self._exchanged is not None and not is_being_captured(self._device):
             self._exchanged.record()
-        with torch.no_grad():
-            self.finiteness.read(backward.bucket_set, self.stats)
-            if backward.is_tuned:
-                self._plan_cache.end_backward(backward.trainable)
+        self.finiteness.read(bucket_set, self.stats)
 
     def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
         if backward.queue is None:
@@ -471,13 +447,3 @@ class Reducer:
             return
         same = weighting is not None and weighting.compare_missing(missing, some_miss=backward.some_miss)
         backward.queue.wait(factor=factor, all_miss_the_same=same)
-
-
-def reduction_of(config: ReducerConfig, collectives: Collectives) -> Reduction:
-    """Return what takes means over the ranks of `collectives`, or has a communication hook do it."""
-    if config.comm_hook is not None:
-        return CommHookReduction(collectives, config.comm_hook, config.comm_state)
-    dtype = REDUCE_DTYPES.get(config.reduce_dtype or "")
-    if dtype != torch.int8:
-        return MeanReduction(collectives, dtype=dtype)
-    return QuantizedMeanReduction(collectives) if collectives.world_size > 1 else MeanReduction(collectives)

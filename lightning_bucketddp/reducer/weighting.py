@@ -1,11 +1,9 @@
 """How much each rank's gradients count in the mean.
 
-Note: weighted mean
-    Losses are multiplied by the weights of their micro-batches before backward, the reduction takes the plain mean over
-    the ranks, and all ranks exchange the sums of their weights while backward runs: one factor per step makes that mean
-    the weighted one, over all ranks and micro-batches. It is exactly 1 when nobody weighs or skips. It is for the
-    gradients of this step alone: what an earlier backward has made final (two losses, one after the other) is put aside
-    meanwhile.
+Losses are multiplied by the weights of their micro-batches before backward, the reduction takes the plain mean over the
+ranks, and all ranks exchange the sums of their weights while backward runs: one factor per step makes that mean the
+weighted one, over all ranks and micro-batches. It is exactly 1 when nobody weighs or skips. It is for the gradients of
+this step alone: what an earlier backward has made final (two losses, one after the other) is put aside meanwhile.
 
 Note: one set of trainable parameters
     Buckets of different sets must not meet: gloo ends the process, NCCL waits or adds up what does not belong together.
@@ -17,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,26 +23,23 @@ from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
 from lightning_bucketddp.reducer.observer import ReducerStats
 
 
+@dataclass(eq=False)
 class Weighting:
-    """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step.
+    """Collects the weights of this rank's micro-batches, and agrees with the other ranks on the factor of a step."""
 
-    Args:
-        by_weight: the mean is over all weight there is, whatever the number of micro-batches. Otherwise each
-            micro-batch is meant to have weight one, and only what falls short of that is made up for.
-    """
-
-    def __init__(self, exchange: StepExchange, *, by_weight: bool) -> None:
-        self.nobody_contributed = False
-        self.trainable_differs = False
-        self.some_miss = False  # whether a rank has missed a gradient in the backward before the last
-        self._num_missing = 0
-        self._trainable: tuple[bool, ...] | None = None
-        self._trainable_id = 0
-        self._exchange = exchange
-        self._by_weight = by_weight
-        self._weights: list[float] = []
-        self._num_skipped = 0
-        self._put_aside: list[tuple[Tensor, Tensor]] | None = None
+    exchange: StepExchange
+    # The mean is over all weight there is, whatever the number of micro-batches. Otherwise each micro-batch is meant to
+    # have weight one, and only what falls short of that is made up for.
+    by_weight: bool
+    nobody_contributed: bool = False
+    trainable_differs: bool = False
+    some_miss: bool = False  # whether a rank has missed a gradient in the backward before the last
+    _num_missing: int = 0
+    _trainable: tuple[bool, ...] | None = None
+    _trainable_id: int = 0
+    _weights: list[float] = field(default_factory=list)
+    _num_skipped: int = 0
+    _put_aside: list[tuple[Tensor, Tensor]] | None = None
 
     def add(self, weight: float, *, skipped: bool = False) -> None:
         """Add the weight of the micro-batch whose backward comes next."""
@@ -62,7 +58,7 @@ class Weighting:
         Return whether the set has changed: then `factor` must be asked for before anything is launched (Note: one set
         of trainable parameters).
         """
-        if self._by_weight and self._put_aside is None:
+        if self.by_weight and self._put_aside is None:
             self._put_aside = [(param, param.grad.clone()) for param in params if param.grad is not None]
             for param, _ in self._put_aside:
                 param.grad = None
@@ -71,8 +67,8 @@ class Weighting:
             self._trainable = trainable
             self._trainable_id = _id_of(bytes(trainable))
         if syncs:
-            full_weight = bool(self._weights) if self._by_weight else len(self._weights)
-            self._exchange.send(
+            full_weight = bool(self._weights) if self.by_weight else len(self._weights)
+            self.exchange.send(
                 MessageKind.STEP,
                 weight=sum(self._weights),
                 full_weight=full_weight,
@@ -86,7 +82,7 @@ class Weighting:
 
     def factor(self, stats: ReducerStats) -> float:
         """Return what the plain mean over the ranks has to be multiplied by."""
-        told = self._exchange.receive()
+        told = self.exchange.receive()
         self.some_miss = told.greatest.num_missing > 0
         self.trainable_differs = told.least.trainable != told.greatest.trainable
         stats.num_skipped += told.num_skipped
@@ -101,7 +97,7 @@ class Weighting:
         self._num_missing = len(missing)
         if not some_miss:
             return False  # else host to host: reading the used-flags would wait for all that the device has to do
-        return self._exchange.compare(_id_of(repr(sorted(missing)).encode()))
+        return self.exchange.compare(_id_of(repr(sorted(missing)).encode()))
 
     def end(self) -> None:
         """Give back what was put aside: the gradients of the step are final."""

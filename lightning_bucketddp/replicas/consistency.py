@@ -1,10 +1,9 @@
 """When replicas are compared, what is compared, and what is done if they are not equal.
 
-Note: a check in three steps
-    Between two steps, checksums are started on the device. Between the next two, when they are on the host, one digest
-    of them goes to all ranks with the message of the next backward. Then all ranks know whether anyone differs. Nothing
-    waits for the device, and no rank sends anything that the others do not expect. If someone differs, the ranks stop
-    and compare tensor by tensor.
+Between two steps, checksums are started on the device. Between the next two, when they are on the host, one digest of
+them goes to all ranks with the message of the next backward. Then all ranks know whether anyone differs. Nothing waits
+for the device, and no rank sends anything that the others do not expect. If someone differs, the ranks stop and compare
+tensor by tensor.
 
 Note: checksum
     The bits of a tensor, in the order in which they lie in memory, are taken as 64-bit words. Each word is multiplied
@@ -40,22 +39,6 @@ _SMALL_BYTES = 2**18
 _SEED = 20_261
 
 
-@dataclass(frozen=True, slots=True)
-class PendingChecksums:
-    """Checksums on their way to the host, of one device after the other; `positions` are those of the units."""
-
-    positions: list[int] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    arrived: list[torch.cuda.Event] = field(default_factory=list)
-
-    def wait(self) -> list[int]:
-        """Return the checksums, in the order of the units. Blocks the host until the devices have computed them."""
-        for event in self.arrived:
-            event.synchronize()
-        values = [value for of_device in self.values for value in of_device.tolist()]
-        return [value for _, value in sorted(zip(self.positions, values, strict=True))]
-
-
 def units_of(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return `tensors` in units, each of which gets one checksum: large ones alone, small ones of a device together."""
     alone: list[list[Tensor]] = []
@@ -74,24 +57,33 @@ class Checksums:
     def __init__(self) -> None:
         self._factors: dict[torch.device, Tensor] = {}
 
-    def start(self, units: Sequence[Sequence[Tensor]]) -> PendingChecksums:
-        """Start on one number per unit of tensors on one device, equal for equal bits.
+    def start(self, units: Sequence[Sequence[Tensor]]) -> Callable[[], list[int]]:
+        """Start on one number per unit of tensors on one device, equal for equal bits; return what waits for them.
 
         They are copied to the host behind what the device has to do before: who asks a step later hardly waits.
         """
         by_device: dict[torch.device, dict[int, Tensor]] = {}
-        pending = PendingChecksums()
+        positions: list[int] = []
+        on_host: list[Tensor] = []
+        arrived: list[torch.cuda.Event] = []
         with torch.no_grad():
             for position, unit in enumerate(units):
                 by_device.setdefault(unit[0].device, {})[position] = self._checksum(unit)
             for device, values in by_device.items():
-                pending.positions.extend(values)
-                pending.values.append(torch.stack(list(values.values())).to("cpu", non_blocking=True))
+                positions.extend(values)
+                on_host.append(torch.stack(list(values.values())).to("cpu", non_blocking=True))
                 if device.type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record(torch.cuda.current_stream(device))
-                    pending.arrived.append(event)
-        return pending
+                    arrived.append(event)
+
+        def wait() -> list[int]:
+            for event in arrived:
+                event.synchronize()
+            numbers = [number for of_device in on_host for number in of_device.tolist()]
+            return [number for _, number in sorted(zip(positions, numbers, strict=True))]
+
+        return wait
 
     def _checksum(self, unit: Sequence[Tensor]) -> Tensor:
         device = unit[0].device
@@ -231,29 +223,24 @@ class TrainingState:
             self.numbers[name] = value
             self.owners[name] = (owner, key)
 
-    def start_digest(self, checksums: Checksums) -> PendingDigest:
-        """Start to compute one number for everything; the state may change afterwards."""
+    def start_digest(self, checksums: Checksums) -> Callable[[], int]:
+        """Start to compute one number for everything, which may change afterwards; return what waits for the number.
+
+        It is below 2**48, so that a float holds it exactly.
+        """
         described = json.dumps([sorted(self.tensors), self.numbers], sort_keys=True)
-        in_order = [self.tensors[name] for name in sorted(self.tensors)]
-        return PendingDigest(described, checksums.start(units_of(in_order)))
+        wait = checksums.start(units_of([self.tensors[name] for name in sorted(self.tensors)]))
+
+        def digest() -> int:
+            text = json.dumps([described, wait()])
+            return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+        return digest
 
     def values(self, checksums: Checksums) -> dict[str, Any]:
         """Return the numbers, which are more often a cause than an effect, and the checksum of each tensor."""
-        of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()]).wait()
+        of_tensors = checksums.start([[tensor] for tensor in self.tensors.values()])()
         return {**self.numbers, **dict(zip(self.tensors, of_tensors, strict=True))}
-
-
-@dataclass(frozen=True, slots=True)
-class PendingDigest:
-    """A digest whose checksums a device still works on."""
-
-    described: str
-    checksums: PendingChecksums
-
-    def wait(self) -> int:
-        """Return the digest: a number below 2**48, which a float holds exactly."""
-        text = json.dumps([self.described, self.checksums.wait()])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def _is_setting(value: Any) -> bool:
@@ -289,49 +276,50 @@ def training_state(
     return compared
 
 
+@dataclass(eq=False)
 class ReplicaComparison:
-    """Compares the replicas of a training (Note: a check in three steps).
+    """Compares the replicas of a training.
 
     If it `has_messages`, every synchronised backward sends one with `exchange`; else it is sent with a digest only.
     """
 
-    def __init__(
-        self, collectives: Collectives, config: ReplicaChecks, *, exchange: StepExchange, has_messages: bool
-    ) -> None:
-        self._collectives = collectives
-        self._config = config
-        self.are_periodic = bool(config.every_n_steps)
-        self._exchange = exchange
-        self._has_messages = has_messages
-        self._checksums = Checksums()
-        self._pending: PendingDigest | None = None
-        self._begun_at = 0
+    collectives: Collectives
+    config: ReplicaChecks
+    exchange: StepExchange
+    has_messages: bool
+    _checksums: Checksums = field(default_factory=Checksums)
+    _digest: Callable[[], int] | None = None  # that is being computed
+    _begun_at: int = 0
+
+    @property
+    def are_periodic(self) -> bool:
+        return bool(self.config.every_n_steps)
 
     def between_steps(self, state: Callable[[], TrainingState], *, num_backwards: int) -> None:
         """Compare replicas when it is time to. All ranks call this after the same number of synchronised backwards."""
-        if not self._config.every_n_steps:
+        if not self.config.every_n_steps:
             return
-        if not self._has_messages:
-            self._exchange.receive()
-        if self._exchange.digests_differ:
-            self._exchange.digests_differ = False
-            self._pending = None  # begun before that is known
+        if not self.has_messages:
+            self.exchange.receive()
+        if self.exchange.digests_differ:
+            self.exchange.digests_differ = False
+            self._digest = None  # begun before that is known
             if not self.compare(state, when=f"after {num_backwards} synchronised backwards"):
                 self._warn("The replicas differed in the last check and are equal again.")
-        if self._pending is not None and num_backwards > self._begun_at:
-            self._exchange.digest = self._pending.wait()
-            self._pending = None
-            if not self._has_messages:
-                self._exchange.send(MessageKind.STEP)
-        if self._pending is None and num_backwards - self._begun_at >= self._config.every_n_steps:
-            self._pending = state().start_digest(self._checksums)
+        if self._digest is not None and num_backwards > self._begun_at:
+            self.exchange.digest = self._digest()
+            self._digest = None
+            if not self.has_messages:
+                self.exchange.send(MessageKind.STEP)
+        if self._digest is None and num_backwards - self._begun_at >= self.config.every_n_steps:
+            self._digest = state().start_digest(self._checksums)
             self._begun_at = num_backwards
 
     def compare(self, state: Callable[[], TrainingState], *, when: str) -> bool:
         """Compare now and act on it; return whether there was a difference. All ranks must call this."""
         compared = state()
-        hosts = self._collectives.host_group()
-        digest = torch.tensor([compared.start_digest(self._checksums).wait()])
+        hosts = self.collectives.host_group()
+        digest = torch.tensor([compared.start_digest(self._checksums)()])
         if len(set(torch.cat(hosts.gather(digest)).tolist())) == 1:
             return False
         gathered = hosts.gather_json(compared.values(self._checksums))
@@ -349,9 +337,9 @@ class ReplicaComparison:
             if is_healable
             else "The ranks do not train the same things, so none can follow another: make their optimizers the same."
         )
-        if self._config.on_divergence == "log":
+        if self.config.on_divergence == "log":
             self._warn(found)
-        elif self._config.on_divergence == "heal" and is_healable:
+        elif self.config.on_divergence == "heal" and is_healable:
             self._heal(compared, divergence, from_source=by_rank[divergence.source])
             self._warn(f"{found} All ranks go on with the state of rank {divergence.source}.")
         else:
@@ -359,7 +347,7 @@ class ReplicaComparison:
         return True
 
     def _warn(self, text: str) -> None:
-        if self._collectives.rank == 0:
+        if self.collectives.rank == 0:
             log.warning("bucketddp: %s", text)
 
     def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, Any]) -> None:
@@ -369,10 +357,10 @@ class ReplicaComparison:
                 (owner, key), value = state.owners[owned], from_source[owned]
                 owner[key] = tuple(value) if isinstance(owner[key], tuple) else value
         tensors = [state.tensors[name] for name in names if name in state.tensors]
-        device = self._collectives.device
+        device = self.collectives.device
         on_device = [tensor for tensor in tensors if tensor.device == device]
         # Such as step counters, and everything once the training has ended.
         on_host = [tensor for tensor in tensors if tensor.device != device]
-        source = self._collectives.global_ranks.index(divergence.source)
-        self._collectives.broadcast_tensors(on_device, source=source)
-        self._collectives.host_group().broadcast_tensors(on_host, source=source)
+        source = self.collectives.global_ranks.index(divergence.source)
+        self.collectives.broadcast_tensors(on_device, source=source)
+        self.collectives.host_group().broadcast_tensors(on_host, source=source)

@@ -30,7 +30,7 @@ def convert_sync_batchnorm(module: nn.Module, collectives: Collectives) -> None:
             " model before training, for example in `setup`, or use classes that are not lazy."
         )
     # A group of its own: gradient buckets leave in between, at moments that differ from rank to rank.
-    own_collectives = collectives.side_group()
+    own_collectives = collectives.further_group("side")
     originals = {layer: getattr(layer, "_sync_original", type(layer)) for layer in layers.values()}
     synced_classes: dict[type[_BatchNorm], type[Any]] = {}
     for layer, original in originals.items():

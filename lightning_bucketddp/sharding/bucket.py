@@ -169,36 +169,18 @@ class ShardedBucket:
 class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     """Dense gradients side by side in one buffer, through which the weights travel back.
 
-    Args:
-        shards: those members of `layout` that the module still has.
-        idle: positions of members that are not trained at the moment.
+    `shards` are those members of `layout` that the module still has.
     """
 
-    def __init__(
-        self,
-        layout: ShardedLayout,
-        shards: Sequence[Shard],
-        *,
-        gathering: Gathering,
-        arrivals: Arrivals,
-        num_flags: int,
-        device: torch.device,
-        gives_back: bool,
-        idle: frozenset[int],
-    ) -> None:
+    def __init__(self, layout: ShardedLayout, shards: Sequence[Shard], gathering: Gathering, **options: Any) -> None:
         self.layout, self.shards, self.gathering = layout, shards, gathering
         self.shares = layout.shares
         self.division = Division(gathering.collectives, gathering.norms)
-        self._idle = idle
+        # Positions of members that are not trained at the moment.
+        self._idle = frozenset(n for n, shard in enumerate(shards) if not shard.param.requires_grad)
         offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
-        super().__init__(
-            [shard.param for shard in shards],
-            arrivals=arrivals,
-            num_flags=num_flags,
-            device=device,
-            gives_back=gives_back,
-            layout=BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel),
-        )
+        buffer = BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel)
+        super().__init__([shard.param for shard in shards], layout=buffer, **options)
         self._own = [view.own for view in self.views if isinstance(view, ShardedGradient)]
         self._share = slice(*layout.shares.bounds(self.numbers.numel())[gathering.collectives.rank])
         self._share_of_gradients = self.numbers[:0]
@@ -265,7 +247,7 @@ def _as_reals(tensor: Tensor) -> Tensor:
 class ShardedInPlaceBucket(ShardedBucket, InPlaceBucket):
     """The large gradient of one parameter, whose weights travel back from where they are to where they belong."""
 
-    def __init__(self, layout: ShardedLayout, *, gathering: Gathering, arrivals: Arrivals) -> None:
+    def __init__(self, layout: ShardedLayout, gathering: Gathering, arrivals: Arrivals) -> None:
         self.layout, self.shards, self.gathering = layout, layout.shards, gathering
         self.shares = layout.shares
         self.division = Division(gathering.collectives, gathering.norms)

@@ -21,20 +21,10 @@ from torch.optim import Optimizer
 
 # Each element of a parameter is stepped by its own gradient and its own state.
 _ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
 # Each parameter is; not all versions of torch have them.
-_PER_PARAMETER = tuple(kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None)
+_PER_PARAMETER = ("Adafactor", "Muon")
 # Those of other packages, by the name that they have in all of them. Of `Lion` some have options that are not
 # element-wise, which is tried.
 _ELEMENTWISE_NAMES = {"Lion"}
@@ -60,9 +50,9 @@ def divides_by_elements(optimizer: Optimizer, *, whole_parameters: bool) -> bool
     """
     if (reason := _explain_refusal(optimizer)) is not None:
         raise _refusal(optimizer, reason, _NO_CLAIM)
-    if any(_is_of(optimizer, kind) for kind in _ELEMENTWISE) and getattr(optimizer, "elementwise", True):
+    if _is_one_of(_ELEMENTWISE, optimizer) and getattr(optimizer, "elementwise", True):
         return not whole_parameters
-    if any(_is_of(optimizer, kind) for kind in _PER_PARAMETER):
+    if _is_one_of(_PER_PARAMETER, optimizer):
         return False
     name = type(optimizer).__name__
     claims_elements = bool(getattr(optimizer, "elementwise", False))
@@ -97,10 +87,13 @@ def _explain_refusal(optimizer: Optimizer) -> str | None:
     return None
 
 
+def _is_one_of(names: Sequence[str], optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is one of torch's, or of a subclass that changes no method and adds none."""
+    of_torch = [kind for name in names if isinstance(kind := getattr(torch.optim, name, None), type)]
+    return any(isinstance(optimizer, known) and _is_of(optimizer, known) for known in of_torch)
+
+
 def _is_of(optimizer: Optimizer, known: type[Optimizer]) -> bool:
-    """Return whether `optimizer` is a `known` one, or of a subclass that changes no method and adds none."""
-    if not isinstance(optimizer, known):
-        return False
     kinds = type(optimizer).__mro__
     methods = {
         (name, inspect.unwrap(value))  # torch wraps the step of each class that has an instance

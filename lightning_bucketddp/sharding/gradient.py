@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -48,16 +48,16 @@ class ShardedGradientError(RuntimeError):
     """A gradient that is divided among the ranks was read as if this rank had all of it."""
 
 
+@dataclass(eq=False)
 class NormsOfAll:
     """The norms of all divided gradients, which are asked for together: torch asks for one after the other.
 
     `divided` returns the gradients, on all ranks the same ones in the same order.
     """
 
-    def __init__(self, collectives: Collectives, divided: Callable[[], Sequence[ShardedGradient]]) -> None:
-        self._collectives = collectives
-        self._divided = divided
-        self._known: dict[tuple[float, Division, str], Tensor] = {}
+    collectives: Collectives
+    divided: Callable[[], Sequence[ShardedGradient]]
+    _known: dict[tuple[float, Division, str], Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Ask anew next time: a gradient has changed."""
@@ -67,7 +67,7 @@ class NormsOfAll:
         """Return the norm of all of `gradient`. All ranks must call this."""
         key = (order, gradient.division, gradient.param_name)
         if key not in self._known:
-            divided = list(self._divided())
+            divided = list(self.divided())
             if all(one.division is not gradient.division for one in divided):
                 refuse(gradient, "norm")  # one of before
             for one, norm in zip(divided, self._compute(divided, order), strict=True):
@@ -80,10 +80,10 @@ class NormsOfAll:
         parts = [part.float() if part.dtype.itemsize < 4 else part for part in parts]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts, order)])
         if math.isinf(order):
-            self._collectives.maximum(norms)
+            self.collectives.maximum(norms)
             return norms
         powers = norms if order == 0 else norms**order
-        self._collectives.sum(powers)
+        self.collectives.sum(powers)
         return powers if order == 0 else powers ** (1 / order)
 
 

@@ -1,10 +1,9 @@
 """An optimizer that steps this rank's part of its parameters, and has the state of that part only.
 
-Note: sharded steps
-    While an optimizer steps it has this rank's pieces of its parameters (`bucket.Shard`), and so the state of those.
-    Whatever else looks at its parameter groups sees parameters: schedulers, clipping, `zero_grad`, `toggle_optimizer`,
-    callbacks that add a group, hooks around the step. The step ends with an exchange of weights: when it returns, and
-    for all hooks after it, each rank has all of them, in the memory where they have always been.
+While an optimizer steps it has this rank's pieces of its parameters (`bucket.Shard`), and so the state of those.
+Whatever else looks at its parameter groups sees parameters: schedulers, clipping, `zero_grad`, `toggle_optimizer`,
+callbacks that add a group, hooks around the step. The step ends with an exchange of weights: when it returns, and for
+all hooks after it, each rank has all of them, in the memory where they have always been.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lightning_bucketddp.sharding.gradient import ShardedGradient
 
 
 class ShardedOptimizer:
-    """An optimizer that steps this rank's pieces only (Note: sharded steps).
+    """An optimizer that steps this rank's pieces only.
 
     `is_elementwise`: pieces may be any parts of parameters, otherwise they are whole ones.
     """

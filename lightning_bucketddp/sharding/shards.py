@@ -141,24 +141,16 @@ class Shards:
         return full
 
     def make_bucket(
-        self, params: Sequence[Any], *, arrivals: Arrivals, num_flags: int, device: torch.device, gives_back: bool
+        self, params: Sequence[Any], arrivals: Arrivals, **options: Any
     ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
-        """Make the bucket of these parameters, which have one layout."""
+        """Make the bucket of these parameters, which have one layout; `options` are those of `BufferedBucket`."""
         layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
         bucket: ShardedBufferedBucket | ShardedInPlaceBucket
         if layout.alone:
-            bucket = ShardedInPlaceBucket(layout, gathering=known.gathering, arrivals=arrivals)
+            bucket = ShardedInPlaceBucket(layout, known.gathering, arrivals)
         else:
-            bucket = ShardedBufferedBucket(
-                layout,
-                [known.shards[param] for param in params],
-                gathering=known.gathering,
-                arrivals=arrivals,
-                num_flags=num_flags,
-                device=device,
-                gives_back=gives_back,
-                idle=frozenset(n for n, param in enumerate(params) if not param.requires_grad),
-            )
+            shards = [known.shards[param] for param in params]
+            bucket = ShardedBufferedBucket(layout, shards, known.gathering, arrivals=arrivals, **options)
         known.gathering.buckets[layout] = bucket
         return bucket
 
@@ -172,7 +164,10 @@ class Shards:
         caps: BucketCaps,
         alignment: int,
     ) -> list[BucketSpec]:
-        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay)."""
+        """Plan as `plan_buckets` does; buckets that are divided already stay together (Note: layouts stay).
+
+        In a buffer gradients begin at a multiple of `alignment` elements.
+        """
         self._find_owners()
         known = self._known_buckets(params, trained={params[i] for i in (*arrived, *missing)})
         # The optimizer that divides a parameter, which shares buckets only with others of it; None: all ranks step it.

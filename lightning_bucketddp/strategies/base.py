@@ -23,7 +23,7 @@ from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, Checkpo
 from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
-from lightning_bucketddp.comm.network import SETTINGS, gloo_interface, more_sockets
+from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress

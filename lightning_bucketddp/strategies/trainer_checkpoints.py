@@ -19,7 +19,7 @@ from lightning_bucketddp.checkpoint.checkpoint_io import read_nowhere, read_on_e
 from lightning_bucketddp.checkpoint.finite_weights import NAN, Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.roll_call import RollCall
+from lightning_bucketddp.comm.process_group import RollCall
 from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume

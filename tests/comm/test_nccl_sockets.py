@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_bucketddp.comm.network import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.connections import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.jobs import sockets
 from tests.support.ranks import run_on_ranks

@@ -15,10 +15,9 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile, simulate
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, optimal_plan, predict
 from lightning_bucketddp.planning.plan import ParameterSpec, plan_buckets
-from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording import schema
 from tests.support.cases import for_each
 from tests.support.jobs import configured

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
-from lightning_bucketddp.comm.network import SETTINGS
+from lightning_bucketddp.comm.connections import SETTINGS
 
 
 def main() -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_bucketddp.config import MIB, ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile, simulate
 from lightning_bucketddp.planning.optimal_plan import CEILING_BYTES, optimal_plan
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, plan_buckets
-from lightning_bucketddp.planning.simulation import simulate
 from tests.support.cases import for_each
 
 

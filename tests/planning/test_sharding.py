@@ -7,10 +7,9 @@ import random
 import pytest
 
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile, SimulatedBucket, simulate
 from lightning_bucketddp.planning.optimal_plan import first_plan, predict, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, Shares
-from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
 from tests.planning.test_simulation import profile_of_three
 from tests.support.cases import for_each
 

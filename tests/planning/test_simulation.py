@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile
+from lightning_bucketddp.planning.cost import AllReduceCost, Network, Profile, SimulatedBucket, simulate
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.planning.simulation import SimulatedBucket, simulate
 from tests.support.cases import for_each
 
 SIZES = [4_096, 262_144, 2**22, 2**25]

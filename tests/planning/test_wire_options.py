@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from lightning_bucketddp.config import ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Codec, Profile, Wire
-from lightning_bucketddp.planning.optimal_plan import predict
+from lightning_bucketddp.planning.cost import AllReduceCost, Codec, Profile, Wire, simulate
+from lightning_bucketddp.planning.optimal_plan import WireOptions, predict
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
-from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.reducer.quantization import Blocks
 from tests.support.cases import for_each
 

@@ -8,7 +8,7 @@ import torch
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import BucketTimes, Span, Step, bandwidth_of
 from lightning_bucketddp.recording.writer import StepRecorder, metrics_of, step_of
-from lightning_bucketddp.reducer.observer import Axis, HostClock, ReducerStats
+from lightning_bucketddp.reducer.observer import Axis, Clock, ReducerStats
 from lightning_bucketddp.sharding.shards import ShardOption
 from tests.support.cases import for_each
 from tests.support.jobs.recording import (
@@ -114,14 +114,14 @@ def test_a_step_that_was_given_up_is_forgotten() -> None:
 
 
 def test_an_axis_that_moves_tells_the_same_time() -> None:
-    class FewDigits(HostClock):
+    class FewDigits(Clock):
         """As a GPU's events, which tell times far apart with few digits."""
 
         def seconds(self, start: float, stop: float) -> float:
             return float(torch.tensor(stop - start, dtype=torch.float16))
 
     axis = Axis(FewDigits())
-    axis.seconds(HostClock().mark())
+    axis.seconds(Clock().mark())
     start = axis._origin
     origin = axis.seconds(start)
     for number in range(1, 4):

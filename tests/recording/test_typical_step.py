@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.planning.cost import Profile
+from lightning_bucketddp.planning.cost import Profile, simulate
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.planning.simulation import simulate
 from lightning_bucketddp.recording.schema import BucketTimes, RecordedBucket, RecordedPlan, Span, Step
 from lightning_bucketddp.recording.typical_step import plan_in, profile_of, reduced_backward
 from tests.support.cases import for_each

@@ -13,10 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp.planning.cost import Profile
+from lightning_bucketddp.planning.cost import Profile, simulate
 from lightning_bucketddp.planning.optimal_plan import optimal_plan
-from lightning_bucketddp.planning.simulation import simulate
-from lightning_bucketddp.reducer.plan_tuner import NUM_OBSERVED, NUM_WARM_UP
+from lightning_bucketddp.reducer.plan_cache import NUM_OBSERVED, NUM_WARM_UP
 from tests.support.cases import for_each
 from tests.support.jobs.tuning import (
     WIDTH,

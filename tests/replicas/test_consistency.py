@@ -36,7 +36,7 @@ NOT_EQUAL = "The replicas are not equal"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    [value] = Checksums().start([[tensor]]).wait()
+    [value] = Checksums().start([[tensor]])()
     return value
 
 
@@ -95,9 +95,9 @@ def test_small_tensors_share_a_checksum() -> None:
     small, large = [torch.ones(3), torch.zeros(()), torch.ones(5)], torch.ones(2**17)
     units = units_of([small[0], large, *small[1:]])
     assert [len(unit) for unit in units] == [1, 3]
-    before = Checksums().start(units).wait()
+    before = Checksums().start(units)()
     replicas.flip_bit(small[2], 7)
-    after = Checksums().start(units).wait()
+    after = Checksums().start(units)()
     assert (before[0] == after[0], before[1] == after[1]) == (True, False)
 
 

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.network import host_of, nccl_settings
+from lightning_bucketddp.comm.connections import host_of, nccl_settings
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.doctor import checkpoints, host, network
 from lightning_bucketddp.commands.doctor.finding import (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.network import gloo_interface, more_sockets
+from lightning_bucketddp.comm.connections import gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import tried_nccl
 from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.commands import UsageError

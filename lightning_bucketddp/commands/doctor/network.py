@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.network import SETTINGS, interface_towards, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.connections import SETTINGS, interface_towards, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.commands.doctor.finding import (
     Finding,
     Observation,
@@ -29,9 +29,9 @@ from lightning_bucketddp.commands.doctor.finding import (
 )
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
-from lightning_bucketddp.planning.wire import WORTH_8_BITS
+from lightning_bucketddp.planning.optimal_plan import WORTH_8_BITS
 from lightning_bucketddp.reducer.observer import clock_of
-from lightning_bucketddp.reducer.plan_tuner import CostMeter
+from lightning_bucketddp.reducer.plan_cache import CostMeter
 from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
 from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 

@@ -17,10 +17,15 @@ from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes, NamedModule, estimated, measured, recorded
 from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
-from lightning_bucketddp.planning.cost import NO_CODECS
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, STATE_TENSORS, StateByRank, first_plan, predict
-from lightning_bucketddp.planning.simulation import Timeline
-from lightning_bucketddp.planning.wire import WireOptions
+from lightning_bucketddp.planning.cost import NO_CODECS, Timeline
+from lightning_bucketddp.planning.optimal_plan import (
+    NETWORKS,
+    STATE_TENSORS,
+    StateByRank,
+    WireOptions,
+    first_plan,
+    predict,
+)
 from lightning_bucketddp.reducer.quantization import GPU_CODECS, measure_codecs
 from lightning_bucketddp.wording import list_names, pluralize
 

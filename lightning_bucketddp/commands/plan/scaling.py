@@ -11,11 +11,9 @@ from xml.sax.saxutils import escape
 
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes
-from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Wire
-from lightning_bucketddp.planning.optimal_plan import NETWORKS, StateByRank, state_by_rank
+from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Timeline, Wire
+from lightning_bucketddp.planning.optimal_plan import NETWORKS, StateByRank, WireOptions, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec
-from lightning_bucketddp.planning.simulation import Timeline
-from lightning_bucketddp.planning.wire import WireOptions
 from lightning_bucketddp.recording.typical_step import NO_COST
 from lightning_bucketddp.wording import load_printable_json
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import LocalSteps
-from lightning_bucketddp.local_steps import outer_step
-from lightning_bucketddp.local_steps.islands import make_islands
-from lightning_bucketddp.local_steps.outer_step import OuterStep
+from lightning_bucketddp.local_steps import islands as local_steps_islands
+from lightning_bucketddp.local_steps.islands import OuterStep, make_islands
 from lightning_bucketddp.reducer.reduction import MeanReduction
 from tests.support.ranks import device
 
@@ -38,7 +37,7 @@ def step_beside_sgd(*, num_islands: int, counted: list[int], chunk_numbers: int)
     ours, reference = _parameters(), _parameters()
     sgd = torch.optim.SGD(reference.values(), lr=0.7, momentum=0.9, nesterov=True)
     option = LocalSteps(1)
-    with patch.object(outer_step, "_CHUNK_NUMBERS", chunk_numbers):
+    with patch.object(local_steps_islands, "_CHUNK_NUMBERS", chunk_numbers):
         outer = OuterStep(ours, islands, MeanReduction(islands.peers), option)
         differences = []
         for step in range(3):

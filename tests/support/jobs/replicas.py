@@ -50,7 +50,7 @@ def every_bit_counts(dtype: torch.dtype) -> None:
     checksums = Checksums()
 
     def checksum(tensor: Tensor) -> int:
-        [value] = checksums.start([[tensor]]).wait()
+        [value] = checksums.start([[tensor]])()
         return value
 
     for num_elements in NUM_ELEMENTS:
@@ -59,7 +59,7 @@ def every_bit_counts(dtype: torch.dtype) -> None:
         tensor = raw.view(dtype).to(device())
         expected = checksum(raw.view(dtype))
         assert checksum(tensor) == expected
-        assert checksums.start(units_of([tensor])).wait() == [expected]
+        assert checksums.start(units_of([tensor]))() == [expected]
         if num_bytes > 0:
             anywhere = torch.randint(0, 8 * num_bytes, (5,), generator=generator).tolist()
             for bit in {0, 7, 8 * num_bytes - 1, *anywhere}:

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
-from lightning_bucketddp.comm.network import more_sockets
+from lightning_bucketddp.comm.connections import more_sockets
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.startup.store import part_of
 from tests.support.doomed_ranks import TIMEOUT_S

@@ -24,6 +24,7 @@ from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.reducer import plan_cache
 from lightning_bucketddp.reducer.bucket import BufferedBucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
+from lightning_bucketddp.reducer.observer import Clock
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.collectives import each_all_reduce
@@ -34,7 +35,7 @@ from tests.support.ranks import device
 WIDTH = 300
 
 
-class VirtualNetwork:
+class VirtualNetwork(Clock):
     """A clock for which all-reduces take their latency and their bytes, one after the other, and all else 1 ms.
 
     Beside a backward they take `contention` times as long.
@@ -50,12 +51,6 @@ class VirtualNetwork:
     def mark(self) -> float:
         self._now += 1e-3
         return self._now
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-    def is_past(self, mark: float) -> bool:
-        return True
 
     @contextmanager
     def passes_time(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.local_steps.outer_step import OuterStep
+from lightning_bucketddp.local_steps.islands import OuterStep
 
 NUM_BATCHES = 400
 LINGERING_S = 6

@@ -22,7 +22,7 @@ from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.callbacks import monitor as monitor_module
 from lightning_bucketddp.recording.writer import Sampling
-from lightning_bucketddp.reducer.observer import HostClock
+from lightning_bucketddp.reducer.observer import Clock
 from tests.support.scripts import models
 from tests.support.scripts.rank_seeds import said_about
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -169,16 +169,16 @@ def fit(
     torch.manual_seed(1)
     module: LightningModule = MODELS[model]()
     said: list[str] = []
-    mark = HostClock.mark
+    mark = Clock.mark
 
-    def count(clock: HostClock) -> float:
+    def count(clock: Clock) -> float:
         marks[0] += 1
         return mark(clock)
 
     with (
         redirect_stdout(io.StringIO()) as printed,
         said_about(about, said),
-        patch.object(HostClock, "mark", count),
+        patch.object(Clock, "mark", count),
         patch.object(monitor_module, "Sampling", lambda: Sampling(thin_after)),
         suppress(Accident),
     ):
