@@ -17,9 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessException
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
+from lightning_bucketddp.faults.failure import RankFailedError, ShortTracebacks, shorten_relayed
 from lightning_bucketddp.processes import end_openmp_threads, end_with_status
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import set_main_port
@@ -94,6 +95,7 @@ class Guarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
+        ShortTracebacks.uninstall()
         try:
             try:
                 result = self.function(*args, **kwargs)
@@ -103,6 +105,8 @@ class Guarded:
                 self.strategy.end_run_by(error)
                 raise
         except BaseException as error:
+            if not self.in_child:
+                ShortTracebacks.install()
             if self.on_exception is not None:
                 try:
                     self.on_exception(error)
@@ -113,6 +117,9 @@ class Guarded:
             if self.in_child and isinstance(error, KeyboardInterrupt):
                 # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None
+            if self.in_child and isinstance(error, RankFailedError):
+                # torch shows the error of one process, which may be this one.
+                error.args = (f"{error}{error.stack}",)
             raise
 
 
@@ -166,8 +173,10 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 finally:
                     if (listener := self.take_listener()) is not None:
                         listener.close()
-        except (KeyboardInterrupt, ProcessExitedException) as error:
-            if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
+        except (KeyboardInterrupt, ProcessException) as error:
+            if isinstance(error, ProcessException) and getattr(error, "exit_code", None) != _INTERRUPTED:
+                shorten_relayed(error)
+                ShortTracebacks.install()
                 raise
             # Pressed in a terminal, it has reached all; sent to one process alone, it has not.
             self._end_processes(signal.SIGINT)
