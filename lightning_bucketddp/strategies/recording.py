@@ -18,6 +18,7 @@ from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
+    from lightning_bucketddp.planning.cost import Codecs
     from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
     from lightning_bucketddp.strategies.base import StrategyBase
@@ -157,7 +158,9 @@ class FitTally:
 
 def describe_run(strategy: TrainerStrategy) -> Run:
     """Return what stays the same in a fit."""
+    from lightning_bucketddp.planning.cost import measured_between
     from lightning_bucketddp.recording.schema import Run
+    from lightning_bucketddp.reducer.plan_tuner import measure_wires
     from lightning_bucketddp.reducer.quantization import measure_codecs
 
     assert strategy.reducer is not None
@@ -168,6 +171,10 @@ def describe_run(strategy: TrainerStrategy) -> Run:
     bytes_by_kind = Counter[str]()
     for spec in strategy.reducer.specs:
         bytes_by_kind[spec.kind.partition(" ")[0]] += spec.num_bytes
+    codecs: Codecs = {}
+    if strategy.world_size > 1:
+        wires = measure_wires(strategy.reducer.replicas.collectives, module_bytes=MIB)
+        codecs = measured_between(wires, measure_codecs(device))
     return Run(
         rank=strategy.global_rank,
         world_size=strategy.world_size,
@@ -189,5 +196,5 @@ def describe_run(strategy: TrainerStrategy) -> Run:
             "num_islands": None if strategy._state.islands is None else strategy._state.islands.number,
             "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
         },
-        codecs=measure_codecs(device) if strategy.world_size > 1 else {},
+        codecs=codecs,
     )

@@ -38,6 +38,13 @@ def steps_of(directory: Path, rank: int = 0) -> list[Step]:
     return lines_of(directory, rank, Step)
 
 
+def assert_only_wires_were_measured(num_marks: int) -> None:
+    """Time begins with a mark; then ranks have reduced six times in two sizes or more, with three dtypes."""
+    rounds, rest = divmod(num_marks - 1, 2 * 6)
+    assert rest == 0
+    assert 6 <= rounds <= 9
+
+
 def test_steps_are_recorded_on_every_rank(tmp_path: Path) -> None:
     ranks = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, val_check_interval=2, save_every=3)
     by_rank = [steps_of(tmp_path, rank) for rank in range(2)]
@@ -77,7 +84,7 @@ def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path)
     whole, _ = run_on_ranks(fit, directory=tmp_path / "whole", **common)
     common["options"] = {"shard_optimizer": True}
     idle, _ = run_on_ranks(fit, directory=tmp_path / "idle", monitor={"every_n_steps": 8}, **common)
-    assert idle.num_marks == 1  # where time begins
+    assert_only_wires_were_measured(idle.num_marks)
     ranks = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 2}, **common)
     for rank in range(2):
         [plan], steps = lines_of(tmp_path, rank, RecordedPlan), steps_of(tmp_path, rank)
@@ -210,7 +217,7 @@ def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> No
 def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
     fitted = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 11}, max_epochs=1)
     for rank in fitted:
-        assert rank.num_marks == 1  # where time begins
+        assert_only_wires_were_measured(rank.num_marks)
     assert fitted[0].said == [
         "BucketDDPMonitor: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`."
     ]
