@@ -218,8 +218,8 @@ class _Simulated:
     def against_dtype(self, now: str | None, typical: TypicalStep) -> list[str]:
         """Return what to set instead of `now`, fewer bits that do not gain enough for their precision."""
         steps = self.steps_by_dtype(typical)
-        best = best_dtype(steps) if now in steps else now
-        if best in (now, "int8") or now == "fp32":  # fewer bits than now are a suggestion like others
+        # Fewer bits than now are a suggestion like others.
+        if now in (None, "fp32") or now not in steps or (best := best_dtype(steps)) in (now, "int8"):
             return []
         gain_s = steps[best] - typical.step_s
         effect = f"saves {in_ms(gain_s)} only" if gain_s > 0 else f"takes {in_ms(-gain_s)} longer"
