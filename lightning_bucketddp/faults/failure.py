@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,29 +111,28 @@ class Failure:
         return error
 
 
+@dataclass(frozen=True)
 class ShortTracebacks:
-    """A `sys.excepthook` that shows an error of a run without the frames of torch and Lightning (`_shown`)."""
+    """A `sys.excepthook` that shows errors that came through this package without frames of frameworks (`_shown`)."""
 
-    def __init__(self, previous: Callable[..., Any]) -> None:
-        self._previous = previous
+    previous: Callable[..., Any]
 
     @classmethod
     def install(cls) -> None:
-        """Have Python show the error that ends this program so, if it has come through this package."""
-        if not isinstance(sys.excepthook, cls):
-            sys.excepthook = cls(sys.excepthook)
+        cls.uninstall()
+        sys.excepthook = cls(sys.excepthook)
 
     @classmethod
     def uninstall(cls) -> None:
         """Restore the hook, unless another one has been installed since."""
         if isinstance(sys.excepthook, cls):
-            sys.excepthook = sys.excepthook._previous
+            sys.excepthook = sys.excepthook.previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if any(frame.f_code.co_filename.startswith(_NOT_INSTALLED[-1]) for frame, _ in traceback.walk_tb(trace)):
-            show_error(self._previous, error)
+            show_error(self.previous, error)
         else:
-            self._previous(kind, error, trace)
+            self.previous(kind, error, trace)
 
 
 def show_error(show: Callable[..., Any], error: BaseException) -> None:
@@ -145,8 +145,7 @@ def show_error(show: Callable[..., Any], error: BaseException) -> None:
 
 
 def _without_frameworks(error: BaseException) -> TracebackType | None:
-    links = []
-    link = error.__traceback__
+    links, link = [], error.__traceback__
     while link is not None:
         links.append(link)
         link = link.tb_next
@@ -154,19 +153,16 @@ def _without_frameworks(error: BaseException) -> TracebackType | None:
     most_of_frameworks = 0 if isinstance(error, ProcessException) else _NUM_FRAMES
     kept: TracebackType | None = None
     for index in reversed(_shown([link.tb_frame.f_code.co_filename for link in links], most_of_frameworks)):
-        link = links[index]
-        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+        kept = TracebackType(kept, links[index].tb_frame, links[index].tb_lasti, links[index].tb_lineno)
     return kept
 
 
 def shorten_relayed(error: ProcessException) -> None:
     """Leave frames of torch and Lightning out of the text that another process has written."""
-    frames = list(_FRAME.finditer(error.msg))
-    shown = _shown([frame[1] for frame in frames], _NUM_FRAMES)
-    text = error.msg
-    for index in sorted({*range(len(frames))} - {*shown}, reverse=True):
-        text = text[: frames[index].start()] + text[frames[index].end() :]
-    error.msg, error.args = text, (text, *error.args[1:])
+    kept = {*_shown(_FRAME.findall(error.msg), _NUM_FRAMES)}
+    position = count()
+    error.msg = _FRAME.sub(lambda frame: frame[0] if next(position) in kept else "", error.msg)
+    error.args = (error.msg, *error.args[1:])
 
 
 def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:

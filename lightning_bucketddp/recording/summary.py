@@ -28,7 +28,7 @@ from lightning_bucketddp.recording.typical_step import TypicalStep, mean_phases,
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.wording import list_names, pluralize
 
-_IN_WORDS = {
+PHASE_IN_WORDS = {
     "data": "waiting for data",
     "weights": "waiting for weights",
     "forward": "forward",
@@ -102,7 +102,7 @@ def print_summary(summary: Summary) -> None:
     table = Table("one step", Column("ms", justify="right"), Column("%", justify="right"))
     total = sum(summary.seconds.values())
     for phase, seconds in summary.seconds.items():
-        table.add_row(_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
+        table.add_row(PHASE_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
     table.add_section()
     table.add_row("all", f"{1e3 * total:.2f}", "100.0")
     console.print(Padding(table, (0, 0, 0, 2), expand=False))

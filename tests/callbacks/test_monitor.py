@@ -172,12 +172,12 @@ def test_values_are_logged_as_means_over_what_was_recorded(tmp_path: Path) -> No
     ("model", "of_a_step"), [("unused", (2.0, 0.0)), ("skipping", (0.0, 0.5)), ("regression", (0.0, 0.0))]
 )
 @pytest.mark.sampled(1)
-def test_unused_parameters_and_skipped_ranks_are_counted(
+def test_unused_parameters_and_skipped_batches_are_counted(
     model: str, of_a_step: tuple[float, float], tmp_path: Path
 ) -> None:
     run_on_ranks(fit, directory=tmp_path, model=model, monitor=EVERY, loggers=True, log_every_n_steps=10)
     [values] = logged_in_csv(tmp_path).values()
-    assert (values["unused_parameters"], values["skipped_ranks"]) == of_a_step
+    assert (values["unused_parameters"], values["skipped_batches_per_step"]) == of_a_step
 
 
 def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> None:
