@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
 from lightning_bucketddp.faults.failure import RankFailedError, ShortTracebacks, shorten_relayed
-from lightning_bucketddp.processes import end_openmp_threads, end_with_status
+from lightning_bucketddp.processes import end_openmp_threads, end_with_status, variables_by_default
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import set_main_port
 
@@ -68,7 +68,9 @@ def launching(*restored: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (LAUNCHER_PID, *restored)}
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
-        yield
+        # When the rank with the store dies, torch would show its frames of C++ on all others.
+        with variables_by_default({"TORCH_CPP_LOG_LEVEL": "ERROR"}):
+            yield
     finally:
         for name, value in before.items():
             if value is None:

@@ -244,6 +244,21 @@ def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank
     assert "lightning_bucketddp/" not in ended.output
 
 
+@pytest.mark.long
+def test_a_rank_zero_that_is_killed_leaves_two_lines_and_no_frames_of_its_store(tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    killed = CRASH.replace("check_label(17)", "import os; os.kill(os.getpid(), 9)")
+    killed = killed.replace("global_rank == 1", "global_rank == 0")
+    script.write_text(killed)
+    # Not a warm one, which has read its variables already.
+    program = programs.Program([script, "bucketddp"], python=sys.executable)
+    ended = run_together(program, root="lightning.pytorch", directory=tmp_path)
+    assert ended.returncode == -9, ended.output
+    assert RANK_ONE_IS_STOPPING in ended.output
+    assert "frame #" not in ended.output
+    assert sum(line.startswith("[rank1]") for line in ended.output.splitlines()) == 2, ended.output
+
+
 def test_an_error_that_was_caught_changes_nothing_for_the_errors_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", before := lambda _, error, __: shown.append(error))
