@@ -24,6 +24,8 @@ _ROOT_OF = {
     f"{root}.strategies": root
     for root in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 }
+# jsonargparse finds a class by its short name if it is imported.
+_ROOT_OF |= {f"{root}.cli": root for root in ("lightning.pytorch", "pytorch_lightning")}
 
 
 def autoload() -> None:
@@ -42,7 +44,7 @@ def register_when_imported() -> None:
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Finds the modules that hold a strategy registry, as Python would, and has us registered in them."""
+    """Finds the modules that hold a strategy registry or the CLI, as Python would, and has us registered in them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -16,6 +16,7 @@ MIB = 2**20
 NONFINITE_RESPONSES = ("warn", "raise", "skip")
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+NAME_OF_DTYPE = {dtype: name for name, dtype in REDUCE_DTYPES.items()}
 # How many numbers share a scale where they travel as `int8`.
 BLOCK_NUMEL = 256
 
@@ -54,7 +55,10 @@ class ReducerConfig:
                 f" {self.bucket_cap_mb!r}. The default is '{AUTO}'."
             )
         if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, got {self.reduce_dtype!r}.")
+            raise ValueError(
+                f"`reduce_dtype` must be one of {', '.join(REDUCE_DTYPES)}, or a dtype of torch that they stand for,"
+                f" got {self.reduce_dtype!r}."
+            )
         if self.reduce_dtype is not None and self.comm_hook is not None:
             raise ValueError("`reduce_dtype` and a communication hook both say what travels: pass one of them.")
         if self.on_nonfinite not in (*NONFINITE_RESPONSES, None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,11 @@ def list_some_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Return "1 rank" or "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def wrap(text: str) -> str:
+    """Return a text for the log in lines of at most 100 characters."""
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:

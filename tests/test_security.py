@@ -175,7 +175,7 @@ def test_a_run_on_one_host_is_reached_from_no_other_and_outlives_what_strangers_
     # In spite of all that was in the place of it, the failure of rank 1 is known to rank 0, which ends by it.
     assert ended.exit_codes == [1, 1]
     assert re.search(
-        r"RankFailedError: Rank 0 is stopping .* Rank 1 \(process .*: ValueError: boom\\x1b\]0;", ended.output[0]
+        r"RankFailedError: Rank 0 is stopping .*\n.*Rank 1 \(process .*: ValueError: boom\\x1b\]0;", ended.output[0]
     )
     assert "\x1b" not in ended.output[0]
     assert "the watch of rank" not in "".join(ended.output)

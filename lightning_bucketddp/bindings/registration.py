@@ -71,6 +71,8 @@ def register(root: str) -> None:
 
     if (trainer := sys.modules.get("lightning_bucketddp.strategies.trainer")) is not None:
         accept_in_every_root(trainer.TrainerStrategy)  # imported before this root
+    if f"{root}.cli" in sys.modules:
+        binding_of(root)  # so that a config may say `class_path: BucketDDPStrategy`
     strategies = import_module(f"{root}.strategies")
     registry = strategies.STRATEGY_REGISTRY if "fabric" in root else strategies.StrategyRegistry
     for name, start_method in _START_METHOD_OF.items():

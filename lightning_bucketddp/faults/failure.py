@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import count
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+from torch.multiprocessing.spawn import ProcessException
 
 from lightning_bucketddp.wording import printable
 
 # A failure travels through the store and is read by every rank: enough to find the line.
 _NUM_FRAMES = 8
-_NUM_FRAMES_OF_USER = 3
 _NUM_CHARACTERS = 2000
 _MOST_CHARACTERS_SHOWN = 20_000
-_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(Path(__file__).parents[1]))
+_FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+_NOT_INSTALLED = ("<frozen", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_FRAME = re.compile(r'  File "(.*)", line \d+.*\n(?:    .*\n)*')
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has failed, and training needs all of them."""
+    """Another rank has failed, and training needs all of them.
+
+    Attributes:
+        stack: where that rank has raised, which it shows itself; "" if it was not by an exception.
+    """
+
+    stack = ""
 
 
 class Kind(str, Enum):
@@ -70,7 +83,7 @@ class Failure:
             return None
         return failure if all(type(getattr(failure, f.name)).__name__ == f.type for f in fields(cls)) else None
 
-    def describe(self) -> str:
+    def describe(self, *, with_stack: bool = True) -> str:
         """Return which rank failed, how and where, in plain words; then its stack, if there is one."""
         who = f"Rank {self.rank}" + (f" ({self.process})" if self.process else "")
         where = f" in {self.where}" if self.where else ""
@@ -81,35 +94,104 @@ class Failure:
             Kind.STOPPED: f"{who} was told to stop{where} by {signal_name(self.signal)}.",
             Kind.LOST: f"{who} can no longer be reached{where}: {self.what}.",
         }[self.kind]
-        stack = f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else ""
         # It may have come through the store, to which anyone can write who reaches it.
-        return printable((sentence + stack)[:_MOST_CHARACTERS_SHOWN])
+        return printable((sentence + (self._titled_stack if with_stack else ""))[:_MOST_CHARACTERS_SHOWN])
+
+    @property
+    def _titled_stack(self) -> str:
+        return f"\nIts stack, innermost call last:\n{self.stack.rstrip()}" if self.stack else ""
 
     def summary(self) -> str:
         """Return `describe` without the stack."""
-        return replace(self, stack="").describe()
+        return self.describe(with_stack=False)
 
     def error_for(self, rank: int) -> RankFailedError:
         """Return the error for `rank` to raise, which has not failed by an exception of its own."""
         why = "another rank failed first" if rank != self.rank else "the others no longer wait for it"
-        return RankFailedError(f"Rank {rank} is stopping because {why}. {self.describe()}")
+        has_raised = self.kind is Kind.RAISED
+        about = self.describe(with_stack=not has_raised)
+        error = RankFailedError(f"Rank {rank} is stopping because {why}.\n{about}")
+        error.stack = printable(self._titled_stack[:_MOST_CHARACTERS_SHOWN]) if has_raised else ""
+        return error
+
+
+@dataclass(frozen=True)
+class ShortTracebacks:
+    """A `sys.excepthook` that shows errors that came through this package without frames of frameworks (`_shown`)."""
+
+    previous: Callable[..., Any]
+
+    @classmethod
+    def install(cls) -> None:
+        cls.uninstall()
+        sys.excepthook = cls(sys.excepthook)
+
+    @classmethod
+    def uninstall(cls) -> None:
+        """Restore the hook, unless another one has been installed since."""
+        if isinstance(sys.excepthook, cls):
+            sys.excepthook = sys.excepthook.previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if any(frame.f_code.co_filename.startswith(_NOT_INSTALLED[-1]) for frame, _ in traceback.walk_tb(trace)):
+            show_error(self.previous, error)
+        else:
+            self.previous(kind, error, trace)
+
+
+def show_error(show: Callable[..., Any], error: BaseException) -> None:
+    """Have `show`, a `sys.excepthook`, show an error at the end of a program."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None if isinstance(one, RankFailedError) else _without_frameworks(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    show(type(error), error, error.__traceback__)
+
+
+def _without_frameworks(error: BaseException) -> TracebackType | None:
+    links, link = [], error.__traceback__
+    while link is not None:
+        links.append(link)
+        link = link.tb_next
+    # What another process has raised did not come about where this one has waited for it.
+    most_of_frameworks = 0 if isinstance(error, ProcessException) else _NUM_FRAMES
+    kept: TracebackType | None = None
+    for index in reversed(_shown([link.tb_frame.f_code.co_filename for link in links], most_of_frameworks)):
+        kept = TracebackType(kept, links[index].tb_frame, links[index].tb_lasti, links[index].tb_lineno)
+    return kept
+
+
+def shorten_relayed(error: ProcessException) -> None:
+    """Leave frames of torch and Lightning out of the text that another process has written."""
+    kept = {*_shown(_FRAME.findall(error.msg), _NUM_FRAMES)}
+    position = count()
+    error.msg = _FRAME.sub(lambda frame: frame[0] if next(position) in kept else "", error.msg)
+    error.args = (error.msg, *error.args[1:])
 
 
 def format_stack(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Format the innermost frames, and the innermost ones of the user's program, outermost first."""
-    own = [index for index, frame in enumerate(frames) if not _is_library(frame.filename)][-_NUM_FRAMES_OF_USER:]
-    shown = sorted({*own, *range(max(len(frames) - _NUM_FRAMES, 0), len(frames))})
+    """Format the frames that help (`_shown`), outermost first."""
     lines: list[str] = []
-    for position, index in enumerate(shown):
-        if num_left_out := index - shown[position - 1] - 1 if position > 0 else 0:
+    before = -1
+    for index in _shown([frame.filename for frame in frames], _NUM_FRAMES)[-2 * _NUM_FRAMES :]:
+        if (num_left_out := index - before - 1) and lines:
             lines.append(f"  ... {num_left_out} more ...\n")
-        lines += traceback.format_list([frames[index]])
+        frame, before = frames[index], index
+        lines.append(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}\n')
     return "".join(lines)
 
 
-def _is_library(file: str) -> bool:
-    """Return whether `file` belongs to Python, to a package that is installed, or to this one."""
-    return "site-packages" in file or "dist-packages" in file or file.startswith(("<frozen", *_LIBRARIES))
+def _shown(files: Sequence[str], most_of_frameworks: int) -> list[int]:
+    """Return which frames help: all but those of frameworks, and of these the last ones, where the error was raised."""
+    own = [index for index, file in enumerate(files) if not _is_framework(file)]
+    first_inside = max(own[-1] + 1 if own else 0, len(files) - most_of_frameworks)
+    return [*own, *range(first_inside, len(files))]
+
+
+def _is_framework(file: str) -> bool:
+    """Return whether `file` belongs to Python, torch, Lightning or this package; any other may be the user's."""
+    _, is_installed, path = file.rpartition("-packages/")
+    return path.partition("/")[0] in _FRAMEWORKS if is_installed else file.startswith(_NOT_INSTALLED)
 
 
 def this_process() -> str:

@@ -30,7 +30,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -158,6 +158,19 @@ NO_CODEC = Codec()
 # By `reduce_dtype`, for fp32 gradients. What is not in it counts as nothing.
 Codecs = Mapping[str, Codec]
 NO_CODECS: Codecs = MappingProxyType({})
+
+
+def measured_between(wires: Mapping[str, AllReduceCost], codecs: Codecs) -> Codecs:
+    """Return `codecs` with what else a dtype takes where ranks have measured `wires` together, fp32 among them.
+
+    Ranks that share cores encode slower than one alone, and a backend may be slow in adding up 16 bits.
+    """
+    found = dict(codecs)
+    for name in wires.keys() & codecs.keys():
+        expected = BYTES_PER_VALUE[name] / 4 * wires["fp32"].s_per_byte + sum(astuple(codecs[name]))
+        more = max(wires[name].s_per_byte - expected, 0.0)
+        found[name] = replace(codecs[name], inline_s_per_byte=codecs[name].inline_s_per_byte + more)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ Note: advice and measurement
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +18,15 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
-from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Profile, Wire, simulate
-from lightning_bucketddp.planning.optimal_plan import WORTH_8_BITS, in_ms, predict
+from lightning_bucketddp.planning.cost import AllReduceCost, Profile, Wire, simulate
+from lightning_bucketddp.planning.optimal_plan import best_dtype, in_ms, predict
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.recording.schema import WAITS, RecordedPlan
 from lightning_bucketddp.recording.typical_step import TypicalStep, mean_phases, plan_in
 from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.wording import list_names, pluralize
 
-_IN_WORDS = {
+PHASE_IN_WORDS = {
     "data": "waiting for data",
     "weights": "waiting for weights",
     "forward": "forward",
@@ -101,7 +100,7 @@ def print_summary(summary: Summary) -> None:
     table = Table("one step", Column("ms", justify="right"), Column("%", justify="right"))
     total = sum(summary.seconds.values())
     for phase, seconds in summary.seconds.items():
-        table.add_row(_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
+        table.add_row(PHASE_IN_WORDS[phase], f"{1e3 * seconds:.2f}", f"{100 * seconds / max(total, 1e-9):.1f}")
     table.add_section()
     table.add_row("all", f"{1e3 * total:.2f}", "100.0")
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
@@ -134,13 +133,8 @@ def suggestions(typical: TypicalStep) -> list[str]:
     against: list[str] = []
     if typical.plan is not None:
         run = _Simulated.of(typical, typical.plan)
-        waits = {} if run is None else run.waits_by_dtype(options, typical.run.codecs)
-        found += _suggest_for_network(typical, run, waits, options)
-        # 8 bits that are set must gain enough for their precision.
-        gain_s = math.inf if run is None else waits.get("bf16", math.inf) - run.wait_s
-        if options.get("reduce_dtype") == "int8" and gain_s <= WORTH_8_BITS * typical.step_s:
-            effect = f"saves {in_ms(gain_s)} only" if gain_s > 0 else f"takes {in_ms(-gain_s)} longer"
-            against = [f'`reduce_dtype="bf16"` instead of "int8", which {effect} here and costs precision.']
+        found += _suggest_for_network(typical, run, options)
+        against = [] if run is None else run.against_dtype(options.get("reduce_dtype"), typical)
     worthwhile = [(text, gain_s) for text, gain_s in found if gain_s > _WORTHWHILE * typical.step_s]
     best = sorted(worthwhile, key=lambda suggestion: -suggestion[1])
     texts = [f"{text} ({gain_s / typical.step_s:.0%} of the step)." for text, gain_s in best]
@@ -167,7 +161,7 @@ def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iter
 
 
 def _suggest_for_network(
-    typical: TypicalStep, run: _Simulated | None, waits: Mapping[str, float], options: Mapping[str, Any]
+    typical: TypicalStep, run: _Simulated | None, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, float]]:
     """Yield options that shorten the wait for the network, each with the seconds that it gains."""
     wait_s = typical.unhindered.exposed_s
@@ -175,7 +169,7 @@ def _suggest_for_network(
     if typical.straggler is not None:
         wait = f"the {in_ms(wait_s)} that rank {typical.straggler[0].rank}, the slowest, waits"
     if run is not None:
-        for option, gain_s in _simulate_options(run, waits, options, step_s=typical.step_s):
+        for option, gain_s in _simulate_options(run, typical, options):
             yield f"{option} would hide {1e3 * gain_s:.2f} of {wait}", gain_s
     accumulated = f"`accumulate_grad_batches={2 * options.get('accumulate_grad_batches', 1)}`"
     yield f"{accumulated}, with twice the global batch, would halve {wait}", wait_s / 2
@@ -204,28 +198,40 @@ class _Simulated:
         wait_s = min(simulate(profile, positions, cost).exposed_s, typical.unhindered.exposed_s)
         return cls(profile, positions, cost, wait_s)
 
-    def waits_by_dtype(self, options: Mapping[str, Any], codecs: Codecs) -> dict[str, float]:
-        """Return how long a step would wait with other dtypes whose codec is known; {} where none can be chosen."""
+    def steps_by_dtype(self, typical: TypicalStep) -> dict[str, float]:
+        """Return how long a step takes with each dtype whose codec is known; {} where none can be chosen."""
+        options, codecs, specs = typical.run.options, typical.run.codecs, self.profile.specs
         if options.get("ddp_comm_hook") is not None or options.get("gradient_dtype") != "torch.float32":
             return {}
-        specs = self.profile.specs
-        own = Wire.of(options.get("reduce_dtype"), specs, codecs).own_cost(self.cost)
-        wires = {name: Wire.of(name, specs, codecs) for name in ("bf16", "int8") if name == "bf16" or name in codecs}
-        return {
-            name: simulate(self.profile, self.plan, wire.cost(own), codec=wire.codec).exposed_s
-            for name, wire in wires.items()
-        }
+        now = options.get("reduce_dtype") or "fp32"
+        own = Wire.of(now, specs, codecs).own_cost(self.cost)
+        steps = {}
+        for name in ("fp32", "bf16", "int8"):
+            if name != "int8" or name in codecs:
+                wire = Wire.of(name, specs, codecs)
+                wait_s = simulate(self.profile, self.plan, wire.cost(own), codec=wire.codec).exposed_s
+                steps[name] = typical.step_s - self.wait_s + (self.wait_s if name == now else wait_s)
+        return steps
+
+    def against_dtype(self, now: str | None, typical: TypicalStep) -> list[str]:
+        """Return what to set instead of `now`, fewer bits that do not gain enough for their precision."""
+        steps = self.steps_by_dtype(typical)
+        # Fewer bits than now are a suggestion like others.
+        if now in (None, "fp32") or now not in steps or (best := best_dtype(steps)) in (now, "int8"):
+            return []
+        gain_s = steps[best] - typical.step_s
+        effect = f"saves {in_ms(gain_s)} only" if gain_s > 0 else f"takes {in_ms(-gain_s)} longer"
+        instead = f'`reduce_dtype="{best}"` instead of' if best == "bf16" else "no `reduce_dtype` instead of"
+        return [f'{instead} "{now}", which {effect} here and costs precision.']
 
 
-def _simulate_options(
-    run: _Simulated, waits: Mapping[str, float], options: Mapping[str, Any], *, step_s: float
-) -> Iterator[tuple[str, float]]:
-    now = options.get("reduce_dtype")
-    if "bf16" in waits and now is None:
-        yield '`reduce_dtype="bf16"`', run.wait_s - waits["bf16"]
-    # Fewer bits must gain more than precise ones do.
-    if "int8" in waits and now != "int8" and min(run.wait_s, waits["bf16"]) - waits["int8"] > WORTH_8_BITS * step_s:
-        yield '`reduce_dtype="int8"`, with 8 bits for each gradient,', run.wait_s - waits["int8"]
+def _simulate_options(run: _Simulated, typical: TypicalStep, options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    now, steps = options.get("reduce_dtype"), run.steps_by_dtype(typical)
+    precise = {name: seconds for name, seconds in steps.items() if name != "int8"}
+    if precise and now is None and best_dtype(precise) == "bf16":
+        yield '`reduce_dtype="bf16"`', typical.step_s - steps["bf16"]
+    if steps and now != "int8" and best_dtype(steps) == "int8":
+        yield '`reduce_dtype="int8"`, with 8 bits for each gradient,', typical.step_s - steps["int8"]
     predicted = {name: predict(run.profile, config, run.cost) for name, config in _other_sizes(options).items()}
     if predicted:
         option, best = min(predicted.items(), key=lambda item: item[1].exposed_s)

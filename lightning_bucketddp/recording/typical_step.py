@@ -173,6 +173,7 @@ class RankNumbers(StepNumbers):
     host: str
     num_steps: int  # how many recorded steps count
     own_error_s: float = 0.0  # the standard error of `own_s`
+    step_error_s: float = 0.0  # that of `step_s`
     memory_bytes: int = 0
     waits: Sequence[float] = ()  # by bucket of the last plan: the share of the exposed time in which its reduction ran
     backward: BackwardNumbers | None = None  # of steps with the last plan; None if nothing was reduced
@@ -192,6 +193,7 @@ class RankNumbers(StepNumbers):
             num_steps=len(steps),
             phases=mean_phases({phase: step.seconds(phase) for phase in PHASES} for step in middle),
             own_error_s=_error([step.own_s for step in steps]),
+            step_error_s=_error([step.step_s for step in steps]),
             communication_s=mean(step.communication_s for step in middle),
             exchange_s=mean(sum(span.seconds for span in step.exchanges()) for step in middle),
             bytes_on_wire=mean(step.bytes_on_wire for step in middle),

@@ -287,7 +287,7 @@ def metrics_of(steps: Sequence[Step], *, num_ranks: int) -> dict[str, float]:
         "bandwidth_gbit_s": 8e-9 * fmean(bandwidths),
         "buckets": fmean(len(step.buckets) for step in steps),
         "unused_parameters": fmean(step.num_unused for step in steps),
-        "skipped_ranks": fmean(step.num_skipped for step in steps),
+        "skipped_batches_per_step": fmean(step.num_skipped for step in steps),
         "plan_version": float(steps[-1].plan),
     }
 

@@ -123,7 +123,7 @@ class LaunchQueue:
             self.in_flight.append(pending)
             self.observer.reduction_started(index, pending)
             self.stats.num_reductions += 1
-            self.stats.bytes_reduced += bucket.num_bytes
+            self.stats.bytes_sent += pending.bytes_sent
 
     def _write_flags(self) -> None:
         flags = self.bucket_set.flags
@@ -159,6 +159,7 @@ class CapturedBackward:
     syncs: bool = False  # gradients are exchanged in it
     bucket_set: BucketSet | None = None  # None: this rank is alone
     missing: list[int] = field(default_factory=list)  # parameters without a gradient
+    bytes_sent: int = 0
     loss_digest: Tensor | None = None  # of the losses that have not been exchanged when it ends
 
 

@@ -35,7 +35,7 @@ class ReducerStats:
 
     num_backwards: int = 0  # synchronised ones
     num_reductions: int = 0  # buckets reduced in them
-    bytes_reduced: int = 0  # size of those buckets, in the gradients' own dtype
+    bytes_sent: int = 0  # that travelled for them, as `reduce_dtype` (Note: halves, in `cost`)
     num_plans: int = 0  # one for each set of trainable parameters, and if a better one was computed
     num_unused: int = 0  # gradients that were missing on this rank and filled in with zeros
     num_skipped: int = 0  # training steps that returned nothing, on all ranks together

@@ -29,8 +29,9 @@ from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec, has_cho
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, LateGradientError
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
 from lightning_bucketddp.reducer.grad_hooks import hook_on_node
-from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, ReducerStats, is_being_captured
-from lightning_bucketddp.reducer.reduction import Reduction
+from lightning_bucketddp.reducer.observer import BackwardObserver, Clock, ReducerStats, clock_of, is_being_captured
+from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
+from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wording import pluralize
 
@@ -78,6 +79,24 @@ class CostMeter:
             marks.append((start, self.clock.mark()))
         # The first one waits until all ranks are here.
         return [self.clock.seconds(start, stop) for start, stop in marks[1:]]
+
+
+def measure_wires(
+    collectives: Collectives, *, module_bytes: int, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, AllReduceCost]:
+    """Return what a reduction of fp32 gradients costs, by what they travel as. Collective."""
+    reductions: dict[str, Reduction] = {
+        "fp32": MeanReduction(collectives),
+        "bf16": MeanReduction(collectives, dtype=torch.bfloat16),
+        "int8": QuantizedMeanReduction(collectives),
+    }
+    costs: dict[str, AllReduceCost] = {}
+    for name, reduction in reductions.items():
+        progress(f"gradients as {name} ...")
+        meter = CostMeter(reduction, collectives=collectives, clock=clock_of(collectives.device))
+        costs[name] = meter.measure(dtype=torch.float32, module_bytes=module_bytes)
+        reduction.close()
+    return costs
 
 
 # With both plans, and the first backward, which has none, this makes 17 backwards.

@@ -119,7 +119,7 @@ class Reducer:
         stats = self.stats
         return (
             f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
-            f" backwards, {stats.bytes_reduced / MIB:.1f} MiB"
+            f" backwards, {stats.bytes_sent / MIB:.1f} MiB"
         )
 
     def describe_outlook(self) -> str:
@@ -274,7 +274,7 @@ class Reducer:
         assert captured.bucket_set is not None
         buckets = captured.bucket_set.buckets
         self.stats.num_reductions += len(buckets)
-        self.stats.bytes_reduced += sum(bucket.num_bytes for bucket in buckets)
+        self.stats.bytes_sent += captured.bytes_sent
         with torch.no_grad():
             if weighting is not None:
                 weighting.compare_missing([], some_miss=some_miss)
@@ -443,6 +443,7 @@ class Reducer:
         weighting, missing = self._weighting, backward.queue.missing
         if backward.captured is not None:
             backward.captured.missing = list(missing)
+            backward.captured.bytes_sent = sum(pending.bytes_sent for pending in backward.queue.in_flight)
             backward.queue.wait(factor=factor, all_miss_the_same=True)
             return
         same = weighting is not None and weighting.compare_missing(missing, some_miss=backward.some_miss)

@@ -90,7 +90,7 @@ class FabricStrategy(StrategyBase, _ParallelStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
         overlap: bool = True,
-        reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
+        reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | torch.dtype | None = None,
         shard_optimizer: ShardOption = False,
         timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,

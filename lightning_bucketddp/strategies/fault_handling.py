@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import access_store, leave_process_group
 from lightning_bucketddp.config import Timeouts
-from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.faults.failure import Failure, Kind, show_error
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
@@ -160,8 +160,7 @@ class FaultHandler:
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
             handler = this()
             instead = None if handler is None or handler._is_over else handler.end_by(error)
-            shown = instead or error
-            previous(type(shown), shown, trace)
+            show_error(previous, instead or error)
 
         def take_out() -> None:
             if sys.excepthook is report:

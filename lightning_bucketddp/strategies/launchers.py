@@ -18,10 +18,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
-from lightning_bucketddp.processes import end_openmp_threads, end_with_status, working_directory
+from lightning_bucketddp.faults.failure import RankFailedError, ShortTracebacks, shorten_relayed
+from lightning_bucketddp.processes import (
+    end_openmp_threads,
+    end_with_status,
+    variables_by_default,
+    working_directory,
+)
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import processes_started_by, set_main_port
 
@@ -74,7 +80,9 @@ def launching(*restored: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (LAUNCHER_PID, *restored)}
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
-        yield
+        # When the rank with the store dies, torch would show its frames of C++ on all others.
+        with variables_by_default({"TORCH_CPP_LOG_LEVEL": "ERROR"}):
+            yield
     finally:
         for name, value in before.items():
             if value is None:
@@ -102,6 +110,7 @@ class Guarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.strategy.trains_elsewhere = False
+        ShortTracebacks.uninstall()
         try:
             with self.strategy.restarts_possible(getattr(self.function, "__self__", None)):
                 while True:
@@ -113,6 +122,8 @@ class Guarded:
                     # Where nothing holds the error any more.
                     self.strategy.begin_restart()
         except BaseException as error:
+            if not self.in_child:
+                ShortTracebacks.install()
             if self.on_exception is not None:
                 try:
                     self.on_exception(error)
@@ -123,6 +134,9 @@ class Guarded:
             if self.in_child and isinstance(error, KeyboardInterrupt):
                 # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
                 raise SystemExit(_INTERRUPTED) from None
+            if self.in_child and isinstance(error, RankFailedError):
+                # torch shows the error of one process, which may be this one.
+                error.args = (f"{error}{error.stack}",)
             raise
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,8 +253,10 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 finally:
                     if (listener := self.take_listener()) is not None:
                         listener.close()
-        except (KeyboardInterrupt, ProcessExitedException) as error:
-            if isinstance(error, ProcessExitedException) and error.exit_code != _INTERRUPTED:
+        except (KeyboardInterrupt, ProcessException) as error:
+            if isinstance(error, ProcessException) and getattr(error, "exit_code", None) != _INTERRUPTED:
+                shorten_relayed(error)
+                ShortTracebacks.install()
                 raise
             # Pressed in a terminal, it has reached all; sent to one process alone, it has not.
             self._end_processes(signal.SIGINT)

@@ -14,7 +14,15 @@ import torch
 import torch.distributed
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.config import LocalSteps, ReducerConfig, ReplicaChecks, Timeouts, check_seconds, is_count
+from lightning_bucketddp.config import (
+    NAME_OF_DTYPE,
+    LocalSteps,
+    ReducerConfig,
+    ReplicaChecks,
+    Timeouts,
+    check_seconds,
+    is_count,
+)
 from lightning_bucketddp.sharding.shards import ShardOption
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -150,7 +158,7 @@ class StrategyOptions:
             reducer=ReducerConfig(
                 bucket_cap_mb=given["bucket_cap_mb"],
                 overlap=given["overlap"],
-                reduce_dtype=given["reduce_dtype"],
+                reduce_dtype=NAME_OF_DTYPE.get(given["reduce_dtype"], given["reduce_dtype"]),
                 comm_hook=wrapper(hook) if wrapper and hook else hook,
                 comm_state=given["ddp_comm_state"],
                 on_nonfinite=given["on_nonfinite"],

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_bucketddp.config import MIB, REDUCE_DTYPES, ReducerConfig
+from lightning_bucketddp.config import MIB, NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.wording import pluralize
+from lightning_bucketddp.wording import pluralize, wrap
 
 if TYPE_CHECKING:
+    from lightning_bucketddp.planning.cost import Codecs
     from lightning_bucketddp.recording.schema import Run
     from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
     from lightning_bucketddp.strategies.base import StrategyBase
@@ -88,7 +89,6 @@ class StepRecording:
             self.recorder.turn_to(phase)
 
 
-_NAME_OF_DTYPE = {dtype: name for name, dtype in REDUCE_DTYPES.items()}
 # Objects of Lightning, and what the line says in words.
 _NOT_LISTED = {
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
@@ -97,7 +97,7 @@ _NOT_LISTED = {
 
 
 def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:
-    """Return what was chosen for a run, in one line; without a `reducer` it is not known yet what will train."""
+    """Return what was chosen for a run; without a `reducer` it is not known yet what will train."""
     options, given, num_nodes = strategy.options, strategy.given_options, strategy._num_nodes
     ranks = pluralize(strategy.world_size, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     started = "" if options.start_method == "popen" else f", started by {options.start_method}"
@@ -105,23 +105,24 @@ def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | N
     if strategy.world_size == 1:
         parts.append("no gradients to exchange")
     else:
+        wire = _describe_wire(options.reducer, reducer)
         gradients = "gradients" if reducer is None else reducer.describe_outlook()
-        parts.append(f"{gradients} sent {_describe_wire(options.reducer, reducer)}")
+        parts += [f"{gradients} sent{wire}"] if wire else []
     listed = [name for name in given if name not in _NOT_LISTED and name not in options.without_effect]
     parts += [", ".join(f"{name}={_describe_value(given[name])}" for name in listed)] if listed else []
     parts += [f"no effect: {', '.join(options.without_effect)}"] if options.without_effect else []
-    return f"bucketddp: {'; '.join(parts)}."
+    return wrap(f"bucketddp: {'; '.join(parts)}.")
 
 
 def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
-    when = "during backward" if config.overlap else "after backward"
+    when = "" if config.overlap else " after backward"
     if config.comm_hook is not None:
-        return f"by `{_describe_value(config.comm_hook)}` {when}"
+        return f" by `{_describe_value(config.comm_hook)}`{when}"
     params = [] if reducer is None else reducer.replicas.parameters.values()
     dtypes = [param.dtype for param in params if param.requires_grad]
-    own = [_NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
+    own = [NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
     named = config.reduce_dtype or " and ".join(own)
-    return f"as {named} {when}" if named else when
+    return f" as {named}{when}" if named else when
 
 
 def _describe_value(value: object) -> str:
@@ -137,15 +138,19 @@ class FitTally:
         self._global_step = global_step
         self._reducer = reducer
         self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
+        self.num_withheld = 0  # not finite, or without a loss on any rank
 
     def describe(self, strategy: TrainerStrategy) -> list[str]:
         """Return the steps and reductions, what was decided about buckets, and what the parts of the run have done."""
         reducer, stats = self._reducer, self._reducer.stats
-        lines = [pluralize(strategy.trainer.global_step - self._global_step, "optimizer step")]
+        # Lightning counts all of them.
+        num_steps = strategy.trainer.global_step - self._global_step - self.num_withheld
+        skipped = f" and {self.num_withheld} skipped" if self.num_withheld else ""
+        lines = [pluralize(num_steps, "optimizer step") + skipped]
         if num_reductions := stats.num_reductions - self._before.num_reductions:
-            mib = (stats.bytes_reduced - self._before.bytes_reduced) / MIB
-            lines.append(f"{mib:.1f} MiB of gradients per rank in {pluralize(num_reductions, 'reduction')}")
-        if reducer.bucket_set is not None:
+            mib = (stats.bytes_sent - self._before.bytes_sent) / MIB
+            lines.append(f"{mib:.1f} MiB sent per rank in {pluralize(num_reductions, 'reduction')}")
+        if reducer.bucket_set is not None and stats.num_plans > 1:
             lines.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
         lines += [reducer.tuning, *(part.describe() for part in strategy._parts)]
         if strategy.shards is not None:
@@ -157,7 +162,9 @@ class FitTally:
 
 def describe_run(strategy: TrainerStrategy) -> Run:
     """Return what stays the same in a fit."""
+    from lightning_bucketddp.planning.cost import measured_between
     from lightning_bucketddp.recording.schema import Run
+    from lightning_bucketddp.reducer.plan_cache import measure_wires
     from lightning_bucketddp.reducer.quantization import measure_codecs
 
     assert strategy.reducer is not None
@@ -168,6 +175,10 @@ def describe_run(strategy: TrainerStrategy) -> Run:
     bytes_by_kind = Counter[str]()
     for spec in strategy.reducer.specs:
         bytes_by_kind[spec.kind.partition(" ")[0]] += spec.num_bytes
+    codecs: Codecs = {}
+    if strategy.world_size > 1:
+        wires = measure_wires(strategy.reducer.replicas.collectives, module_bytes=MIB)
+        codecs = measured_between(wires, measure_codecs(device))
     return Run(
         rank=strategy.global_rank,
         world_size=strategy.world_size,
@@ -189,5 +200,5 @@ def describe_run(strategy: TrainerStrategy) -> Run:
             "num_islands": None if strategy._state.islands is None else strategy._state.islands.number,
             "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
         },
-        codecs=measure_codecs(device) if strategy.world_size > 1 else {},
+        codecs=codecs,
     )

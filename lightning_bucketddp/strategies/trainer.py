@@ -40,6 +40,7 @@ from lightning_bucketddp.strategies.trainer_step import (
     run_forward,
     take_step,
 )
+from lightning_bucketddp.wording import wrap
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -118,7 +119,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         *,
         bucket_cap_mb: float | list[float] | Literal["auto"] | None = AUTO,
         overlap: bool = True,
-        reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
+        reduce_dtype: Literal["fp32", "bf16", "fp16", "int8"] | torch.dtype | None = None,
         shard_optimizer: ShardOption = False,
         replica_checks: ReplicaChecks | int | None = 100,
         rank_seeds: bool = False,
@@ -498,4 +499,4 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._end_watching()
         done, self._state.done = self._state.done, []
         if done:
-            rank_zero_info(f"bucketddp: {'; '.join(done)}.")
+            rank_zero_info(wrap(f"bucketddp: {'; '.join(done)}."))

@@ -122,12 +122,14 @@ def take_step(
         output = step(before_step)
     except StepWithheld:
         drop_gradients(optimizer, strategy.precision_plugin)
+        if strategy._state.tally is not None:
+            strategy._state.tally.num_withheld += 1
         output = None
     for part in strategy._parts:
         part.complete_step()
     strategy._progress.complete_step()
     if reducer is not None:
-        counts = {"skipped_steps": reducer.stats.num_skipped, "nonfinite_steps": reducer.stats.num_nonfinite}
+        counts = {"skipped_batches_total": reducer.stats.num_skipped, "nonfinite_steps": reducer.stats.num_nonfinite}
         for name, count in counts.items():
             if count:
                 module.log(f"bucketddp/{name}", float(count), on_step=True)

@@ -38,6 +38,13 @@ def steps_of(directory: Path, rank: int = 0) -> list[Step]:
     return lines_of(directory, rank, Step)
 
 
+def assert_only_wires_were_measured(num_marks: int) -> None:
+    """Time begins with a mark; then ranks have reduced six times in two sizes or more, with three dtypes."""
+    rounds, rest = divmod(num_marks - 1, 2 * 6)
+    assert rest == 0
+    assert 6 <= rounds <= 9
+
+
 def test_steps_are_recorded_on_every_rank(tmp_path: Path) -> None:
     ranks = run_on_ranks(fit, directory=tmp_path, monitor=EVERY, val_check_interval=2, save_every=3)
     by_rank = [steps_of(tmp_path, rank) for rank in range(2)]
@@ -77,7 +84,7 @@ def test_sharding_is_recorded_and_the_summary_says_what_it_saves(tmp_path: Path)
     whole, _ = run_on_ranks(fit, directory=tmp_path / "whole", **common)
     common["options"] = {"shard_optimizer": True}
     idle, _ = run_on_ranks(fit, directory=tmp_path / "idle", monitor={"every_n_steps": 8}, **common)
-    assert idle.num_marks == 1  # where time begins
+    assert_only_wires_were_measured(idle.num_marks)
     ranks = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 2}, **common)
     for rank in range(2):
         [plan], steps = lines_of(tmp_path, rank, RecordedPlan), steps_of(tmp_path, rank)
@@ -165,12 +172,12 @@ def test_values_are_logged_as_means_over_what_was_recorded(tmp_path: Path) -> No
     ("model", "of_a_step"), [("unused", (2.0, 0.0)), ("skipping", (0.0, 0.5)), ("regression", (0.0, 0.0))]
 )
 @pytest.mark.sampled(1)
-def test_unused_parameters_and_skipped_ranks_are_counted(
+def test_unused_parameters_and_skipped_batches_are_counted(
     model: str, of_a_step: tuple[float, float], tmp_path: Path
 ) -> None:
     run_on_ranks(fit, directory=tmp_path, model=model, monitor=EVERY, loggers=True, log_every_n_steps=10)
     [values] = logged_in_csv(tmp_path).values()
-    assert (values["unused_parameters"], values["skipped_ranks"]) == of_a_step
+    assert (values["unused_parameters"], values["skipped_batches_per_step"]) == of_a_step
 
 
 def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> None:
@@ -210,18 +217,18 @@ def test_the_slow_rank_is_named_and_only_rank_zero_says_so(tmp_path: Path) -> No
 def test_nothing_is_done_in_steps_that_are_not_recorded(tmp_path: Path) -> None:
     fitted = run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": 11}, max_epochs=1)
     for rank in fitted:
-        assert rank.num_marks == 1  # where time begins
+        assert_only_wires_were_measured(rank.num_marks)
     assert fitted[0].said == [
         "BucketDDPMonitor: the fit was too short, no step was recorded. Pass a smaller `every_n_steps`."
     ]
     assert steps_of(tmp_path) == []
     assert fitted[0].printed == ""
-    # Two recorded steps of ten have twice the marks of one.
+    # Two recorded steps of ten have twice the marks of one, beside those of wires, which are multiples of 12.
     one, two = (
         run_on_ranks(fit, directory=tmp_path, monitor={"every_n_steps": n}, max_epochs=1)[0].num_marks - 1
         for n in (10, 5)
     )
-    assert two == 2 * one > 0
+    assert two % 12 == 2 * one % 12 != 0
 
 
 def test_a_long_run_is_thinned_and_logged_all_the_same(tmp_path: Path) -> None:

@@ -46,3 +46,18 @@ def test_mistakes_are_answered_in_words(tmp_path: Path, capsys: pytest.CaptureFi
     nowhere = tmp_path / "no" / "page.html"
     assert main(["report", str(folder), "--output", str(nowhere)]) == 2
     assert str(nowhere) in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_and_a_slower_one_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual, slow = Recording().write(tmp_path / "a"), Recording(slowness={0: 2.0, 1: 2.0}).write(tmp_path / "b")
+    assert main(["report", "--compare", str(usual), str(usual)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("B takes as long: +0.0%, noise 3.0")
+    assert main(["report", "--compare", str(usual), str(slow)]) == 1
+    header, *_, all_of_it, verdict = capsys.readouterr().out.splitlines()
+    assert header.split() == ["one", "step", "A", "ms", "B", "ms", "B", "/", "A"]
+    assert float(all_of_it.split()[-1]) > 1.5
+    assert verdict.startswith("B is slower: +")
+    assert main(["report", "--compare", str(slow), str(usual)]) == 0
+    assert "B is faster: -" in capsys.readouterr().out
+    assert main(["report"]) == main(["report", str(usual), "--compare", str(usual), str(slow)]) == 2
+    assert "pass the folder of a run, or --compare with two of them" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,12 @@ from tests.support.programs import SCRIPTS, run, run_together
 
 # Far from the time-out of the group.
 SOON_S = 30
+RANK_ZERO_IS_STOPPING = (
+    "RankFailedError: Rank 0 is stopping because another rank failed first.\n[rank0]: Rank 1 (process "
+)
+RANK_ONE_IS_STOPPING = (
+    "RankFailedError: Rank 1 is stopping because another rank failed first.\n[rank1]: Rank 0 (process "
+)
 SETTINGS = {"strategy": "bucketddp", "timeout_s": 600, "pause_s": 0.1, "resume": "last"}
 
 
@@ -79,7 +86,7 @@ def end_of(
 def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
     ended = end_of("script", tmp_path, brought=fault_of("kill", 0))
     assert ended.exit_status == -9
-    assert "RankFailedError: Rank 1 is stopping because another rank failed first. Rank 0 (process " in ended.output
+    assert RANK_ONE_IS_STOPPING in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
     # The store was his. The other rank has saved, as the only one that could.
     assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
@@ -140,7 +147,7 @@ def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
     fault = {"what": "raise", "rank": 1, "step": 3}
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     assert "ValueError: an accident" in ended.output
-    assert "RankFailedError: Rank 0 is stopping because another rank failed first. Rank 1 (process " in ended.output
+    assert RANK_ZERO_IS_STOPPING in ended.output
 
 
 def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(tmp_path: Path) -> None:
@@ -148,7 +155,7 @@ def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(t
     ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
     # Neither is rank 0 in a step any more, which nobody may interrupt, nor is it forgotten where rank 1 has failed.
     assert re.search(
-        r"Rank 0 is stopping because another .* Rank 1 \(process .* failed in optimizer: ValueError", ended.output
+        r"Rank 0 is stopping because another .*\n.*Rank 1 \(process .* failed in optimizer: ValueError", ended.output
     )
 
 
@@ -181,3 +188,96 @@ def test_a_rank_that_fails_when_rank_zero_is_through(fault: str, expected: str, 
     output = finished.output.partition("nanobind:")[0]  # a library of torch 2.15 tells at the end what it has leaked
     last = [line for line in output.splitlines() if line][-1]
     assert re.search(expected, last), finished.output
+
+
+CRASH = """
+import sys
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1:
+            check_label(17)
+        return super().training_step(batch, batch_idx)
+
+
+def check_label(label):
+    raise ValueError(f"label {label} is not one of 10 classes")
+
+
+if __name__ == "__main__":
+    L.Trainer(
+        accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    ).fit(Model())
+"""
+OF_THE_USER = [
+    'File "crash.py", line 11, in training_step',
+    "check_label(17)",
+    'File "crash.py", line 16, in check_label',
+    'raise ValueError(f"label {label} is not one of 10 classes")',
+    "ValueError: label 17 is not one of 10 classes",
+]
+
+
+@pytest.mark.parametrize("launcher", ["script", "torchrun", pytest.param("spawn", marks=pytest.mark.long), "fork"])
+def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher == "torchrun" else []
+    strategy = f"bucketddp_{launcher}" if launcher in ("spawn", "fork") else "bucketddp"
+    ended = run(*torchrun, script, strategy, root="lightning.pytorch", directory=tmp_path)
+    assert ended.returncode == 1, ended.output
+    lines = ended.output.replace(f"{tmp_path}/", "").splitlines()
+    stripped = [re.sub(r"^\[rank1\]:", "", line).strip() for line in lines]
+    first = stripped.index(OF_THE_USER[0])
+    assert stripped[first : first + 5] == OF_THE_USER, ended.output
+    assert all(stripped.count(line) == 1 for line in OF_THE_USER), ended.output
+    # torchrun ends rank 0 as soon as rank 1 is gone, and torch shows one of the ranks that it has started.
+    allowed = {"script": {2}, "torchrun": {0, 2}}.get(launcher, {0})
+    assert sum(line.startswith("[rank0]") for line in lines) in allowed, ended.output
+    # torchrun shows frames of its own.
+    assert not re.search(r'File ".*-packages/(lightning|torch/(?!distributed/)).*", line', ended.output), ended.output
+    assert "lightning_bucketddp/" not in ended.output
+
+
+@pytest.mark.long
+def test_a_rank_zero_that_is_killed_leaves_two_lines_and_no_frames_of_its_store(tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    killed = CRASH.replace("check_label(17)", "import os; os.kill(os.getpid(), 9)")
+    killed = killed.replace("global_rank == 1", "global_rank == 0")
+    script.write_text(killed)
+    # Not a warm one, which has read its variables already.
+    program = programs.Program([script, "bucketddp"], python=sys.executable)
+    ended = run_together(program, root="lightning.pytorch", directory=tmp_path)
+    assert ended.returncode == -9, ended.output
+    assert RANK_ONE_IS_STOPPING in ended.output
+    assert "frame #" not in ended.output
+    assert sum(line.startswith("[rank1]") for line in ended.output.splitlines()) == 2, ended.output
+
+
+def test_an_error_that_was_caught_changes_nothing_for_the_errors_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", before := lambda _, error, __: shown.append(error))
+
+    def fail() -> None:
+        torch.nn.Linear(1, 1)(torch.zeros(2))
+
+    for _ in range(2):  # one hook for any number of failures
+        with pytest.raises(RuntimeError, match="mat1 and mat2") as failed:
+            Guarded(fail, SimpleNamespace(end_run_by=lambda _: None))()
+    frames = traceback.extract_tb(failed.value.__traceback__)
+    sys.excepthook(RuntimeError, failed.value, failed.value.__traceback__)
+    names = [frame.name for frame in traceback.extract_tb(shown[0].__traceback__)]
+    # The test and its function, and behind it where torch has raised; not what is between them.
+    assert (len(frames) - len(names), names[:2], names[-1]) == (1, [frames[0].name, "fail"], "forward")
+    with pytest.raises(ValueError, match="of another library") as another:
+        raise ValueError("of another library")
+    before_it = another.value.__traceback__
+    sys.excepthook(ValueError, another.value, before_it)
+    assert shown[1].__traceback__ is before_it
+    Guarded(lambda: None, SimpleNamespace(end_run=lambda: None))()
+    assert sys.excepthook is before

@@ -161,6 +161,6 @@ def test_what_is_logged_are_means() -> None:
         "bandwidth_gbit_s": pytest.approx(1.5 * MIB * 8 / 1e9),
         "buckets": 2,
         "unused_parameters": 2,
-        "skipped_ranks": 0,
+        "skipped_batches_per_step": 0,
         "plan_version": 3,
     }

@@ -191,6 +191,6 @@ def test_disorder_is_refused() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(fit, grace_s=40)  # on a GPU it takes seconds to end what waits there
     [of_first, of_second] = str(failed.value).split("--- rank 1 ---")
-    assert "RankFailedError: Rank 0 is stopping because another rank failed first. Rank 1 " in of_first, of_first
+    assert "RankFailedError: Rank 0 is stopping because another rank failed first.\nRank 1 " in of_first, of_first
     refusal = "RuntimeError: The program has begun to communicate inside a backward, and rank 1 does not use all"
     assert refusal in of_second, of_second

@@ -311,7 +311,7 @@ MUST_BE = {
     "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
     "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
     "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
-    "reduce_dtype": (torch.bfloat16, "one of fp32, bf16, fp16, int8"),
+    "reduce_dtype": (torch.float64, "one of fp32, bf16, fp16, int8, or a dtype of torch that they stand for"),
     "on_nonfinite": ("stop", "one of warn, raise, skip, or None"),
 }
 MUST_BE_FOR_TRAINER = {
@@ -334,6 +334,14 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(root: str, name: str) -> N
     names = {"forward_sync_buffers": "broadcast_buffers"}
     with pytest.raises(ValueError, match=re.escape(f"`{names.get(name, name)}` must be {must_be}, got {value!r}.")):
         strategy_class(root)(**{name: value})
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
+def test_what_travels_may_be_a_dtype_or_its_name(root: str) -> None:
+    given = (torch.bfloat16, "bf16", torch.int8, None)
+    assert [strategy_class(root)(reduce_dtype=dtype).config.reduce_dtype for dtype in given] == [
+        *("bf16", "bf16", "int8", None),
+    ]
 
 
 @pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])

@@ -14,14 +14,18 @@ from tests.support.scripts.shown import lines_of_fits, on_a_terminal
 def test_a_fit_begins_and_ends_with_one_line(tmp_path: Path) -> None:
     shown, on_rank_one = run_on_ranks(lines_of_fits, directory=str(tmp_path))
     assert not any(on_rank_one.values())
-    start = (
-        "bucketddp: 2 ranks (gloo); 2 buckets planned for 2.07 MiB of gradients, sent as fp32 during backward;"
-        " bucket_cap_mb=[1, 2], on_nonfinite=skip; no effect: find_unused_parameters, static_graph."
-    )
+    warning, *skipped = shown.pop("skipped")
+    assert warning.startswith("bucketddp: not finite in step 26 ")
+    assert skipped == ["bucketddp: 2 optimizer steps and 1 skipped; 6.2 MiB sent per rank in 6 reductions."]
+    assert [line for lines in shown.values() for line in lines if len(line) > 100] == []
+    start = [
+        "bucketddp: 2 ranks (gloo); 2 buckets planned for 2.07 MiB of gradients, sent as fp32;",
+        "  bucket_cap_mb=[1, 2], on_nonfinite=skip; no effect: find_unused_parameters, static_graph.",
+    ]
     # Its trials are no fit that a user has asked for, and the fit that follows was described already.
     assert shown == {
         "validate": [],
-        "lr_find": [start],
+        "lr_find": start,
         "fit": [end_of(steps=20)],
         "again": [end_of(steps=5)],
         "silenced": [],
@@ -30,10 +34,7 @@ def test_a_fit_begins_and_ends_with_one_line(tmp_path: Path) -> None:
 
 
 def end_of(steps: int) -> str:
-    return (
-        f"bucketddp: {steps} optimizer steps; {2.067 * steps:.1f} MiB of gradients per rank in {2 * steps} reductions;"
-        " last plan: 2 buckets."
-    )
+    return f"bucketddp: {steps} optimizer steps; {2.067 * steps:.1f} MiB sent per rank in {2 * steps} reductions."
 
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])

@@ -63,7 +63,7 @@ def test_a_rank_that_saves_alone_is_told_to_save_on_all(where: str, tmp_path: Pa
         " `trainer.save_checkpoint` on all ranks: rank 0 writes the file."
     )
     assert (ended.returncode, text in ended.output) == (1, True), ended.output
-    of_rank_one = "Rank 1 is stopping because another rank failed first. Rank 0 "
+    of_rank_one = "Rank 1 is stopping because another rank failed first.\n[rank1]: Rank 0 "
     assert (of_rank_one in ended.output) == (where != "after")
     assert not (tmp_path / "alone.ckpt").exists()
 

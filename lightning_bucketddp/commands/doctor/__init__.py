@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from lightning_bucketddp.commands.doctor.finding import (
     one_per_host,
     within,
 )
+from lightning_bucketddp.planning.cost import AllReduceCost
+from lightning_bucketddp.reducer.plan_cache import measure_wires
 from lightning_bucketddp.startup.store import StartError
 
 HELP = """Check this machine, or this cluster, before a long run.
@@ -133,7 +135,7 @@ class Diagnosis:
     trouble: list[Finding] = field(default_factory=list)  # why they did not meet, or could not talk to each other
     clocks_s: list[float] = field(default_factory=list)  # how far each rank's clock is ahead of rank 0's
     all_reduce: Observation | None = None  # as measured; None if there was one rank, or it failed
-    wires: dict[str, Any] = field(default_factory=dict)  # what reductions cost, by what gradients travel as
+    wires: dict[str, AllReduceCost] = field(default_factory=dict)  # what reductions cost, by what gradients travel as
     backend: str = ""  # that was measured
     is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
@@ -168,7 +170,7 @@ class Diagnosis:
             "verdict": str(max(finding.severity for finding in findings)),
             "findings": [finding.to_json() for finding in findings],
             "all_reduce": all_reduce,
-            "wires": self.wires,
+            "wires": {name: asdict(cost) for name, cost in self.wires.items()},
             "clocks_ahead_seconds": self.clocks_s,
             "ranks": self.ranks,
         }
@@ -231,7 +233,7 @@ def _measure(diagnosis: Diagnosis, hosts: Collectives, gradients: Collectives, p
     diagnosis.clocks_s = network.measure_clocks(hosts)
     diagnosis.backend = "gloo" if gradients is hosts else "NCCL"
     diagnosis.all_reduce = network.measure_all_reduce(gradients, progress=progress)
-    diagnosis.wires = network.measure_wires(gradients, progress=progress)
+    diagnosis.wires = measure_wires(gradients, module_bytes=network.LARGEST_BYTES, progress=progress)
 
 
 def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int, timeout_s: float) -> None:

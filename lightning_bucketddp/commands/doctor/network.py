@@ -9,7 +9,6 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,8 @@ from lightning_bucketddp.commands.doctor.finding import (
 )
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost, Network, share_of_a_link
-from lightning_bucketddp.planning.optimal_plan import WORTH_8_BITS
+from lightning_bucketddp.planning.optimal_plan import best_dtype
 from lightning_bucketddp.reducer.observer import clock_of
-from lightning_bucketddp.reducer.plan_cache import CostMeter
-from lightning_bucketddp.reducer.quantization import QuantizedMeanReduction
-from lightning_bucketddp.reducer.reduction import MeanReduction, Reduction
 
 _DEVICES = Path("/sys/class")
 # Settings that may differ between hosts.
@@ -56,6 +52,7 @@ _GROWTH = 4
 _ENOUGH_S = 12.0
 LONGEST_S = 3 * _ENOUGH_S
 _SIZES = [1024 * _GROWTH**n for n in range(9)]  # 1 KiB to 64 MiB
+LARGEST_BYTES = _SIZES[-1]
 _COPIED_BYTES = 64 * MIB
 # Below this share of the nominal speed something is wrong. Sockets and protocols take their part of a network; within
 # a host data is copied several times, by cores that also compute the sums.
@@ -328,39 +325,26 @@ def size_in_words(num_bytes: int) -> str:
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // 1024} KiB"
 
 
-def measure_wires(collectives: Collectives, *, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Return what a reduction of fp32 gradients costs, by what they travel as. Collective."""
-    reductions: dict[str, Reduction] = {
-        "fp32": MeanReduction(collectives),
-        "bf16": MeanReduction(collectives, dtype=torch.bfloat16),
-        "int8": QuantizedMeanReduction(collectives),
-    }
-    costs: dict[str, Any] = {}
-    for name, reduction in reductions.items():
-        progress(f"gradients as {name} ...")
-        meter = CostMeter(reduction, collectives=collectives, clock=clock_of(collectives.device))
-        costs[name] = asdict(meter.measure(dtype=torch.float32, module_bytes=_SIZES[-1]))
-        reduction.close()
-    return costs
-
-
-def judge_wires(wires: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say what gradients should travel as between these ranks, whatever the model (see `WireOptions.best`)."""
+def judge_wires(wires: Mapping[str, AllReduceCost]) -> Iterator[Finding]:
+    """Say what gradients should travel as between these ranks, whatever the model."""
     num_parameters = 100_000_000
-    seconds = {name: AllReduceCost(**cost).seconds(4 * num_parameters) for name, cost in wires.items()}
+    seconds = {name: cost.seconds(4 * num_parameters) for name, cost in wires.items()}
     ms = {name: f"{1e3 * taken:,.0f} ms" for name, taken in seconds.items()}
     text = (
         f"Gradients of {num_parameters // 10**6} million parameters take {ms['fp32']} as fp32, {ms['bf16']} as bf16 and"
         f" {ms['int8']} as int8; with `local_steps=30` a step's share is {1e3 * seconds['fp32'] / 30:,.0f} ms."
     )
-    precise = min("fp32", "bf16", key=lambda name: seconds[name])
-    if seconds["int8"] <= (1 - WORTH_8_BITS) * seconds[precise]:
-        remedy = (
-            f"A longer backward hides it. If yours takes less than {ms[precise]} for as many parameters, set"
-            f' `reduce_dtype="int8"`; if far less than {ms["int8"]}, `local_steps`. `bucketddp plan` tells for your'
-            " model."
+    best = best_dtype(seconds)
+    versus = f"takes {seconds['int8'] / seconds[best]:.2g}x as long as {best}"
+    if best == "fp32":
+        yield note(
+            text, f"Do not set `reduce_dtype` here: int8 {versus}, and bf16 {seconds['bf16'] / seconds[best]:.2g}x."
         )
-    else:
-        takes = "no shorter" if seconds["int8"] < seconds[precise] else "longer"
-        remedy = f'Do not set `reduce_dtype="int8"` here: it takes {takes} than {precise}.'
+        return
+    before = min(("fp32", "bf16") if best == "int8" else ("fp32",), key=lambda name: seconds[name])
+    rest = f"If far less than {ms[best]}, set `local_steps`." if best == "int8" else f"Not int8, which {versus}."
+    remedy = (
+        f"A longer backward hides it. If yours takes less than {ms[before]} for as many parameters, set"
+        f' `reduce_dtype="{best}"`. {rest} `bucketddp plan` tells for your model.'
+    )
     yield note(text, remedy)

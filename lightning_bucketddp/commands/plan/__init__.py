@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes, NamedModule, estimated, measured, recorded
-from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
+from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, codecs_on, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import NO_CODECS, Timeline
 from lightning_bucketddp.planning.optimal_plan import (
@@ -126,22 +126,27 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
         # Not on the device that the profile names: it is a file that anyone may have written.
         is_cpu = profile.specs[0].kind.endswith(" cpu")
         codecs, codec_origin = GPU_CODECS, "what it takes on an H200, because there is no GPU here"
-        if is_cpu or torch.cuda.is_available():
+        if times.codecs:
+            codecs, codec_origin = times.codecs, "what was measured when the profile was recorded"
+        elif is_cpu or torch.cuda.is_available():
             codecs, codec_origin = measure_codecs(torch.device("cpu" if is_cpu else "cuda")), "what was measured here"
-    found = [find_network(name, profile, codecs) for name in networks]
     num_ranks: int = arguments.ranks
     is_sharded: bool = arguments.shard_optimizer
     scalings: list[Scaling] = []
-    for network, origin in found if profile.backward_s > 0 else []:
+    for name in networks:
+        network, origin = find_network(name, profile, codecs)
+        if profile.backward_s <= 0:
+            continue
+        between = codecs_on(name, codecs)
         by_ranks: dict[int, Timeline] = {}
         for n in sorted({*_NUMBERS_OF_RANKS, num_ranks}):
             shards = n if is_sharded else 1
-            by_ranks[n] = predict(profile, config, network.all_reduce(n), codecs=codecs, num_shards=shards)
+            by_ranks[n] = predict(profile, config, network.all_reduce(n), codecs=between, num_shards=shards)
         options = None
         if num_ranks > 1:
             cost = network.all_reduce(num_ranks)
             options = WireOptions.predict(
-                profile, config, cost, num_ranks=num_ranks, codecs=codecs, is_sharded=is_sharded
+                profile, config, cost, num_ranks=num_ranks, codecs=between, is_sharded=is_sharded
             )
         scalings.append(Scaling(network, origin, by_ranks, options))
     if scalings:

@@ -23,7 +23,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_bucketddp.commands import UsageError, first_line
-from lightning_bucketddp.planning.cost import Profile
+from lightning_bucketddp.planning.cost import NO_CODECS, Codecs, Profile
 from lightning_bucketddp.planning.plan import ParameterSpec
 from lightning_bucketddp.recording.schema import RecordedPlan, Run, Step, read
 from lightning_bucketddp.recording.typical_step import NO_COST, profile_of
@@ -227,6 +227,7 @@ class BackwardTimes:
     kind: str
     origin: str
     is_of_cpu: bool = False  # and says nothing about GPUs
+    codecs: Codecs = field(default_factory=dict)  # what ranks measured when they were recorded
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
@@ -252,10 +253,11 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
     specs = {spec.name: spec for spec in specs_of(module, device=device)}
     try:
         if path.suffix == ".jsonl":
-            profile, computed_on = _read_record(path)
+            profile, run = _read_record(path)
+            computed_on, codecs = ("", NO_CODECS) if run is None else (run.device, run.codecs)
         else:
             profile = Profile.from_json(path.read_text())
-            computed_on = profile.specs[0].kind.split()[-1]
+            computed_on, codecs = profile.specs[0].kind.split()[-1], NO_CODECS
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} holds no profile of bucketddp: {error}") from error
     if profile is None:
@@ -272,11 +274,11 @@ def recorded(path: Path, module: nn.Module, *, device: torch.device) -> Backward
     profile = replace(profile, specs=[spec if spec.kind else specs[spec.name] for spec in profile.specs])
     unknown = "" if profile.cost is not None else f", which does not tell what an all-reduce costs: {NO_COST}"
     origin = f"recorded in {path}, by a run of {profile.num_ranks} ranks{unknown}"
-    return BackwardTimes(profile, "recorded", origin, is_of_cpu=computed_on == "cpu")
+    return BackwardTimes(profile, "recorded", origin, is_of_cpu=computed_on == "cpu", codecs=codecs)
 
 
-def _read_record(path: Path) -> tuple[Profile | None, str]:
-    """Return the last profile in a record, or one made from steps with the last plan, and the device."""
+def _read_record(path: Path) -> tuple[Profile | None, Run | None]:
+    """Return the last profile in a record, or one made from steps with the last plan, and the run."""
     lines = list(read(path))
     last: dict[type, Any] = {type(line): line for line in lines}
     run, plan, profile = last.get(Run), last.get(RecordedPlan), last.get(Profile)
@@ -285,7 +287,7 @@ def _read_record(path: Path) -> tuple[Profile | None, str]:
         profile = profile_of(plan, steps, num_ranks=run.world_size)
         if profile is not None:
             profile = replace(profile, reduce_dtype=run.options.get("reduce_dtype"))
-    return profile, "" if run is None else run.device
+    return profile, run
 
 
 def estimated(module: nn.Module, *, backward_s: float, device: torch.device) -> BackwardTimes:

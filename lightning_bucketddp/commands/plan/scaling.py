@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes
-from lightning_bucketddp.planning.cost import Codecs, Network, Profile, Timeline, Wire
+from lightning_bucketddp.planning.cost import AllReduceCost, Codecs, Network, Profile, Timeline, Wire, measured_between
 from lightning_bucketddp.planning.optimal_plan import NETWORKS, StateByRank, WireOptions, state_by_rank
 from lightning_bucketddp.planning.plan import BucketSpec
 from lightning_bucketddp.recording.typical_step import NO_COST
@@ -129,6 +129,17 @@ def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, 
             " `bucketddp doctor --json` has printed, or GBIT,LATENCY_US, such as 25,10."
         ) from None
     return Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it"
+
+
+def codecs_on(network: str, codecs: Codecs) -> Codecs:
+    """Return `codecs` with what `bucketddp doctor` has measured between ranks, if `network` is its output."""
+    if not network.endswith(".json"):
+        return codecs
+    try:
+        wires = load_printable_json(Path(network).read_text(encoding="utf-8"))["wires"]
+        return measured_between({name: AllReduceCost(**cost) for name, cost in wires.items()}, codecs)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{network} holds no `wires` that `bucketddp doctor --json` has measured: {error}") from error
 
 
 def _network_of_doctor(path: Path) -> tuple[Network, str]:

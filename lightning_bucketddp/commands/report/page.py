@@ -61,11 +61,14 @@ def _asset(name: str) -> str:
     return files("lightning_bucketddp.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
+def typical_step_of(record: RunRecord) -> TypicalStep:
+    ranks = [RankNumbers.of(ours.run, [ours.steps[n] for n in sorted(ours.steps)]) for ours in record.ranks.values()]
+    return TypicalStep.of(ranks, record.first.run, record.last_plan, record.first.profile)
+
+
 def page_content(record: RunRecord) -> Json:
     """Return everything that the page's scripts read, as JSON."""
-    first, run = record.first, record.first.run
-    ranks = [RankNumbers.of(ours.run, [ours.steps[n] for n in sorted(ours.steps)]) for ours in record.ranks.values()]
-    typical = TypicalStep.of(ranks, run, record.last_plan, first.profile)
+    first, run, typical = record.first, record.first.run, typical_step_of(record)
     return {
         "version": __version__,
         "folder": str(record.folder.resolve()),
@@ -81,7 +84,7 @@ def page_content(record: RunRecord) -> Json:
         },
         "ranks": [
             {"rank": r.rank, "host": r.host, "step": _ms(r.step_s), "own": _ms(r.own_s), "exposed": _ms(r.exposed_s)}
-            for r in ranks
+            for r in typical.ranks
         ],
         "typical": _typical(typical),
         "suggestions": suggestions(typical),

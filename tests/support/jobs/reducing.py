@@ -179,10 +179,10 @@ def alternating_networks_keep_their_plans() -> tuple[int, list[int]]:
         on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
         model[on].requires_grad_(True)
         model[off].requires_grad_(False)
-        before = reducer.stats.bytes_reduced
+        before = reducer.stats.bytes_sent
         with reducer.backward():
             model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
-        num_reduced.append(reducer.stats.bytes_reduced - before)
+        num_reduced.append(reducer.stats.bytes_sent - before)
     return reducer.stats.num_plans, num_reduced
 
 

@@ -173,7 +173,7 @@ class _Metrics(Callback):
     skipped = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.skipped = float(trainer.logged_metrics.get("bucketddp/skipped_steps", 0))
+        self.skipped = float(trainer.logged_metrics.get("bucketddp/skipped_batches_total", 0))
 
 
 @like_torchrun()

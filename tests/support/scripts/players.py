@@ -118,7 +118,7 @@ class _WatchedGan(Gan):
     def _turn(self, optimizer: Any) -> Iterator[None]:
         strategy: Any = self.trainer.strategy
         reducer = strategy.reducer
-        before = reducer.stats.bytes_reduced
+        before = reducer.stats.bytes_sent
         with all_reduced() as reduced, super()._turn(optimizer):
             yield
         name_of = {param: name for name, param in self.named_parameters()}
@@ -129,7 +129,7 @@ class _WatchedGan(Gan):
                     name_of[param] for tensor in reduced for param in bucket_of[tensor.data_ptr()].params
                 ),
                 "bytes": sum(tensor.nbytes for tensor in reduced),
-                "bytes_by_stats": reducer.stats.bytes_reduced - before,
+                "bytes_by_stats": reducer.stats.bytes_sent - before,
                 "num_collectives": len(reduced),
             }
         )

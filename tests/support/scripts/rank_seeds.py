@@ -164,8 +164,9 @@ def said_about(subject: str, lines: list[str]) -> Iterator[None]:
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if subject in record.getMessage() and f"{subject}=" not in record.getMessage():
-                lines.append(record.getMessage())
+            message = record.getMessage().replace("\n ", "")  # of a line that was wrapped
+            if subject in message and f"{subject}=" not in message:
+                lines.append(message)
 
     handler = Collect()
     rank_zero.log.addHandler(handler)

@@ -36,7 +36,9 @@ def lines_on_terminal(*, root: str, directory: str) -> list[str]:
     log = logging.getLogger(f"{root}.utilities.rank_zero")
     with patch.object(rank_zero, "log", log), _written_to_terminal() as lines:
         train(import_module(root), strategy_class(root)(), directory)
-    return [line for line in lines if line.startswith("bucketddp: ")]
+    ours = [line for line in lines if line.startswith(("bucketddp: ", "  "))]
+    assert all(len(line) <= 100 for line in ours if root.endswith("pytorch")), ours
+    return "\n".join(ours).replace("\n  ", " ").splitlines()
 
 
 @like_torchrun()
@@ -54,7 +56,7 @@ def lines_of_fits(*, directory: str) -> dict[str, list[str]]:
         log = logging.getLogger("lightning.pytorch")
         with patch.object(rank_zero, "log", log), _written_to_terminal() as lines, suppress(ZeroDivisionError):
             use(*args, **options)
-        shown[what] = [line for line in lines if "bucketddp" in line]
+        shown[what] = [line for line in lines if line.startswith(("bucketddp: ", "  "))]
 
     tuner = import_module("lightning.pytorch.tuner").Tuner(trainer)
     show("validate", trainer.validate, module, loader, verbose=False)
@@ -63,12 +65,16 @@ def lines_of_fits(*, directory: str) -> dict[str, list[str]]:
     show("fit", trainer.fit, module, loader)
     trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 5
     show("again", trainer.fit, module, loader)
+    trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 8
+    train, bad = module.training_step, trainer.global_step + 1
+    module.training_step = lambda batch: train(batch) * (torch.nan if trainer.global_step == bad else 1)
+    show("skipped", trainer.fit, module, loader)
     own = logging.getLogger("lightning_bucketddp")
     own.setLevel(logging.WARNING)
-    trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 8
+    trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 11
     show("silenced", trainer.fit, module, loader)
     own.setLevel(logging.NOTSET)
-    trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 12
+    trainer.fit_loop.epoch_loop.max_steps = NUM_STEPS + 15
     module.training_step = lambda batch: 1 / 0
     show("failed", trainer.fit, module, loader)
     return shown
