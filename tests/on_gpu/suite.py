@@ -18,20 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from tests.reducer import test_reducer as reducing
 from tests.reducer import test_unused_layers as unused
 from tests.reducer import test_user_collectives as user_collectives
+from tests.replicas.test_replicas import test_different_modules_are_refused_on_every_rank
 from tests.strategies import test_cuda_graphs as graphs
 from tests.strategies import test_user_code as user_code
-from tests.support.jobs import (
-    cuda,
-    nonfinite,
-    quantized,
-    reducing,
-    replicas,
-    sharding,
-    sync_batchnorm,
-    weighting,
-)
+from tests.support.jobs import cuda, nonfinite, quantized, replicas, sharding, sync_batchnorm, weighting
 from tests.support.jobs.models import CASES
 from tests.support.jobs.nonfinite import WAYS, Bad
 from tests.support.jobs.outer_steps import step_beside_sgd
@@ -75,9 +68,7 @@ def tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"captured {program}", partial(graphs.compare, program, world_size=2)
     for program in ("plain", "accumulating", "16-mixed", "unused", "item", "synchronize"):
         yield f"captured {program} on one rank", partial(graphs.compare, program, world_size=1)
-    for name, calls in REDUCING.items():
-        for kwargs in calls:
-            yield f"{name} {kwargs}", partial(run_on_ranks, getattr(reducing, name), **kwargs)
+    yield from REDUCING
     for config in weighting.CONFIGS:
         for num_micro_batches in (1, 3):
             yield (
@@ -148,18 +139,12 @@ def user_collectives_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield "user collectives, hook", partial(train, uses_both=in_turns, communicates_from=0, comm_hook=allreduce_hook)
     yield "user collectives, two modules", partial(run_on_ranks, user_collectives.two_modules)
-    yield "user collectives, refused", partial(no_result, user_collectives.test_disorder_is_refused)
-    yield "user collectives, like ddp", partial(no_result, partial(user_code.test_training_equals_ddp, "contrastive"))
+    yield "user collectives, refused", user_collectives.test_disorder_is_refused
+    yield "user collectives, like ddp", partial(user_code.test_training_equals_ddp, "contrastive")
     yield (
         "user collectives, captured",
         partial(run_on_ranks, cuda.a_captured_step_trains_like_others, communicates=True),
     )
-
-
-def no_result(test: Callable[[], None]) -> list[Any]:
-    """Run a test that compares by itself."""
-    test()
-    return []
 
 
 def sharded_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -216,11 +201,10 @@ def quantized_tests() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"int8 captured {shard}", partial(run_on_ranks, cuda.a_captured_step_trains_like_others, **setting)
 
 
-def nan_stays() -> list[Any]:
+def nan_stays() -> None:
     """A NaN of one rank becomes no number on any."""
     for finite in run_on_ranks(quantized.nan_of_rank_one):
         assert [name for name, is_finite in finite.items() if not is_finite] == ["0.bias"]
-    return []
 
 
 def sharded(**setting: Any) -> list[Any]:
@@ -240,32 +224,29 @@ def nonfinite_is_told(*, way: str, on_nonfinite: str, parameter: str | None) -> 
     return [told]
 
 
-REDUCING: dict[str, list[dict[str, Any]]] = {
-    "no_sync_around_backward_alone_is_enough": [{}],
-    "calling_a_submodule_synchronises": [{}],
-    "second_backward_on_one_forward_synchronises": [{}],
-    "parameter_used_only_in_an_earlier_micro_batch_is_reduced": [{}],
-    "parameter_unfrozen_after_setup_is_reduced": [{}],
-    "alternating_networks_keep_their_plans": [{}],
-    "late_gradient": [{"overlap": True}, {"overlap": False}],
-    "buckets_leave_while_backward_runs": [{"overlap": True}],
-    "half_precision_gradients_do_not_overflow": [{}],
-    "gradients_live_in_the_buckets": [{}],
-    "a_large_gradient_stays_where_it_is": [{}],
-    "strides_follow_the_parameter": [{}],
-    "weights_and_buffers_come_from_rank_zero": [{}],
-    "replica_error": [{"build": reducing.other_width}, {"build": reducing.other_dtype}],
-    "gradients_travel_in_another_dtype": [
-        {"own": own, "travels_as": travels_as}
-        for own, travels_as in (
-            (torch.float32, "bf16"),
-            (torch.float32, "fp16"),
-            (torch.bfloat16, "fp32"),
-            (torch.float16, "fp32"),
-        )
-    ],
-    "comm_hook_runs": [{"hook_name": "allreduce_hook"}, {"hook_name": "bf16_compress_hook"}],
-}
+def named(test: Callable[..., None], **options: Any) -> tuple[str, Callable[[], None]]:
+    return f"{test.__name__} {options or ''}", partial(test, **options)
+
+
+REDUCING = [
+    named(reducing.test_no_sync_around_backward_alone_is_enough),
+    named(reducing.test_calling_a_submodule_synchronises),
+    named(reducing.test_second_backward_on_one_forward_synchronises),
+    named(reducing.test_parameter_used_only_in_an_earlier_micro_batch_is_reduced),
+    named(reducing.test_unfrozen_parameters_are_reduced_and_known_plans_kept),
+    named(reducing.test_a_network_that_is_toggled_off_is_not_communicated),
+    named(reducing.test_a_late_gradient_is_refused_and_without_overlap_none_is_late),
+    named(reducing.test_buckets_leave_while_backward_runs_unless_overlap_is_off),
+    named(reducing.test_half_precision_gradients_do_not_overflow),
+    named(reducing.test_gradients_live_in_the_buckets),
+    named(reducing.test_a_large_gradient_stays_where_it_is),
+    named(reducing.test_strides_follow_the_parameter),
+    named(reducing.test_weights_and_buffers_come_from_rank_zero),
+    named(reducing.test_torch_communication_hooks_run, hook_name="allreduce_hook"),
+    named(reducing.test_torch_communication_hooks_run, hook_name="bf16_compress_hook"),
+    named(reducing.test_gradients_travel_in_the_dtype_asked_for, world_size=2),
+    named(test_different_modules_are_refused_on_every_rank),
+]
 
 
 SYNC_BATCHNORM = [
@@ -286,7 +267,7 @@ TRAINER_RUNS = [
 ]
 
 
-def doctor_leaves_no_group(world_size: int) -> list[None]:
+def doctor_leaves_no_group(world_size: int) -> None:
     """NCCL warns of a process group that was not destroyed when the process ends."""
     place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "LOCAL_RANK": "0"}
     ranks = [
@@ -302,10 +283,9 @@ def doctor_leaves_no_group(world_size: int) -> list[None]:
     for said, errors in [rank.communicate(timeout=200) for rank in ranks]:
         assert "destroy_process_group" not in errors, errors
         assert "cannot talk" not in said, said
-    return []
 
 
-def more_sockets_and_no_variables(world_size: int) -> list[None]:
+def more_sockets_and_no_variables(world_size: int) -> None:
     """NCCL has read its numbers of sockets, in a second group, too; they are not in the environment any more."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714", "LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "lo"}
     debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
@@ -322,7 +302,6 @@ def more_sockets_and_no_variables(world_size: int) -> list[None]:
     for said in [rank.communicate(timeout=200)[0] for rank in ranks]:
         assert "no variable is left" in said, said
         assert said.count("Using 2 threads and 4 sockets per thread") >= 2, said
-    return []
 
 
 def trainer_runs(module: str) -> bool:
@@ -355,7 +334,7 @@ def main() -> int:
             failed += 1
             print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
         else:
-            shown = result if any(value is not None for value in result) else ""
+            shown = result if result and any(value is not None for value in result) else ""
             print(f"passed {name} ({time.monotonic() - start:.1f} s) {str(shown)[:300]}", flush=True)
     close_pools()
     for module in TRAINER_RUNS:
