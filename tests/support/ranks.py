@@ -195,6 +195,15 @@ def _run_body(place: tuple[str, str], arguments: dict[str, Any]) -> None:
     _bodies[place](**arguments)
 
 
+def raised_by(call: Callable[[], Any]) -> str:
+    """The class and the text of what `call` raises; nothing if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def close_pools() -> None:
     """End every process that this module started."""
     while _pools:
