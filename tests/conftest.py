@@ -16,7 +16,7 @@ import pytest
 import pytorch_lightning  # noqa: F401
 
 # Their assertions are those of the tests that call them.
-pytest.register_assert_rewrite("tests.support.programs", "tests.support.commands")
+pytest.register_assert_rewrite("tests.support.programs")
 
 from tests.support import warm  # noqa: E402
 from tests.support.leaks import ProcessState  # noqa: E402
@@ -32,7 +32,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
 # other, and where they compute, in turns.
 _FIRST = (
     *("test_benchmarks.py", "faults/test_soak.py", "faults/test_fault_launchers.py", "faults/test_hosts.py"),
-    *("faults/test_faults.py", "bindings/test_autoload.py", "replicas/test_consistency.py"),
+    *("faults/test_faults.py", "bindings/test_autoload.py", "strategies/test_replica_checks.py"),
     *("faults/test_stop_signals.py", "strategies/test_launchers.py", "reducer/test_plan_tuner.py"),
     *("startup/test_startup.py", "reducer/test_parity.py", "test_documents.py", "strategies/test_notebook.py"),
     *("fuzz/test_fuzz.py", "callbacks/test_large_batch.py", "test_install.py", "test_examples.py"),

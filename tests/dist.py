@@ -68,16 +68,8 @@ def try_wheel(wheel: Path, directory: Path) -> None:
         path = directory / "venv" / "bin" / command
         subprocess.run([path, *map(str, arguments)], cwd=directory, env=environment, check=True)
 
-    run(
-        "pip",
-        "install",
-        "-qq",
-        "--no-compile",
-        "--disable-pip-version-check",
-        "-c",
-        REPOSITORY / "constraints.txt",
-        wheel,
-    )
+    quiet = ("-qq", "--no-compile", "--disable-pip-version-check")
+    run("pip", "install", *quiet, "-c", REPOSITORY / "constraints.txt", wheel)
     run("pip", "check")
     run("python", program)
     run("bucketddp", "report", directory, "--output", directory / "report.html")

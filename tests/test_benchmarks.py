@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import (
@@ -31,19 +36,82 @@ from benchmarks import (
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
+from benchmarks.peaks import Memory, Peaks
 from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS, evaluate
-from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, Trained, local
+from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, Trained, local, train
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from benchmarks.variants import ALONE, Variant, attach, ddp_variants, our_variants, settling_in, with_hook, with_unused
 from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support import warm
 from tests.support.cases import for_each
-from tests.support.jobs.benches import Failing, gradients_with_hook, memory_of_variants, trainings
 from tests.support.ranks import run_on_ranks
+
+
+class Failing:
+    """Fails on rank 1 while rank 0 waits for it."""
+
+    def __init__(self, settings: None, device: torch.device) -> None:
+        pass
+
+    def fail(self) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("this rank failed")
+        dist.barrier()
+
+    def die(self) -> None:
+        if dist.get_rank() == 1:
+            os._exit(3)
+        time.sleep(600)  # in a collective it would notice, and be the first to tell
+
+
+def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tensor]]:
+    """By variant: the mean of the ranks' gradients, and what a hook has made of them in the third step."""
+    means = {}
+    for variant in variants:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Linear(33, 31)
+        attached = attach(variant, model, torch.device("cpu"))
+        x = torch.randn(8, 33)
+        for _ in range(3):
+            model.zero_grad()
+            with attached.backward():
+                attached.model(x).square().mean().backward()
+        reduced = _gradient(model)
+        with attached.no_sync(), attached.backward():
+            model.zero_grad()
+            attached.model(x).square().mean().backward()
+        exact = _gradient(model)
+        dist.all_reduce(exact)
+        means[variant.name] = (exact / dist.get_world_size(), reduced)
+        if attached.reducer is not None:
+            attached.reducer.close()
+    return means
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """All of them, one behind the other."""
+    parts = []
+    for param in model.parameters():
+        assert param.grad is not None
+        parts.append(param.grad.flatten())
+    return torch.cat(parts)
+
+
+def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
+    """What each variant needs for a step with one micro-batch, and the size of the gradients."""
+    peaks = Peaks(settings, torch.device("cpu"))
+    return [peaks.memory(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
+
+
+def trainings(runs: list[Run]) -> list[Trained]:
+    """What this rank has at the end of each of `runs`, each rank a node as in `benchmarks.ranks`."""
+    with patch.dict(os.environ, NODE_RANK=str(dist.get_rank()), LOCAL_RANK="0"):
+        return [train(run) for run in runs]
+
 
 OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]

@@ -14,10 +14,9 @@ from benchmarks.quality_results import load, overviews
 from benchmarks.report import SPEED_UP
 from docs.make_house import HOUSE, draw
 from tests.support.cases import for_each
-from tests.support.commands import run_commands
 from tests.support.fences import Block, blocks_of
 from tests.support.messages import unknown_words
-from tests.support.programs import REPOSITORY
+from tests.support.programs import REPOSITORY, run_commands
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.document import READER, SHORT_RUNS, run_page, train_by_config
 

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.ports import own_port
 from tests.startup.test_clusters import unused_job_id
-from tests.support.commands import run_commands
-from tests.support.programs import REPOSITORY
+from tests.support.programs import REPOSITORY, run_commands
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import package_files, surprises_in_wheel
-from tests.support.interpreter import run_code
-from tests.support.programs import run
+from tests.support.programs import run, run_code
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -44,6 +44,7 @@ from tests.support.cases import for_each
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.recordings import Recording
 from tests.support.scripts.faults import write
+from tests.support.scripts.trainers import make_trainer
 
 # What nobody of a run writes, each for another part of what reads it.
 HOSTILE = [
@@ -116,18 +117,7 @@ def fit_under_siege(*, directory: Path) -> None:
     address = _address_of_this_host()
     if address is not None and ctypes.CDLL(None).unshare(_NEW_HOST_NAME) == 0:
         socket.sethostname(address)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=BucketDDPStrategy(),
-        max_epochs=1,
-        callbacks=[Siege(directory)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(BoringModel())
+    make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1, callbacks=[Siege(directory)]).fit(BoringModel())
 
 
 def _listening() -> list[str]:

@@ -12,8 +12,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 import lightning_bucketddp
 from tests.support.browser import browser
-from tests.support.commands import run_commands
-from tests.support.programs import REPOSITORY
+from tests.support.programs import REPOSITORY, run_commands
 
 # Building the site takes half a minute. `make docs` does so, too, and fails on any warning.
 pytestmark = pytest.mark.long

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.interpreter import run_code, run_code_after_torch
-from tests.support.programs import REPOSITORY
+from tests.support.programs import REPOSITORY, run_code, run_code_after_torch
 
 # Prints the names that a registry has of us, with the options behind each, and whether the strategy is of its root.
 REGISTERED = """

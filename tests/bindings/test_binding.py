@@ -7,8 +7,7 @@ import re
 import pytest
 
 import lightning_bucketddp
-from tests.support.interpreter import run_code_after_torch
-from tests.support.programs import REPOSITORY
+from tests.support.programs import REPOSITORY, run_code_after_torch
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from lightning_bucketddp.bindings.trainer_lightning import ScaleLearningRate
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import models
-from tests.support.scripts.rank_seeds import said_about
 from tests.support.scripts.schedules import RATE, SCHEDULES, Scheduled
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about
 
 
 @dataclass(frozen=True)

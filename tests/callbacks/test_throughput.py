@@ -20,8 +20,7 @@ from lightning_bucketddp.bindings.trainer_lightning import ScalingMonitor
 from lightning_bucketddp.callbacks import scaling_monitor
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import models
-from tests.support.scripts.rank_seeds import said_about
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about
 
 
 @dataclass

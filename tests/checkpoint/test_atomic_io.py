@@ -18,9 +18,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
-from tests.support.children import child, report_of
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
-from tests.support.forks import PROCESSES
+from tests.support.forks import PROCESSES, child, report_of
 from tests.support.jobs import checkpoint as jobs
 
 

@@ -29,7 +29,6 @@ import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from omegaconf import DictConfig, OmegaConf
 
@@ -37,6 +36,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.checkpoint_io import UnsafeCheckpointError
 from tests.support.cases import for_each
 from tests.support.scripts import models
+from tests.support.scripts.trainers import make_trainer
 
 HARMLESS = {
     "path": pathlib.Path("logs") / "run 1",
@@ -160,8 +160,7 @@ class _Configured(models.Regression):
 
 def test_a_checkpoint_that_lightning_writes_for_a_hydra_configuration_is_loaded(tmp_path: Path) -> None:
     config = OmegaConf.create({"lr": 0.1, "optimizer": {"betas": [0.9, 0.99]}, "name": "${lr} run"})
-    quiet: Any = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, **quiet)
+    trainer = make_trainer("auto", devices=1, max_steps=1)
     trainer.fit(_Configured(config, tmp_path), models.loader())
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     found = load(tmp_path / "model.ckpt")

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
-from tests.support.ranks import device, run_on_ranks
+from tests.support.ranks import device, on_ranks, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.hooks import HOOKS, DDPWithHooksOnCPU, PlainSGD, power_sgd
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
@@ -71,15 +71,6 @@ def resume_only(*, path: Path, state_options: dict[str, Any] | None = None, **op
         "errors": {bucket: error.tolist() for bucket, error in state.error_dict.items()},
         "warned": warned,
     }
-
-
-@like_torchrun()
-def evaluate(*, path: Path) -> int:
-    """The iteration that a PowerSGD state has after a validation of the checkpoint."""
-    state = power_sgd()
-    strategy = BucketDDPStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state)
-    make_trainer(strategy).validate(PlainSGD(), models.loader(), ckpt_path=path, verbose=False)
-    return state.iter
 
 
 @like_torchrun()
@@ -308,8 +299,13 @@ def test_ddp_takes_a_checkpoint_with_the_state(saved_by_two_ranks: Path, tmp_pat
     assert torch.load(tmp_path / "ddp.ckpt", weights_only=True)["global_step"] == 20
 
 
+@on_ranks()
+@like_torchrun()
 def test_evaluation_leaves_the_state_as_it_is(saved_by_two_ranks: Path) -> None:
-    assert run_on_ranks(evaluate, path=saved_by_two_ranks) == [0, 0]
+    state = power_sgd()
+    strategy = BucketDDPStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state)
+    make_trainer(strategy).validate(PlainSGD(), models.loader(), ckpt_path=saved_by_two_ranks, verbose=False)
+    assert state.iter == 0
 
 
 def test_a_checkpoint_of_the_weights_has_no_state(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointReadError
 from tests.support.cases import for_each
 from tests.support.scripts import models
+from tests.support.scripts.trainers import make_trainer
 
 NONE_BESIDE = "No intact checkpoint is beside it. Copy it again from where it came from, or resume from another one."
 
@@ -124,8 +124,7 @@ def test_a_hole_is_named(tmp_path: Path) -> None:
 def of_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What Lightning's own code writes for a small fit."""
     path = tmp_path_factory.mktemp("lightning") / "model.ckpt"
-    quiet: Any = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, **quiet)
+    trainer = make_trainer("auto", devices=1, max_steps=1)
     trainer.fit(models.Regression(), models.loader())
     trainer.save_checkpoint(path)
     return path

@@ -17,8 +17,7 @@ import pytest
 
 from lightning_bucketddp.checkpoint import atomic_file
 from lightning_bucketddp.processes import pid_scope, process_start_time
-from tests.support.children import child
-from tests.support.forks import PROCESSES
+from tests.support.forks import PROCESSES, child
 from tests.support.jobs import checkpoint as jobs
 
 NUM_KILLS = 15

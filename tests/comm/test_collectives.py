@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
 from tests.support.cases import for_each
-from tests.support.ranks import device, run_on_ranks
+from tests.support.ranks import device, on_ranks, run_on_ranks
 
 
 class _Counting(Collectives):
@@ -38,7 +38,8 @@ def share_texts(num_chars: list[list[int]]) -> list[tuple[list[str], str, list[i
     return shared
 
 
-def is_closed_while_a_tensor_is_lent() -> tuple[bool, bool]:
+@on_ranks()
+def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
     """Whether a group is closed while an operation that has ended is still there, and when it has gone."""
     collectives = Collectives(device())
     pending = collectives.host_group().start_gather(torch.zeros(2))
@@ -47,10 +48,14 @@ def is_closed_while_a_tensor_is_lent() -> tuple[bool, bool]:
     is_closed_at_once = "host" not in collectives._further
     del pending  # with it goes the operation, and what it holds
     collectives.close_host_groups()
-    return is_closed_at_once, "host" not in collectives._further
+    # Before that, a thread of gloo's may wait for the interpreter while the interpreter waits for that thread.
+    assert not is_closed_at_once
+    assert "host" not in collectives._further
 
 
-def tensors_held(operation: str) -> tuple[int, int]:
+@for_each("operation", ["sum", "gather", "start_gather"])
+@on_ranks()
+def test_all_tensors_of_an_operation_are_held(operation: str) -> None:
     """How many tensors an operation of a new group is given, and how many of them are held until it lets them go."""
     collectives = Collectives(device())
     hosts = collectives.host_group()
@@ -59,18 +64,7 @@ def tensors_held(operation: str) -> tuple[int, int]:
     held = len(hosts._in_flight)
     del pending
     collectives.close_host_groups()
-    return (1 if operation == "sum" else hosts.world_size + 1), held
-
-
-def test_a_group_is_closed_when_gloo_has_let_go_of_all_tensors() -> None:
-    # Before that, a thread of gloo's may wait for the interpreter while the interpreter waits for that thread.
-    assert run_on_ranks(is_closed_while_a_tensor_is_lent) == [(False, True)] * 2
-
-
-@for_each("operation", ["sum", "gather", "start_gather"])
-def test_all_tensors_of_an_operation_are_held(operation: str) -> None:
-    for given, held in run_on_ranks(tensors_held, operation=operation):
-        assert held == given
+    assert held == (1 if operation == "sum" else hosts.world_size + 1)
 
 
 def test_short_json_needs_one_round_trip_and_long_json_two() -> None:

@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 
-from lightning_bucketddp.comm.connections import SETTINGS, host_of, nccl_settings, uses_sockets_untuned
-from tests.support.doomed_ranks import doomed_ranks
-from tests.support.jobs import sockets
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets, nccl_settings, uses_sockets_untuned
+from lightning_bucketddp.comm.process_group import access_store
+from lightning_bucketddp.startup.store import part_of
+from tests.support.doomed_ranks import TIMEOUT_S, doomed_ranks
 from tests.support.ranks import run_on_ranks
+from tests.support.scripts.fit import Regression, lightning
+
+
+def decide(*, case: str, variables: list[dict[str, str]], roots: list[Path]) -> dict[str, Any]:
+    """What `variables[rank]` become for a while on a machine that looks like `roots[rank]`, and what is reported."""
+    rank = dist.get_rank()
+    with patch.dict(os.environ, variables[rank]):
+        store = part_of(access_store().store, f"sockets of {case}")
+        before = nccl_variables()
+        with more_sockets(store, rank=rank, world_size=dist.get_world_size(), root=roots[rank]) as num_hosts:
+            dist.barrier()  # the store is read by all
+            decided = {"num_hosts": num_hosts, **nccl_variables()}
+        assert nccl_variables() == before
+        return decided
+
+
+def start(*, directory: Path, interface: str, backend: str, same_host: bool = False) -> None:
+    """Start on a host of its own for each rank, and write down what it has set when the process group is to be made."""
+    os.environ["NCCL_HOSTID"] = "host" if same_host else f"host{os.environ['RANK']}"
+    set_for_group: list[dict[str, str]] = []
+    make_group = dist.init_process_group
+
+    def take_note(*args: Any, **options: Any) -> None:
+        set_for_group.append(nccl_variables())
+        # The store goes with rank 0, which may fail at once, and the other one has still to read it.
+        (directory / f"{os.environ['RANK']} has read").touch()
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(directory.glob("* has read"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        make_group(*args, **options)
+
+    # There is no NCCL without a GPU.
+    with suppress(Exception), patch.object(dist, "init_process_group", take_note):
+        if interface == "fabric":
+            Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(process_group_backend=backend)).launch()
+            dist.barrier()  # the store goes with rank 0
+        else:
+            strategy = BucketDDPStrategy(process_group_backend=backend)
+            lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, fast_dev_run=1).fit(Regression())
+    result = {"has_group": dist.is_initialized(), "while made": set_for_group, "later": nccl_variables()}
+    (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+def nccl_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_HOSTID"}
+
 
 HOME = pwd.getpwuid(os.getuid()).pw_dir
 TWO_HOSTS = [{"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}]
@@ -150,7 +206,7 @@ def test_ranks_of_several_hosts_set_the_same_or_nothing(
     elif case == "set in one's file":
         roots[1] = tmp_path_factory.mktemp("other machine")
         write(roots[1], "/etc/nccl.conf", "NCCL_NSOCKS_PERTHREAD=2\n")
-    ranks = run_on_ranks(sockets.decide, case=case, variables=variables, roots=roots)
+    ranks = run_on_ranks(decide, case=case, variables=variables, roots=roots)
     num_hosts = 2 if case == "two hosts" else 0
     assert ranks == [{"num_hosts": num_hosts, **of_rank} for of_rank in expected]
 
@@ -161,7 +217,7 @@ NO_NCCL = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU: the group
 @NO_NCCL
 @pytest.mark.parametrize("interface", ["trainer", "fabric"])
 def test_variables_are_set_while_the_group_is_made_and_rank_zero_says_so(interface: str, tmp_path: Path) -> None:
-    with doomed_ranks(sockets.start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
+    with doomed_ranks(start, directory=tmp_path, interface=interface, backend="nccl") as ranks:
         ended = ranks.wait()
     expected = {"has_group": False, "while made": [SETTINGS if can_be_tuned() else {}], "later": {}}
     assert ended.results == {"0": expected, "1": expected}, ended.output
@@ -179,9 +235,7 @@ def can_be_tuned() -> bool:
 
 @pytest.mark.parametrize(("backend", "same_host"), [("gloo", False), pytest.param("nccl", True, marks=NO_NCCL)])
 def test_nothing_is_set_for_gloo_nor_within_one_host(backend: str, same_host: bool, tmp_path: Path) -> None:
-    with doomed_ranks(
-        sockets.start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host
-    ) as ranks:
+    with doomed_ranks(start, directory=tmp_path, interface="fabric", backend=backend, same_host=same_host) as ranks:
         ended = ranks.wait()
     expected = {"has_group": backend == "gloo", "while made": [{}], "later": {}}
     assert ended.results == {"0": expected, "1": expected}, ended.output

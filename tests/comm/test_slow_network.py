@@ -29,22 +29,10 @@ REMEDY = (
 
 @pytest.mark.long
 def test_steps_wait_for_the_network(tmp_path: Path) -> None:
-    options: list[str | Path] = [
-        "--bucket-cap-mb",
-        "0.1",
-        "--repetitions",
-        "1",
-        "--steps",
-        "1",
-        "--settle",
-        "2",
-        "--ddp",
-        "--json",
-        tmp_path / "found.json",
-    ]
+    options = ["--bucket-cap-mb", "0.1", "--repetitions", "1", "--steps", "1", "--settle", "2", "--ddp", "--json"]
     # Not warm: of ranks that start in a moment, too few bytes were counted for a step.
     finished = run_together(
-        Program([*COMMAND, *options], python=sys.executable),
+        Program([*COMMAND, *options, tmp_path / "found.json"], python=sys.executable),
         root="lightning.pytorch",
         directory=tmp_path,
         cwd=REPOSITORY,

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.recording.schema import FOLDER, path_of
-from tests.support.interpreter import run_python
+from tests.support.programs import run_python
 from tests.support.recordings import Recording
 
 

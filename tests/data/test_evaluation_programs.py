@@ -20,7 +20,7 @@ from torchmetrics.regression import SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP
 
 from lightning_bucketddp import BucketDDPStrategy
-from tests.support.ranks import RankFailed, run_on_ranks
+from tests.support.ranks import RankFailed, on_ranks, run_on_ranks
 from tests.support.scripts.evaluations import Numbered, Stream
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
@@ -34,8 +34,7 @@ class Evaluated(LightningModule):
         self.told: list[Any] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer(batch[1].float()[:, None]).mean()
-        return loss
+        return self.layer(batch[1].float()[:, None]).mean()
 
     def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
         raise NotImplementedError
@@ -232,20 +231,17 @@ class Agreement(Evaluated):
         self.log("number", 1.0, sync_dist=True, on_epoch=True, reduce_fx="sum")
 
 
+@on_ranks()
 @like_torchrun()
-def agree(num_pairs: int) -> list[Any]:
+def test_batches_of_a_users_sampler_are_never_cut() -> None:
     outcomes = []
     for pairs in (Pairs, UnsizedPairs, EndlessPairs):
-        loader = DataLoader(Numbered(2 * num_pairs), batch_sampler=pairs(range(2 * num_pairs), 2, drop_last=False))
+        loader = DataLoader(Numbered(2 * 5), batch_sampler=pairs(range(2 * 5), 2, drop_last=False))
         limit = {"limit_test_batches": 2} if pairs is EndlessPairs else {}
-        outcomes.append(run_stage(Agreement(num_pairs), loader, trainer=limit))
-    return outcomes
-
-
-def test_batches_of_a_users_sampler_are_never_cut() -> None:
-    for sized, unsized, endless in run_on_ranks(agree, num_pairs=5):
-        assert sized == unsized == {"agreement": 1.0, "number": 5.0}
-        assert endless == {"agreement": 1.0, "number": 4.0}
+        outcomes.append(run_stage(Agreement(5), loader, trainer=limit))
+    sized, unsized, endless = outcomes
+    assert sized == unsized == {"agreement": 1.0, "number": 5.0}
+    assert endless == {"agreement": 1.0, "number": 4.0}
 
 
 # --- fewer samples than ranks

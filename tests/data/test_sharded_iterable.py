@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import warnings
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,8 +28,8 @@ from lightning_bucketddp.comm.step_exchange import CombinedMessages, StepExchang
 from lightning_bucketddp.data.sharded_iterable import IterableSharding, ShardedIterable
 from lightning_bucketddp.data.uneven_data import UnevenData
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.scripts.trainers import like_torchrun, make_trainer, workers_allowed
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -114,7 +112,7 @@ def _make_trainer(stream: Stream, **options: Any) -> Trainer:
 @contextmanager
 def _may_have_children() -> Iterator[None]:
     """Let this process start workers; one that ends with its parent may not."""
-    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+    with workers_allowed():
         yield
 
 
@@ -143,11 +141,7 @@ def read(*, stream: Stream) -> Seen:
 
 def refusal(*, stream: Stream) -> str:
     """The error that training raises on this rank."""
-    try:
-        read(stream=stream)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
+    return raised_by(lambda: read(stream=stream))
 
 
 # How a run is interrupted: what writes the checkpoint, and what ends the run.
@@ -191,19 +185,6 @@ class Failing(Reader):
         if self.global_step == self._step:
             raise ArithmeticError("failed")
         return super().training_step(batch)
-
-
-@like_torchrun()
-def resume_after_failure(*, directory: Path) -> Any:
-    """What is seen before a step that fails, and after it."""
-    stream = Stream(24, trainer={"max_epochs": 1})
-    before, after = Failing(2), Reader()
-    trainer = _make_trainer(stream, callbacks=OnExceptionCheckpoint(directory), enable_checkpointing=True)
-    try:
-        trainer.fit(before, stream.loader())
-    except ArithmeticError:
-        _make_trainer(stream).fit(after, stream.loader(), ckpt_path=directory / "on_exception.ckpt")
-    return before.seen["train"], after.seen["train"]
 
 
 SIZES = [0, 1, 3, 8, 23, 48]
@@ -480,13 +461,21 @@ def test_a_run_reads_on_after_a_checkpoint_of_a_validation(tmp_path: Path) -> No
         assert before + after == uninterrupted
 
 
+@on_ranks()
+@like_torchrun()
 def test_a_step_that_failed_is_read_again(tmp_path: Path) -> None:
-    for rank, (before, after) in enumerate(run_on_ranks(resume_after_failure, directory=tmp_path)):
-        assert before + after == batches_of(list(range(rank, 24, 2)), 2)
-        assert len(before) == 2
+    stream = Stream(24, trainer={"max_epochs": 1})
+    before, after = Failing(2), Reader()
+    trainer = _make_trainer(stream, callbacks=OnExceptionCheckpoint(tmp_path), enable_checkpointing=True)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(before, stream.loader())
+    _make_trainer(stream).fit(after, stream.loader(), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert before.seen["train"] + after.seen["train"] == batches_of(list(range(dist.get_rank(), 24, 2)), 2)
+    assert len(before.seen["train"]) == 2
 
 
-def tell_the_end() -> list[str]:
+@on_ranks()
+def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
     """What the ranks are told when the last batch is given of a stream that was read on."""
     exchange = StepExchange(Collectives(torch.device("cpu")))
     loader = deal(DataLoader(SizedNumbers(12), batch_size=2), rank=dist.get_rank())
@@ -497,11 +486,7 @@ def tell_the_end() -> list[str]:
         assert exchange.receive() == CombinedMessages()  # nothing yet
         next(batches)
     told = exchange.receive()
-    return [told.least.kind.name, told.greatest.kind.name]
-
-
-def test_the_end_of_a_stream_that_was_read_on_is_told_in_time() -> None:
-    assert run_on_ranks(tell_the_end) == [["OUT_OF_DATA"] * 2] * 2
+    assert [told.least.kind.name, told.greatest.kind.name] == ["OUT_OF_DATA"] * 2
 
 
 @pytest.mark.parametrize("later", [1, 3])

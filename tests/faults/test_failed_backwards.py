@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +17,7 @@ from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.faults import write
+from tests.support.scripts.trainers import make_trainer
 
 # In this batch, on one rank, after the first and before the last gradient.
 FAILS_IN = 4
@@ -79,15 +80,12 @@ class Witness(Callback):
 def fit(
     *, directory: Path, fails_on: int, accumulate: int, num_unused: int, overrides_backward: bool, **options: Any
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options),
         devices=2,
-        strategy=BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options),
         max_epochs=1,
         accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[OnExceptionCheckpoint(directory / "rescued"), Witness(directory)],
     )
     module = Steps(fails_on=fails_on, num_unused=num_unused, overrides_backward=overrides_backward)

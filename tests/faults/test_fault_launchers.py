@@ -50,8 +50,7 @@ class Ended:
     def saved_on_exception(self) -> dict[str, Any]:
         path = self.directory / "checkpoints" / "last-on-exception.ckpt"
         assert path.exists(), self.output
-        checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-        return checkpoint
+        return torch.load(path, weights_only=True)
 
 
 def fault_of(what: str, target: int | str) -> Fault:

@@ -26,9 +26,8 @@ from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks
 from lightning_bucketddp.faults.shutdown import SaverElection
 from lightning_bucketddp.faults.side_channel import SideChannel
 from tests.support.forks import PROCESSES
-from tests.support.jobs.nonfinite import collected_warnings
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.ranks import on_ranks
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
 
 RUN_ID = "0123456789abcdef"
 WORLD_SIZE = 6
@@ -156,29 +155,25 @@ def test_one_process_makes_the_file_and_a_later_save_removes_it(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".bucketddp-saver-{'f' * 16}", "model.ckpt"]
 
 
+@on_ranks()
 @like_torchrun()
-def save_partial_step(*, directory: Path) -> tuple[list[str], list[str]]:
+def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
     """What is there after three saves and a step that was torn, and what was said of it; again when one is removed."""
-    checkpoints = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": True}
     trainer = make_trainer("bucketddp", callbacks=checkpoints, **options)
     trainer.fit(BoringModel())
     assert isinstance(trainer.strategy, BucketDDPStrategy)
     trainer.strategy.has_partial_step = True
     there = []
-    with collected_warnings() as told:
+    with lines_logged("lightning_bucketddp") as told:
         for _ in range(2):
-            trainer.save_checkpoint(directory / "torn.ckpt")
-            there.append(max(path.name for path in directory.glob("*.ckpt")))
+            trainer.save_checkpoint(tmp_path / "torn.ckpt")
+            there.append(max(path.name for path in tmp_path.glob("*.ckpt")))
             dist.barrier()
-            (directory / there[-1]).unlink(missing_ok=True)
+            (tmp_path / there[-1]).unlink(missing_ok=True)
             dist.barrier()
-    return there, told
-
-
-def test_what_is_not_saved_is_told_with_the_last_checkpoint_that_is(tmp_path: Path) -> None:
-    for there, told in run_on_ranks(save_partial_step, directory=tmp_path):
-        assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
-        assert [line.partition("Resume from ")[2] for line in told] == [
-            f"`{tmp_path / name}`, the last that was saved." for name in there
-        ]
+    assert there == ["epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"]
+    assert [line.partition("Resume from ")[2] for line in told] == [
+        f"`{tmp_path / name}`, the last that was saved." for name in there
+    ]

@@ -22,8 +22,7 @@ EXIT_CODE_OF = {signal.SIGTERM: 143, signal.SIGINT: 1}
 
 
 def checkpoint_of(directory: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(directory / "on_exception" / "on_exception.ckpt", weights_only=True)
-    return checkpoint
+    return torch.load(directory / "on_exception" / "on_exception.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -5,21 +5,128 @@ Two ranks give each other all they have; more exchange parts, and round the mean
 
 from __future__ import annotations
 
+import copy
+import math
+import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.trial import Trials
+from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.quantization import Blocks
-from tests.reducer.test_nonfinite import RAISED, raised_on_all
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.sharding.shards import ShardOption, Shards
+from tests.reducer.test_batch_weighting import weighted_mean
+from tests.reducer.test_nonfinite import RAISED, Bad, raised_on_all
 from tests.support.cases import for_each
-from tests.support.jobs import quantized
-from tests.support.jobs.models import CASES
-from tests.support.jobs.nonfinite import Bad
-from tests.support.jobs.parity import Training, parity_with_quantized_mean
-from tests.support.jobs.weighting import weighted_mean
-from tests.support.ranks import run_on_ranks
+from tests.support.jobs.models import CASES, WIDTH, batch
+from tests.support.jobs.parity import (
+    Training,
+    assert_equal_on_all_ranks,
+    average_by_hand,
+    average_quantized_by_hand,
+    build_reducer,
+    parity_with_quantized_mean,
+)
+from tests.support.ranks import device, on_ranks, run_on_ranks
+
+
+def train_sharded(case: str, shard: ShardOption) -> int:
+    """Train with divided state, whose gradients are rounded once only; return how many buckets there are."""
+    collectives = Collectives(device())
+    torch.manual_seed(0)
+    model = CASES[case].build().to(device())
+    reference = copy.deepcopy(model)
+    shards = Shards(collectives, whole_parameters=shard == "parameters")
+    config = ReducerConfig(bucket_cap_mb=0.0005, reduce_dtype="int8")
+    reducer = Reducer(Replicas(model, collectives), config, maker=shards)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards.add(optimizer)
+    for step in range(3):
+        CASES[case].on_step(model, step)
+        CASES[case].on_step(reference, step)
+        optimizer.zero_grad()
+        with reducer.backward():
+            CASES[case].loss(model, collectives.rank, step).backward()
+        optimizer.step()
+        reference.zero_grad()
+        CASES[case].loss(reference, collectives.rank, step).backward()
+        average_quantized_by_hand(reference, is_sharded=True)
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-0.1)
+    assert reducer.bucket_set is not None
+    num_buckets = len(reducer.bucket_set.buckets)
+    reducer.close()
+    for (name, param), other in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(param, other[1], rtol=1e-6, atol=1e-7, msg=name)
+    assert_equal_on_all_ranks(model)
+    return num_buckets
+
+
+def bytes_written(reduce_dtype: str | None, shard: ShardOption) -> int:
+    """How many bytes this process gives to its sockets in three backwards of a model with a million parameters."""
+    torch.manual_seed(0)
+    collectives = Collectives(device())
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device())
+    shards = Shards(collectives, whole_parameters=False) if shard else None
+    reducer = Reducer(
+        Replicas(model, collectives), ReducerConfig(bucket_cap_mb=1.0, reduce_dtype=reduce_dtype), maker=shards
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if shards is not None:
+        shards.add(optimizer)
+    written = []
+    for step in range(4):
+        model.zero_grad()
+        loss = model(torch.randn(8, 512, generator=torch.Generator().manual_seed(step)).to(device())).square().mean()
+        before = _written()
+        with reducer.backward():
+            loss.backward()
+        dist.barrier()  # so that all that was given to gloo's threads has been written
+        written.append(_written() - before)
+    reducer.close()
+    return sum(written[1:])  # the first one plans
+
+
+def _written() -> int:
+    [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar:")]
+    return int(line.split()[1])
+
+
+def try_together() -> list[str]:
+    """What three backwards in a trial raise: the ranks ask each other before collectives, but not in a thread."""
+    model = CASES["mlp"].build().to(device())
+    collectives = Collectives(device())
+    trials = Trials(collectives, is_out_of_memory=lambda _: False)
+    replicas = Replicas(model, collectives)
+    replicas.broadcast()
+    reducer = Reducer(replicas, ReducerConfig(reduce_dtype="int8", bucket_cap_mb=0.0005))
+    raised = []
+    for step in range(4):
+        model.zero_grad()
+        try:
+            with trials.attempt():
+                with reducer.backward():
+                    CASES["mlp"].loss(model, dist.get_rank(), step).backward()
+                if step == 2 and dist.get_rank() == 1:
+                    raise KeyError("no more")
+                dist.barrier()
+        except Exception as error:
+            raised.append(type(error).__name__)
+    reducer.close()
+    collectives.close_host_groups()
+    return raised
+
 
 # In one of them buffers depend on who gives them to whom, which is tested elsewhere.
 MODELS = [case for case in CASES if case != "buffer_in_forward"]
@@ -60,21 +167,42 @@ def test_so_it_is_however_gradients_are_collected(case: str, training: Training)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
 def test_every_size_arrives(world_size: int) -> None:
-    run_on_ranks(quantized.buckets_of_all_sizes, world_size=world_size)
+    """Gradients of from one to thousands of numbers come out as the mean, to within what 8 bits can say."""
+    sizes = [1, 2, 255, 256, 257, 511, 513, 256 * world_size, 256 * world_size + 1, 5000]
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes]).to(device())
+    for cap in (1e-6, 0.004, 25.0):
+        reducer = build_reducer(model, reduce_dtype="int8", bucket_cap_mb=cap)
+        for step in range(2):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            factors = [torch.randn(size, generator=generator).to(device()) for size in sizes]
+            with reducer.backward():
+                torch.stack([(p * f).sum() for p, f in zip(model, factors, strict=True)]).sum().backward()
+            for param, factor in zip(model, factors, strict=True):
+                expected = nn.Parameter(torch.zeros_like(param))
+                expected.grad = factor.clone()
+                average_by_hand(nn.ParameterList([expected]))
+                largest = factor.abs().max()
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                assert param.grad is not None
+                assert expected.grad is not None
+                assert (param.grad - expected.grad).abs().max() <= 2.01 * largest / 254, (param.shape, cap)
+        reducer.close()
 
 
 @pytest.mark.parametrize(
     ("case", "shard"), [("channels_last", True), ("channels_last", "parameters"), ("unused_in_turns", "parameters")]
 )
 def test_with_divided_state_the_mean_is_rounded_once(case: str, shard: bool | str) -> None:
-    assert min(run_on_ranks(quantized.train_sharded, case=case, shard=shard)) > 1
+    assert min(run_on_ranks(train_sharded, case=case, shard=shard)) > 1
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_are_a_quarter(world_size: int) -> None:
     [fp32, *_], [int8, *_], [scattered, *_] = (
-        run_on_ranks(quantized.bytes_written, world_size=world_size, reduce_dtype=dtype, shard=shard)
+        run_on_ranks(bytes_written, world_size=world_size, reduce_dtype=dtype, shard=shard)
         for dtype, shard in ((None, False), ("int8", False), ("int8", True))
     )
     assert 0.25 < int8 / fp32 <= 0.27
@@ -85,10 +213,25 @@ def test_weights_of_ranks_count() -> None:
     run_on_ranks(weighted_mean, config="int8_wire", num_micro_batches=2)
 
 
-@for_each("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
 def test_a_nan_stays_one_and_stays_where_it_is(world_size: int) -> None:
-    for finite in run_on_ranks(quantized.nan_of_rank_one, world_size=world_size):
-        assert finite == {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": True}
+    """Rank 1 has one NaN in the bias of the first of two layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 24), nn.Linear(24, 24)).to(device())
+    reducer = build_reducer(model, reduce_dtype="int8", on_nonfinite=None)
+    for step in range(2):
+        model.zero_grad()
+        if step == 1 and dist.get_rank() == 1:
+            bias: nn.Parameter = model[0].bias  # type: ignore[assignment]
+            bias.register_hook(lambda gradient: torch.where(torch.arange(24, device=device()) == 5, math.nan, gradient))
+        with reducer.backward():
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+    reducer.close()
+    finite = {
+        name: bool(param.grad.isfinite().all()) for name, param in model.named_parameters() if param.grad is not None
+    }
+    assert finite == {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": True}
 
 
 @for_each("value", [float("nan"), float("inf"), -float("inf")])
@@ -98,12 +241,22 @@ def test_a_gradient_that_is_not_finite_is_named(value: float) -> None:
 
 
 def test_in_a_trial_the_ranks_fail_together() -> None:
-    outcomes = run_on_ranks(quantized.try_together, world_size=4)
+    outcomes = run_on_ranks(try_together, world_size=4)
     assert outcomes == [["RuntimeError"], ["KeyError"], ["RuntimeError"], ["RuntimeError"]]
 
 
+@on_ranks(4)
 def test_no_thread_is_left() -> None:
-    assert run_on_ranks(quantized.threads_left, world_size=4) == [[]] * 4
+    before = set(threading.enumerate())
+    model = CASES["mlp"].build().to(device())
+    reducer = build_reducer(model, reduce_dtype="int8")
+    for step in range(2):
+        with reducer.backward():
+            CASES["mlp"].loss(model, dist.get_rank(), step).backward()
+    new = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert new == ["bucketddp-quantized"] or device().type != "cpu", new
+    reducer.close()
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 
 @for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

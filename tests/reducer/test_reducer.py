@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_bucketddp.reducer.bucket import LateGradientError
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError
 from tests.support.cases import for_each
-from tests.support.jobs import reducing
-from tests.support.jobs.parity import build_reducer
-from tests.support.ranks import device, run_on_ranks
+from tests.support.collectives import all_reduced
+from tests.support.jobs.models import WIDTH, Branches, Checkpointed, batch, mlp
+from tests.support.jobs.parity import assert_equal_on_all_ranks, average_by_hand, build_reducer
+from tests.support.ranks import device, on_ranks, run_on_ranks
+
+
+def _model_and_copy() -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = mlp().to(device())
+    return model, copy.deepcopy(model)
+
+
+def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        assert param.grad is None or torch.equal(param.grad, other.grad), name  # type: ignore[arg-type]
 
 
 class _Counted(TorchDispatchMode):
@@ -51,128 +69,326 @@ def operations_added(num_layers: int, num_buckets: int) -> dict[str, int]:
     return {name: count for name, count in added.items() if count}
 
 
+@on_ranks()
 def test_no_sync_around_backward_alone_is_enough() -> None:
-    assert run_on_ranks(reducing.no_sync_around_backward_alone_is_enough) == [0, 0]
+    """torch DDP reads the flag in forward and synchronises here."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    with all_reduced() as reduced, reducer.no_sync(), reducer.backward():
+        loss.backward()
+    reference(x).square().mean().backward()
+    _assert_same_gradients(model, reference)
+    assert not reduced
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        reducing.calling_a_submodule_synchronises,
-        reducing.second_backward_on_one_forward_synchronises,
-        reducing.parameter_used_only_in_an_earlier_micro_batch_is_reduced,
-        reducing.parameter_that_was_frozen_at_setup_synchronises_alone,
-        reducing.half_precision_gradients_do_not_overflow,
-        reducing.gradients_live_in_the_buckets,
-        reducing.gradients_that_were_moved_with_the_module_are_reduced,
-        reducing.a_large_gradient_stays_where_it_is,
-        reducing.strides_follow_the_parameter,
-        reducing.copies_carry_nothing_of_ours,
-        reducing.weights_and_buffers_come_from_rank_zero,
-        reducing.ignored_names_are_left_alone,
-        reducing.retained_graph_survives_the_buffer_broadcast,
-    ],
-    ids=lambda job: job.__name__,
-)
-def test_reducer(job: Callable[[], None]) -> None:
-    run_on_ranks(job)
+@on_ranks()
+def test_calling_a_submodule_synchronises() -> None:
+    """torch DDP arms itself in the wrapper's forward and silently does nothing here."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    with reducer.backward():
+        model[0](x).square().mean().backward()
+    reference[0](x).square().mean().backward()
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
 
 
+@on_ranks()
+def test_second_backward_on_one_forward_synchronises() -> None:
+    """torch DDP leaves the second one unsynchronised."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    x = batch(dist.get_rank(), 0)
+    loss = model(x).square().mean()
+    with reducer.backward():
+        loss.backward(retain_graph=True)
+    with reducer.backward():
+        loss.backward()
+    (2 * reference(x).square().mean()).backward()
+    average_by_hand(reference)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-8)
+    assert_equal_on_all_ranks(model)
+
+
+@on_ranks()
+def test_parameter_used_only_in_an_earlier_micro_batch_is_reduced() -> None:
+    """torch DDP never synchronises it."""
+    torch.manual_seed(3)
+    model = Branches().to(device())
+    reference = copy.deepcopy(model)
+    reducer = build_reducer(model)
+    for step in range(3):
+        x = batch(dist.get_rank(), step)
+        model.zero_grad()
+        with reducer.no_sync(), reducer.backward():
+            model(x, left=True, right=False).backward()
+        with reducer.backward():
+            model(x, left=False, right=True).backward()
+        reference.zero_grad()
+        reference(x, left=True, right=False).backward()
+        reference(x, left=False, right=True).backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
+
+
+@on_ranks()
+def test_parameter_that_was_frozen_at_setup_synchronises_alone() -> None:
+    """Nothing but a parameter that could not be trained at set-up takes part in a backward."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)
+    reducer = build_reducer(model)
+    for module in (model, reference):
+        module.requires_grad_(False)
+        module[0].requires_grad_(True)
+        with reducer.backward() if module is model else nullcontext():
+            module(batch(dist.get_rank(), 0)).square().mean().backward()
+    average_by_hand(reference)
+    _assert_same_gradients(model, reference)
+
+
+@on_ranks()
+def test_half_precision_gradients_do_not_overflow() -> None:
+    """The sum of these is beyond what fp16 can hold, their mean is not."""
+    model = nn.Linear(2, 2, bias=False).to(device(), torch.float16)
+    reducer = build_reducer(model)
+    with reducer.backward():
+        (model.weight * (40_000.0 if dist.get_rank() == 0 else 50_000.0)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 45_000.0))  # type: ignore[arg-type]
+
+
+@on_ranks()
+def test_gradients_live_in_the_buckets() -> None:
+    """After a synchronised backward, and while micro-batches are accumulated, `.grad` is a view of the buffer."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+
+    def assert_views() -> None:
+        assert reducer.bucket_set is not None
+        buckets: Any = reducer.bucket_set.buckets
+        buffers = [bucket.buffer for bucket in buckets]
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            start = param.grad.data_ptr()
+            assert any(b.data_ptr() <= start < b.data_ptr() + b.nbytes for b in buffers), name
+
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
+    assert_views()
+    model.zero_grad(set_to_none=True)
+    with reducer.no_sync(), reducer.backward():
+        model(batch(0, 1)).sum().backward()
+    assert_views()
+    with reducer.backward():
+        model(batch(0, 2)).sum().backward()
+    assert_views()
+
+
+@on_ranks()
+def test_gradients_that_were_moved_with_the_module_are_reduced() -> None:
+    """As by `module.to`, between two micro-batches: torch gives gradients other memory, and leaves the objects."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model)
+    rank = dist.get_rank()
+    with reducer.backward():
+        model(batch(rank, 0)).sum().backward()
+    model.zero_grad()
+    with reducer.no_sync(), reducer.backward():
+        model(batch(rank, 1)).sum().backward()
+    model._apply(torch.clone)
+    with reducer.backward():
+        model(batch(rank, 2)).sum().backward()
+    for step in (1, 2):
+        reference(batch(rank, step)).sum().backward()
+    average_by_hand(reference)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@on_ranks()
+def test_a_large_gradient_stays_where_it_is() -> None:
+    """It is reduced where autograd has put it, and nobody keeps it when the user lets it go."""
+    model = nn.Linear(1024, 1024).to(device())
+    seen: list[int] = []
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))
+    # As large as that is on a host; on a GPU it would be a small one.
+    reducer = build_reducer(model, bucket_cap_mb=1, all_alone=device().type == "cuda")
+    for step in range(3):
+        x = batch(dist.get_rank(), step, 4, 1024)
+        expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+        dist.all_reduce(expected)
+        with reducer.backward():
+            model(x).square().mean().backward()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, expected / dist.get_world_size())
+        assert model.weight.grad.data_ptr() == seen[-1]
+        kept = weakref.ref(model.weight.grad)
+        model.zero_grad()
+        assert kept() is None
+    reducer.close()
+
+
+@on_ranks()
+def test_strides_follow_the_parameter() -> None:
+    conv = nn.Conv2d(3, 4, 3).to(device()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    reducer = build_reducer(conv)
+    with reducer.backward():
+        conv(batch(0, 0, 2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+@on_ranks()
+def test_copies_carry_nothing_of_ours() -> None:
+    """A copy of the module made during training has no hooks and no views."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with all_reduced() as reduced:
+            duplicate(batch(0, 1)).sum().backward()
+        assert not reduced
+
+
+@on_ranks()
+def test_weights_and_buffers_come_from_rank_zero() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
+    model.register_buffer("table", torch.randn(3, device=device()))
+    model[1].running_mean.normal_()  # type: ignore[operator]
+    build_reducer(model)
+    for tensor in model.state_dict().values():
+        reference = tensor.clone()
+        dist.broadcast(reference, src=0)
+        assert torch.equal(reference, tensor)
+
+
+@on_ranks()
+def test_ignored_names_are_left_alone() -> None:
+    """Also at the root of the module, where torch DDP cannot ignore by name."""
+    torch.manual_seed(dist.get_rank())
+    model: Any = nn.Module()
+    model.local = nn.Parameter(torch.randn(3, device=device()))
+    model.register_buffer("mine", torch.randn(3, device=device()))
+    model.linear = nn.Linear(3, 3, device=device())
+    model._ddp_params_and_buffers_to_ignore = ["local", "mine"]
+    local, mine = model.local.detach().clone(), model.mine.clone()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        (model.linear(model.local).sum() * (1 + dist.get_rank())).backward()
+    assert torch.equal(model.local, local)
+    assert torch.equal(model.mine, mine)
+    summed = model.local.grad.clone()
+    dist.all_reduce(summed)
+    assert not torch.equal(summed, 2 * model.local.grad)
+
+
+@on_ranks()
+def test_retained_graph_survives_the_buffer_broadcast() -> None:
+    """A buffer that the graph saved is overwritten with rank 0's between two backwards of it."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(WIDTH, WIDTH).to(device())
+    model.register_buffer("scale", torch.rand(WIDTH, device=device()))
+    reducer = build_reducer(model)
+    loss = (model(batch(dist.get_rank(), 0)) * model.scale).sum()
+    with reducer.backward():
+        loss.backward(retain_graph=True)
+    with reducer.backward():
+        loss.backward()
+
+
+@on_ranks()
 def test_unfrozen_parameters_are_reduced_and_known_plans_kept() -> None:
+    """torch DDP leaves it unsynchronised."""
+    model, reference = _model_and_copy()
+    for module in (model, reference):
+        module[0].requires_grad_(False)
+    reducer = build_reducer(model)
+    for step, frozen in enumerate([True, True, False, False, True, False]):
+        for module in (model, reference):
+            module.zero_grad()
+            module[0].requires_grad_(not frozen)
+            with reducer.backward() if module is model else nullcontext():
+                module(batch(dist.get_rank(), step)).square().mean().backward()
+        average_by_hand(reference)
+        _assert_same_gradients(model, reference)
     # Two sets of trainable parameters, each planned once although training comes back to both.
-    assert run_on_ranks(reducing.parameter_unfrozen_after_setup_is_reduced) == [2, 2]
+    assert reducer.stats.num_plans == 2
 
 
+@on_ranks()
 def test_a_network_that_is_toggled_off_is_not_communicated() -> None:
-    for num_plans, bytes_by_step in run_on_ranks(reducing.alternating_networks_keep_their_plans):
-        assert num_plans == 2
-        assert len(set(bytes_by_step)) == 2
-        assert bytes_by_step == bytes_by_step[:2] * 3
+    """What `toggle_optimizer` does: the network that is switched off is not communicated, and nothing is re-planned."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)}).to(device())
+    reducer = build_reducer(model)
+    num_reduced: list[int] = []
+    for step in range(6):
+        on, off = ("g", "d") if step % 2 == 0 else ("d", "g")
+        model[on].requires_grad_(True)
+        model[off].requires_grad_(False)
+        before = reducer.stats.bytes_sent
+        with reducer.backward():
+            model["d"](model["g"](batch(dist.get_rank(), step))).square().mean().backward()
+        num_reduced.append(reducer.stats.bytes_sent - before)
+    num_plans, bytes_by_step = reducer.stats.num_plans, num_reduced
+    assert num_plans == 2
+    assert len(set(bytes_by_step)) == 2
+    assert bytes_by_step == bytes_by_step[:2] * 3
 
 
+@on_ranks()
 def test_a_plan_that_is_no_longer_used_is_forgotten() -> None:
-    assert run_on_ranks(reducing.plans_are_forgotten_after_a_while) == [[1, 2, 3, 4]] * 2
+    """How many plans were made after one set of trainable parameters, 66 times another, a third, the first again."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    num_plans: list[int] = []
+    for frozen, times in ((0, 1), (2, 66), (4, 1), (0, 1)):
+        model.requires_grad_(True)
+        model[frozen].requires_grad_(False)
+        for step in range(times):
+            with reducer.backward():
+                model(batch(dist.get_rank(), step)).square().mean().backward()
+            model.zero_grad()
+        num_plans.append(reducer.stats.num_plans)
+    assert num_plans == [1, 2, 3, 4]
 
 
-@for_each("world_size", [2, 4])
-@for_each(
-    ("own", "travels_as", "dtype"),
-    [
-        (torch.float32, "bf16", "torch.bfloat16"),
-        (torch.float32, "fp16", "torch.float16"),
-        (torch.bfloat16, "fp32", "torch.float32"),
-        (torch.float16, "fp32", "torch.float32"),
-        (torch.float32, "fp32", "torch.float32"),
-    ],
-)
-def test_gradients_travel_in_the_dtype_asked_for(
-    own: torch.dtype, travels_as: str, dtype: str, world_size: int
-) -> None:
-    job = reducing.gradients_travel_in_another_dtype
-    ranks = run_on_ranks(job, world_size=world_size, own=own, travels_as=travels_as)
-    assert ranks == [[dtype]] * world_size
-
-
-def test_late_gradient_names_parameter_bucket_rank_and_remedy() -> None:
-    for rank, error in enumerate(run_on_ranks(reducing.late_gradient, overlap=True)):
-        assert "Gradient of `blocks.0.0." in error
-        assert f"had left (rank {rank})" in error
-        assert "Pass `overlap=False`" in error
-
-
-def test_without_overlap_no_gradient_is_late() -> None:
-    assert run_on_ranks(reducing.late_gradient, overlap=False) == ["no error", "no error"]
-
-
-def test_buckets_leave_while_backward_runs() -> None:
-    for left_early, num_buckets in run_on_ranks(reducing.buckets_leave_while_backward_runs, overlap=True):
-        assert left_early == num_buckets - 2  # all but the first layer's weight and bias
-
-
-def test_without_overlap_buckets_leave_at_the_end() -> None:
-    for left_early, _ in run_on_ranks(reducing.buckets_leave_while_backward_runs, overlap=False):
-        assert left_early == 0
-
-
+@on_ranks()
 def test_a_closed_reducer_does_nothing() -> None:
-    assert run_on_ranks(reducing.closed_reducer_does_nothing) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (reducing.other_width, "`1.weight` has shape [4, 4] on rank 0 but [5, 4] on rank 1."),
-        (reducing.other_dtype, "`1.weight` has dtype torch.float32 on rank 0 but torch.float64 on rank 1."),
-        (reducing.other_requires_grad, "`bias` has requires_grad True on rank 0 but False on rank 1."),
-        (reducing.other_layers, "`2.weight` exists on rank 0 but not on rank 1."),
-        (reducing.other_strides, "`weight` has stride [27, 9, 3, 1] on rank 0 but [27, 1, 9, 3] on rank 1."),
-        (reducing.other_buffer, "`table` has shape [3] on rank 0 but [4] on rank 1."),
-        (
-            reducing.other_order,
-            "The ranks register their parameters or buffers in different order: number 0 is `a.weight` on rank 0 but"
-            " `b.weight` on rank 1.",
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_different_modules_are_refused_on_every_rank(build: Callable[[int], nn.Module], expected: str) -> None:
-    errors = run_on_ranks(reducing.replica_error, build=build)
-    assert all(error.startswith(expected) for error in errors), errors
-
-
-def test_the_differing_ranks_are_listed() -> None:
-    errors = run_on_ranks(reducing.replica_error, world_size=4, build=reducing.other_layers)
-    assert all(e.startswith("`2.weight` exists on rank 0 but not on ranks 1, 2, 3.") for e in errors), errors
-
-
-def test_freezing_on_one_rank_only_is_refused() -> None:
-    errors = run_on_ranks(reducing.freeze_on_one_rank_only)
-    assert all("`2.weight` has requires_grad True on rank 0 but False on rank 1." in error for error in errors), errors
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    with reducer.backward():
+        model(batch(0, 0)).sum().backward()
+    reducer.close()
+    with all_reduced() as reduced:
+        model(batch(0, 1)).sum().backward()
+    assert not reduced
 
 
 @pytest.mark.parametrize("hook_name", ["allreduce_hook", "fp16_compress_hook"])
+@on_ranks()
 def test_torch_communication_hooks_run(hook_name: str) -> None:
-    run_on_ranks(reducing.comm_hook_runs, hook_name=hook_name)
+    """torch's own communication hooks see our buckets as DDP's."""
+    model, reference = _model_and_copy()
+    reducer = build_reducer(model, comm_hook=getattr(default_hooks, hook_name), bucket_cap_mb=0.001)
+    for step in range(3):
+        x = batch(dist.get_rank(), step)
+        for module in (model, reference):
+            module.zero_grad()
+            with reducer.backward() if module is model else nullcontext():
+                module(x).square().mean().backward()
+        average_by_hand(reference)
+        tolerance = 0.0 if hook_name == "allreduce_hook" else 1e-2
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=tolerance, atol=tolerance * 0.1)
+    assert reducer.bucket_set is not None
+    assert len(reducer.bucket_set.buckets) > 1
 
 
 @pytest.mark.parametrize("num_buckets", [1, 4])
@@ -187,5 +403,117 @@ def test_one_rank_is_left_alone() -> None:
     assert run_on_ranks(operations_added, world_size=1, num_layers=8, num_buckets=0) == [{}]
 
 
+@on_ranks()
 def test_a_backward_of_a_few_parameters_synchronises() -> None:
-    run_on_ranks(reducing.a_backward_of_a_few_parameters_synchronises)
+    """Also after one that left its only bucket incomplete, because it used few parameters, too."""
+    params = nn.ParameterList(torch.ones(2) for _ in range(4)).to(device())
+    reducer = build_reducer(params)
+    for indices in ([0, 1, 2, 3], [3], [3]):
+        params.zero_grad()
+        loss = torch.stack([(params[i] * (1.0 + dist.get_rank())).sum() for i in indices]).sum()
+        with reducer.backward():
+            loss.backward()
+    assert params[3].grad is not None
+    assert torch.equal(params[3].grad, torch.full_like(params[3], 1.5))
+    reducer.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@for_each(
+    ("own", "travels_as"),
+    [
+        (torch.float32, "bf16"),
+        (torch.float32, "fp16"),
+        (torch.bfloat16, "fp32"),
+        (torch.float16, "fp32"),
+        (torch.float32, "fp32"),
+    ],
+)
+@on_ranks()
+def test_gradients_travel_in_the_dtype_asked_for(own: torch.dtype, travels_as: str, world_size: int) -> None:
+    """The result must be the mean of what was sent, in the gradients' own dtype."""
+    model = mlp().to(device(), own)
+    reducer = build_reducer(model, reduce_dtype=travels_as)
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[travels_as]
+    seen: set[torch.dtype] = set()
+    for step in range(3):
+        x = batch(dist.get_rank(), step).to(own)
+        reference = copy.deepcopy(model)
+        reference(x).square().mean().backward()
+        model.zero_grad()
+        with all_reduced() as tensors, reducer.backward():
+            model(x).square().mean().backward()
+        seen.update(tensor.dtype for tensor in tensors)
+        for param, local in zip(model.parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None
+            assert local.grad is not None
+            assert param.grad.dtype == own
+            sent = local.grad.to(wire).double()
+            dist.all_reduce(sent)
+            expected = sent / dist.get_world_size()
+            epsilon = max(torch.finfo(wire).eps, torch.finfo(own).eps)
+            torch.testing.assert_close(param.grad.double(), expected, rtol=epsilon, atol=epsilon * 1e-2)
+    reducer.close()
+    assert seen == {wire}
+
+
+@on_ranks()
+def test_a_late_gradient_is_refused_and_without_overlap_none_is_late() -> None:
+    """A block is used once in the first backward and twice in a later one, by reentrant checkpointing."""
+    for overlap in (True, False):
+        torch.manual_seed(3)
+        model = Checkpointed(reentrant=True, shared=True).to(device())
+        reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+        blocks = model.blocks
+        model.blocks = blocks[:1]
+        with reducer.backward():
+            model(batch(dist.get_rank(), 0)).square().mean().backward()
+        model.zero_grad()
+        model.blocks = blocks
+        with pytest.raises(LateGradientError) if overlap else nullcontext() as late, reducer.backward():
+            model(batch(dist.get_rank(), 1)).square().mean().backward()
+        if late is not None:
+            assert "Gradient of `blocks.0.0." in str(late.value)
+            assert f"had left (rank {dist.get_rank()})" in str(late.value)
+            assert "Pass `overlap=False`" in str(late.value)
+    reference = Checkpointed(reentrant=True, shared=True).to(device())
+    reference.load_state_dict(model.state_dict(), strict=False)
+    reference(batch(dist.get_rank(), 1)).square().mean().backward()
+    average_by_hand(reference)
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, msg=name)
+
+
+@for_each("overlap", [True, False])
+@on_ranks()
+def test_buckets_leave_while_backward_runs_unless_overlap_is_off(overlap: bool) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(device())
+    reducer = build_reducer(model, bucket_cap_mb=1e-6, overlap=overlap)
+    left_before_the_end = 0
+
+    def first_layer_begins(grad: Tensor) -> None:
+        nonlocal left_before_the_end
+        left_before_the_end = reducer.stats.num_reductions - before
+
+    for step in range(2):
+        before = reducer.stats.num_reductions
+        hidden = model[0](batch(dist.get_rank(), step))
+        hidden.register_hook(first_layer_begins)
+        with reducer.backward():
+            model[1:](hidden).square().mean().backward()
+        model.zero_grad()
+    assert reducer.bucket_set is not None
+    # All but the first layer's weight and bias.
+    assert left_before_the_end == (len(reducer.bucket_set.buckets) - 2 if overlap else 0)
+
+
+@on_ranks()
+def test_freezing_on_one_rank_only_is_refused() -> None:
+    """The trainable sets differ when the plan for them is made: refused, with the parameter's name."""
+    model, _ = _model_and_copy()
+    reducer = build_reducer(model)
+    model[2].weight.requires_grad_(dist.get_rank() != 1)
+    expected = "`2.weight` has requires_grad True on rank 0 but False on rank 1."
+    with pytest.raises(ReplicaMismatchError, match=expected), reducer.backward():
+        model(batch(0, 0)).sum().backward()

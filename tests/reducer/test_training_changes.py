@@ -2,18 +2,204 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from torch import Tensor, nn
 
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.changes import CHANGES, FINETUNINGS, finetune, reductions_by_epoch, train_with_change
+from tests.support.scripts.models import WIDTH, Regression, loader
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
+
+
+class Backbone(Regression):
+    """A backbone, under the name that `BackboneFinetuning` wants, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([self.backbone(batch[0]), batch[1]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.05, momentum=0.9)
+
+
+class NormRegression(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class MeanTeacher(NormRegression):
+    """Learns from an average of itself, statistics included, that is in evaluation mode while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.teacher.eval()
+        return self.loss(batch) + F.mse_loss(self.layers(batch[0]), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mine, others in zip(self.teacher.state_dict().values(), self.layers.state_dict().values(), strict=True):
+            if mine.is_floating_point():
+                mine.lerp_(others, 0.1)
+
+
+class LayerByLayer(callbacks.BaseFinetuning):
+    """Unfreezes one more layer at the start of each epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.backbone, pl_module.layers[0]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        layer = {1: pl_module.layers[0], 2: pl_module.backbone}.get(epoch)
+        if layer is not None:
+            self.unfreeze_and_add_param_group(layer, optimizer, lr=0.05)
+
+
+class FreezesByHand(Callback):
+    """Switches a layer off for every other batch, in the hook before or after a batch."""
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._switch("before", pl_module, batch_idx)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._switch("after", pl_module, batch_idx)
+
+    def _switch(self, hook: str, pl_module: Any, batch_idx: int) -> None:
+        if hook == self._hook:
+            pl_module.layers[0].requires_grad_(batch_idx % 2 == 0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changes a module, and the torch DDP to compare with."""
+
+    by: Callable[[], Callback]
+    module: Callable[[], LightningModule] = Regression
+    ddp: str = "ddp"
+    validates: bool = True
+    # Callbacks that copy the module before rank 0's weights have gone round need the same weights from the start.
+    same_start: bool = False
+
+
+def _prune(**options: Any) -> Callback:
+    return callbacks.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"], **options)
+
+
+CHANGES = {
+    "mean_teacher": Change(Callback, MeanTeacher),
+    "frozen_before_a_batch": Change(lambda: FreezesByHand("before"), ddp="ddp_find_unused_parameters_true"),
+    "frozen_after_a_batch": Change(lambda: FreezesByHand("after"), ddp="ddp_find_unused_parameters_true"),
+    "stochastic_weight_averaging": Change(
+        lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1), NormRegression
+    ),
+    "pruned_for_good": Change(_prune, NormRegression, same_start=True),
+    "pruned_without_validation": Change(_prune, validates=False, same_start=True),
+    "pruned_by_masks": Change(lambda: _prune(make_pruning_permanent=False), NormRegression, same_start=True),
+    "accumulation_by_epoch": Change(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})),
+}
+if hasattr(callbacks, "WeightAveraging"):
+    CHANGES |= {
+        "weight_averaging": Change(callbacks.WeightAveraging),
+        "exponential_weight_averaging": Change(lambda: callbacks.EMAWeightAveraging(decay=0.5)),
+        "weight_averaging_with_statistics": Change(callbacks.WeightAveraging, NormRegression),
+    }
+
+
+@like_torchrun()
+def train_with_change(*, change: str, strategy: str) -> dict[str, Any]:
+    how = CHANGES[change]
+    torch.manual_seed(0 if how.same_start else dist.get_rank())
+    module = how.module()
+    used = how.ddp if strategy == "ddp" else strategy
+    trainer = make_trainer(used, max_epochs=3, num_sanity_val_steps=0, callbacks=how.by())
+    trainer.fit(module, loader(), loader() if how.validates else None)
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+    }
+
+
+FINETUNINGS: dict[str, Callable[[], Callback]] = {
+    "backbone": lambda: callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05),
+    "layer_by_layer": LayerByLayer,
+}
+
+
+@like_torchrun()
+def finetune(*, finetuning: str) -> dict[str, Any]:
+    """Train on the same samples per step whatever the number of ranks; how many gradients were planned for, by plan."""
+    torch.manual_seed(dist.get_rank())
+    module = Backbone()
+    planned = _Planned()
+    trainer = make_trainer(
+        "bucketddp", max_epochs=4, precision="64-true", callbacks=[FINETUNINGS[finetuning](), planned]
+    )
+    trainer.fit(module, loader(batch_size=8 // dist.get_world_size()))
+    return {"weights": dict(module.state_dict()), "planned": planned.num_parameters}
+
+
+class _Planned(Callback):
+    def __init__(self) -> None:
+        self.num_parameters: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        bucket_set = strategy.reducer.bucket_set  # one rank alone plans nothing
+        self.num_parameters.append(0 if bucket_set is None else len(bucket_set.index_of_bucket))
+
+
+@like_torchrun()
+def reductions_by_epoch(*, factors: dict[int, int]) -> dict[str, list[int]]:
+    """Optimizer steps and reductions per bucket in each epoch under an accumulation schedule."""
+    counts = _Counts()
+    trainer = make_trainer(
+        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB),
+        max_epochs=len(factors),
+        callbacks=[callbacks.GradientAccumulationScheduler(factors), counts],
+    )
+    trainer.fit(Regression(), loader())
+    return {"steps": _differences(counts.steps), "reductions": _differences(counts.reductions_per_bucket)}
+
+
+class _Counts(Callback):
+    def __init__(self) -> None:
+        self.steps = [0]
+        self.reductions_per_bucket = [0.0]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        reducer = strategy.reducer
+        self.steps.append(trainer.global_step)
+        self.reductions_per_bucket.append(reducer.stats.num_reductions / len(reducer.bucket_set.buckets))
+
+
+def _differences(totals: list[Any]) -> list[Any]:
+    return [after - before for before, after in pairwise(totals)]
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
 @pytest.mark.sampled(3)
 def test_training_equals_ddp(change: str) -> None:
-    ours = run_on_ranks(train_with_change, change=change, like_ddp=False)
-    ddp = run_on_ranks(train_with_change, change=change, like_ddp=True)
+    ours, ddp = ours_and_ddp(train_with_change, change=change)
     assert ours == [ddp[0]] * 2
 
 

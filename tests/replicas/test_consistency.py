@@ -2,37 +2,159 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.config import OnDivergence, ReplicaChecks
-from lightning_bucketddp.replicas.consistency import Checksums, find_divergence, units_of
-from tests.support.cases import for_each
-from tests.support.jobs import replicas
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.replicas import (
-    HEALTHY,
-    Outcome,
-    accumulate_differently_in_fabric,
-    drift,
-    drift_in_fabric,
-    freeze_on_one_rank,
-    num_collectives,
-    other_shape_without_init_sync,
-    refusal,
-    train_healthy,
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import OnDivergence, ReducerConfig, ReplicaChecks
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.weighting import Weighting
+from lightning_bucketddp.replicas.consistency import (
+    Checksums,
+    ReplicaComparison,
+    ReplicaDivergedError,
+    TrainingState,
+    find_divergence,
+    training_state,
+    units_of,
 )
+from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas
+from tests.support.cases import for_each
+from tests.support.jobs.models import batch, mlp
+from tests.support.jobs.parity import assert_equal_on_all_ranks
+from tests.support.ranks import device, run_on_ranks
 
-HEAL = ReplicaChecks(on_divergence="heal")
-REMEDY = "or pass `replica_checks=ReplicaChecks(on_divergence='heal')` to the strategy: all ranks then go on"
-FOLLOWS = "All ranks go on with the state of rank {}."
-FROZEN = "ReplicaMismatchError: `layers.0.weight` has requires_grad True on rank 0 but False on rank 1."
-NOT_EQUAL = "The replicas are not equal"
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
+]
+# Less than a word and more, and several times round the factors.
+NUM_ELEMENTS = [0, 1, 3, 125, 65_521, 8 * 65_521 + 3]
+
+
+def flip_bit(tensor: Tensor, bit: int) -> None:
+    """Flip one bit of a dense tensor in place."""
+    with torch.no_grad():
+        raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        raw[bit // 8] = raw[bit // 8] ^ (1 << bit % 8)
+
+
+def every_bit_counts(dtype: torch.dtype) -> None:
+    """Any single bit, at the ends and anywhere between; and equal bits have equal checksums on every device."""
+    generator = torch.Generator().manual_seed(1)
+    checksums = Checksums()
+
+    def checksum(tensor: Tensor) -> int:
+        [value] = checksums.start([[tensor]])()
+        return value
+
+    for num_elements in NUM_ELEMENTS:
+        num_bytes = num_elements * dtype.itemsize
+        raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+        tensor = raw.view(dtype).to(device())
+        expected = checksum(raw.view(dtype))
+        assert checksum(tensor) == expected
+        assert checksums.start(units_of([tensor]))() == [expected]
+        if num_bytes > 0:
+            anywhere = torch.randint(0, 8 * num_bytes, (5,), generator=generator).tolist()
+            for bit in {0, 7, 8 * num_bytes - 1, *anywhere}:
+                flip_bit(tensor, bit)
+                assert checksum(tensor) != expected, (num_bytes, bit)
+                flip_bit(tensor, bit)
+            assert checksum(tensor) == expected
+
+
+@contextmanager
+def own_group() -> Iterator[dist.ProcessGroup]:
+    """All ranks in a group that may be left with collectives that nobody ends."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    assert group is not None
+    yield group
+
+
+def freeze_on_one_rank_in_mid_training(*, is_known: bool, overlap: bool) -> str:
+    """Two sets are trained. Then rank 1 trains another one than rank 0, and all ranks have a plan for it or none."""
+    torch.manual_seed(3)
+    model = mlp().to(device())
+    with own_group() as group:
+        collectives = Collectives(device(), group=group)
+        weighting = Weighting(StepExchange(collectives), by_weight=False)
+        config = ReducerConfig(bucket_cap_mb=1e-6, overlap=overlap)
+        reducer = Reducer(Replicas(model, collectives), config, weighting=weighting)
+        on_this_rank: set[int] = {0} if dist.get_rank() == 1 else set()
+        frozen: list[set[int]] = [set(), {0} if is_known else {2}, set(), set(), on_this_rank]
+        try:
+            for step, layers in enumerate(frozen):
+                for layer in (0, 2):
+                    model[layer].requires_grad_(layer not in layers)  # type: ignore[index]
+                model.zero_grad()
+                with reducer.backward():
+                    model(batch(dist.get_rank(), step)).square().mean().backward()
+        except ReplicaMismatchError as error:
+            return f"step {step}: {error}"
+        finally:
+            reducer.close()
+    return "no error"
+
+
+class Training:
+    """A loop with everything that the strategies have around one."""
+
+    def __init__(self, config: ReplicaChecks) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 4)).to(device())
+        collectives = Collectives(device())
+        exchange = StepExchange(collectives)
+        self.replicas = Replicas(self.model, collectives)
+        self.replicas.broadcast()
+        weighting = Weighting(exchange, by_weight=False)
+        self.reducer = Reducer(self.replicas, ReducerConfig(), weighting=weighting)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.checks = ReplicaComparison(collectives, config, exchange=exchange, has_messages=True)
+
+    def state(self) -> TrainingState:
+        return training_state(self.replicas.parameters, [self.optimizer])
+
+    def step(self, inputs: Tensor) -> None:
+        self.checks.between_steps(self.state, num_backwards=self.reducer.stats.num_backwards)
+        self.optimizer.zero_grad()
+        with self.reducer.backward():
+            self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+
+
+def flip_in_a_loop(*, on_divergence: OnDivergence, on_rank: int) -> str:
+    """One bit of the second moment of a weight flips after three steps; what ten steps with a check every other say."""
+    training = Training(ReplicaChecks(2, on_divergence))
+    try:
+        for number in range(10):
+            training.step(batch(dist.get_rank(), number))
+            if number == 2 and dist.get_rank() == on_rank:
+                weight: Any = training.model[0].weight
+                flip_bit(training.optimizer.state[weight]["exp_avg_sq"], 8 * 100 + 4)
+    except ReplicaDivergedError as error:
+        return str(error)
+    finally:
+        training.reducer.close()
+    if on_divergence == "heal":
+        assert_equal_on_all_ranks(training.model)
+        for state in training.optimizer.state.values():
+            for value in state.values():
+                mine = value.to(device())
+                first = mine.clone()
+                dist.broadcast(first, src=0)
+                assert torch.equal(mine, first)
+    return "no error"
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -40,25 +162,12 @@ def checksum(tensor: torch.Tensor) -> int:
     return value
 
 
-def assert_equal(ranks: list[Outcome]) -> None:
-    """Weights, buffers and optimizer state, bit by bit."""
-    for rank in ranks[1:]:
-        torch.testing.assert_close(rank.weights, ranks[0].weights, rtol=0, atol=0)
-        torch.testing.assert_close(rank.optimizer, ranks[0].optimizer, rtol=0, atol=0)
-
-
-def logged_on(ranks: list[Outcome]) -> list[str]:
-    """The lines of rank 0; the other ranks have none."""
-    assert not any(rank.logged for rank in ranks[1:])
-    return ranks[0].logged
-
-
 # --- Checksums
 
 
-@for_each("dtype", replicas.DTYPES)
+@for_each("dtype", DTYPES)
 def test_every_bit_counts(dtype: torch.dtype) -> None:
-    replicas.every_bit_counts(dtype)
+    every_bit_counts(dtype)
 
 
 def test_truth_values_nothing_and_numbers_that_are_none_have_checksums() -> None:
@@ -96,7 +205,7 @@ def test_small_tensors_share_a_checksum() -> None:
     units = units_of([small[0], large, *small[1:]])
     assert [len(unit) for unit in units] == [1, 3]
     before = Checksums().start(units)()
-    replicas.flip_bit(small[2], 7)
+    flip_bit(small[2], 7)
     after = Checksums().start(units)()
     assert (before[0] == after[0], before[1] == after[1]) == (True, False)
 
@@ -141,248 +250,24 @@ def test_equal_values_do_not_diverge() -> None:
 # --- Periodic checks
 
 
-@pytest.mark.parametrize(
-    ("of", "name"),
-    [
-        ("weight", "`layers.0.weight`"),
-        ("moment", "`optimizer 0: exp_avg of layers.0.weight`"),
-        ("counter", "`optimizer 0: step of layers.0.weight`"),
-        ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1"),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: str) -> None:
-    ranks = run_on_ranks(drift, of=of, replica_checks=3)
-    for rank in ranks:
-        assert rank.error is not None
-        assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} after 5 synchronised backwards: ")
-        assert name in rank.error
-        assert REMEDY in rank.error
-    assert logged_on(ranks) == []
-
-
-@for_each("of", ["weight", "moment", "counter", "learning_rate"])
-def test_drift_is_healed(of: str) -> None:
-    ranks = run_on_ranks(drift, of=of, replica_checks=ReplicaChecks(3, "heal"))
-    assert [rank.error for rank in ranks] == [None, None]
-    [line] = logged_on(ranks)
-    assert line.startswith(f"bucketddp: {NOT_EQUAL} after 5 synchronised backwards: `")
-    assert line.endswith(FOLLOWS.format(0))
-    assert_equal(ranks)
-
-
-def test_drift_that_is_only_logged_goes_on() -> None:
-    ranks = run_on_ranks(drift, of="weight", replica_checks=ReplicaChecks(3, "log"), max_steps=9)
-    assert [rank.error for rank in ranks] == [None, None]
-    after = [line.partition(":")[2].partition(":")[0] for line in logged_on(ranks)]
-    assert after == [
-        f" {NOT_EQUAL} after 5 synchronised backwards",
-        f" {NOT_EQUAL} after 8 synchronised backwards",
-        f" {NOT_EQUAL} at the end of training",
-    ]
-    assert not torch.equal(ranks[0].weights["layers.0.weight"], ranks[1].weights["layers.0.weight"])
-
-
-@pytest.mark.parametrize(("on_rank", "source"), [(2, 0), (0, 1)])
-def test_most_ranks_win(on_rank: int, source: int) -> None:
-    options: dict[str, Any] = {"of": "moment", "on_rank": on_rank, "after_batch": 0}
-    differs = f"`optimizer 0: exp_avg of layers.0.weight` on rank {on_rank} differs from that on the other ranks"
-    for rank in run_on_ranks(drift, world_size=3, replica_checks=1, **options):
-        assert rank.error is not None
-        assert differs in rank.error
-    ranks = run_on_ranks(drift, world_size=3, replica_checks=ReplicaChecks(1, "heal"), max_steps=5, **options)
-    [line] = logged_on(ranks)
-    assert differs in line
-    assert line.endswith(FOLLOWS.format(source))
-    assert_equal(ranks)
-
-
-def test_what_a_majority_heals_equals_a_run_without_drift() -> None:
-    """The state that is not used before it is healed: a flip in the last step."""
-    healthy = run_on_ranks(drift, world_size=3, of="moment", on_rank=9, max_steps=3)
-    ranks = run_on_ranks(drift, world_size=3, of="moment", on_rank=0, after_batch=2, max_steps=3, replica_checks=HEAL)
-    [line] = logged_on(ranks)
-    assert f"{NOT_EQUAL} at the end of training: `optimizer 0: exp_avg of layers.0.weight` on rank 0 differs" in line
-    assert_equal([healthy[0], *ranks])
-
-
-def test_drift_after_the_last_check_is_found_at_the_end() -> None:
-    for rank in run_on_ranks(drift, of="weight", after_batch=6):
-        assert rank.error is not None
-        assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} at the end of training: `layers.0.weight`")
-
-
-@pytest.mark.parametrize("every_n_steps", [None, 0])
-def test_nothing_is_compared_without_a_checkpoint_if_the_user_says_so(every_n_steps: int | None) -> None:
-    ranks = run_on_ranks(drift, of="weight", replica_checks=every_n_steps)
-    assert [rank.error for rank in ranks] == [None, None]
-
-
-def test_a_buffer_that_drifts_follows_rank_zero_from_the_next_step_on() -> None:
-    ranks = run_on_ranks(drift, of="buffer", replica_checks=1, max_steps=5)
-    assert [rank.error for rank in ranks] == [None, None]
-    assert logged_on(ranks) == []
-    assert_equal(ranks)
-    assert torch.equal(ranks[1].weights["scale"], torch.ones(3))
-
-
-def test_checks_ride_in_the_notes_of_the_steps() -> None:
-    """Two gathers more in all: before the first step and at the end."""
-    [without, _] = run_on_ranks(num_collectives, every_n_steps=None, max_steps=9)
-    for every_n_steps in (1, 3):
-        [with_checks, _] = run_on_ranks(num_collectives, every_n_steps=every_n_steps, max_steps=9)
-        assert with_checks == {**without, "all_gather": without["all_gather"] + 2}
-
-
 @for_each("on_divergence", ["raise", "heal", "log"])
 def test_drift_in_a_bare_loop(on_divergence: str) -> None:
     expected = (
         "after 6 synchronised backwards: `optimizer 0: exp_avg_sq of 0.weight` differs between rank 0 and rank 1."
     )
-    for error in run_on_ranks(replicas.flip_in_a_loop, on_divergence=on_divergence, on_rank=1):
+    for error in run_on_ranks(flip_in_a_loop, on_divergence=on_divergence, on_rank=1):
         assert expected in error if on_divergence == "raise" else error == "no error"
 
 
-# --- Checkpoints
-
-
-@pytest.mark.parametrize("of", ["weight", "moment", "learning_rate"])
-@pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
-@pytest.mark.sampled(4)
-def test_diverged_replicas_are_not_written_silently(on_divergence: OnDivergence, of: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(
-        drift,
-        of=of,
-        after_batch=3,
-        save_every=(tmp_path, 2),
-        max_steps=4,
-        replica_checks=ReplicaChecks(None, on_divergence),
-    )
-    path = tmp_path / "epoch=0-step=4.ckpt"
-    text = f"{NOT_EQUAL} before checkpoint `{path}` is written: `"
-    if on_divergence == "raise":
-        assert all(rank.error is not None and text in rank.error for rank in ranks)
-        assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=2.ckpt"]
-        return
-    assert [rank.error for rank in ranks] == [None, None]
-    [line] = logged_on(ranks)
-    assert text in line
-    assert path.exists()
-    if on_divergence == "heal":
-        assert_equal(ranks)
-
-
-def test_a_checkpoint_holds_what_most_ranks_hold(tmp_path: Path) -> None:
-    """Rank 0 writes it, and is the one that is healed."""
-    for of in ("weight", "moment", "learning_rate"):
-        ranks = run_on_ranks(
-            drift,
-            world_size=3,
-            of=of,
-            on_rank=0,
-            after_batch=2,
-            save_every=(tmp_path / of, 3),
-            max_steps=3,
-            replica_checks=HEAL,
-        )
-        saved = torch.load(tmp_path / of / "epoch=0-step=3.ckpt", weights_only=False)
-        torch.testing.assert_close(saved["state_dict"], ranks[1].weights, rtol=0, atol=0)
-        torch.testing.assert_close(saved["optimizer_states"], [ranks[1].optimizer], rtol=0, atol=0)
-        assert_equal(ranks)
-
-
-def test_what_exists_on_one_rank_only_cannot_be_healed(tmp_path: Path) -> None:
-    for rank in run_on_ranks(
-        drift, of="state", after_batch=1, save_every=(tmp_path, 2), max_steps=2, replica_checks=HEAL
-    ):
-        assert rank.error is not None
-        assert "`optimizer 0: exp_avg of layers.0.weight` exists on rank 0 but not on rank 1." in rank.error
-        assert rank.error.endswith("so none can follow another: make their optimizers the same.")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
-    ranks = run_on_ranks(drift, of="weight", save_on_exception=tmp_path, replica_checks=3)
-    assert all(rank.error is not None and rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
-    assert not list(tmp_path.rglob("*.ckpt"))
-
-
-# --- From the start, and sets that change on one rank
-
-
-@pytest.mark.parametrize(
-    ("of", "text"),
-    [
-        ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1. "),
-        ("groups", "`optimizer 0: group of layers.0.bias` is 1 on rank 0 but 0 on rank 1; "),
-        ("weights", "`layers.0.weight` differs between rank 0 and rank 1; "),
-    ],
-)
-def test_other_optimizers_or_weights_are_refused_before_the_first_step(of: str, text: str) -> None:
-    for error, num_steps in run_on_ranks(refusal, of=of):
-        assert error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} before the first step: {text}")
-        assert num_steps == 0
-
-
-def test_modules_are_compared_without_init_sync() -> None:
-    for error, num_steps in run_on_ranks(other_shape_without_init_sync):
-        assert error.startswith("ReplicaMismatchError: `scale` has shape [4] on rank 0 but [3] on rank 1.")
-        assert num_steps == 0
+# --- Sets that change on one rank
 
 
 @for_each("is_known", [True, False])
 @for_each("overlap", [True, False])
 def test_a_layer_that_one_rank_freezes_is_named(is_known: bool, overlap: bool) -> None:
-    errors = run_on_ranks(replicas.freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
+    errors = run_on_ranks(freeze_on_one_rank_in_mid_training, is_known=is_known, overlap=overlap)
     text = "step 4: `0.weight` has requires_grad True on rank 0 but False on rank 1."
     assert all(error.startswith(text) for error in errors), errors
-
-
-def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
-    for error, num_steps in run_on_ranks(freeze_on_one_rank):
-        assert error.startswith(FROZEN)
-        assert num_steps == 3
-
-
-# --- Nothing to report
-
-
-@pytest.mark.parametrize("training", list(HEALTHY))
-@pytest.mark.sampled(4)
-def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
-    assert ranks == [([], HEALTHY[training].is_checked)] * 2
-
-
-# --- Fabric
-
-
-@pytest.mark.parametrize("of", ["weight", "moment"])
-@pytest.mark.parametrize("every_n_steps", [2, None])
-@pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
-@pytest.mark.sampled(5)
-def test_fabric_compares_too(on_divergence: OnDivergence, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(
-        drift_in_fabric,
-        of=of,
-        directory=tmp_path,
-        replica_checks=ReplicaChecks(every_n_steps, on_divergence),
-    )
-    when = f"before checkpoint `{tmp_path}/model.ckpt` is written" if every_n_steps is None else "after 6 synchronised"
-    name = "`optimizer 0: exp_avg of 0.weight`" if of == "moment" else "`0.weight`"
-    assert [is_written for _, _, is_written in ranks] == [on_divergence != "raise"] * 2
-    (error, lines, _), (other_error, other_lines, _) = ranks
-    assert error == other_error
-    assert other_lines == []
-    said = [error] if on_divergence == "raise" else lines
-    assert f"{NOT_EQUAL} {when}" in said[0]
-    assert name in said[0]
-    # Healed once, or found again by each check and before the checkpoint.
-    assert len(said) == (3 if on_divergence == "log" and every_n_steps else 1)
-
-
-def test_ranks_may_accumulate_differently_in_fabric() -> None:
-    assert run_on_ranks(accumulate_differently_in_fabric) == [[], []]
 
 
 # --- Options

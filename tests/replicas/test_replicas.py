@@ -1,49 +1,111 @@
-"""Modules that cannot be trained data-parallel are refused in words."""
+"""Modules that cannot be trained data-parallel, or differ between ranks, are refused in words."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.replicas.replicas import (
     _CALLS,
     _PACKAGES,
     _WRAPPERS,
+    ReplicaMismatchError,
+    Replicas,
     find_parallel_submodule,
     parameters_of,
 )
 from tests.support.cases import for_each
-from tests.support.jobs.reducing import setup_error
-from tests.support.ranks import run_on_ranks
+from tests.support.jobs.parity import build_reducer
+from tests.support.ranks import device, on_ranks
 
 
-def frozen() -> nn.Module:
-    return nn.Linear(2, 2).requires_grad_(False)
+def different_buffers(rank: int) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(3 + rank))
+    return model
 
 
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+def channels_last(conv: nn.Module) -> nn.Module:
+    return conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def on_two_devices() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+# How each rank builds it, and how the error begins that all of them raise.
+DIFFERENT: list[tuple[Callable[[int], nn.Module], str]] = [
+    (
+        lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank == 1))),
+        "`1.weight` has shape [4, 4] on rank 0 but [5, 4] on rank 1.",
+    ),
+    (  # torch DDP does not notice: rank 1's weights become garbage and gloo ends the process
+        lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank == 1 else torch.float32),
+        "`weight` has dtype torch.float32 on rank 0 but torch.float64 on rank 1.",
+    ),
+    (
+        lambda rank: nn.Linear(4, 4).requires_grad_(rank != 1),
+        "`weight` has requires_grad True on rank 0 but False on rank 1.",
+    ),
+    (
+        lambda rank: nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + (rank == 0))]),
+        "`2.weight` exists on rank 0 but not on rank 1.",
+    ),
+    (
+        lambda rank: channels_last(nn.Conv2d(3, 4, 3)) if rank == 1 else nn.Conv2d(3, 4, 3),
+        "`weight` has stride [27, 9, 3, 1] on rank 0 but [27, 1, 9, 3] on rank 1.",
+    ),
+    (different_buffers, "`table` has shape [3] on rank 0 but [4] on rank 1."),
+    (
+        lambda rank: nn.ModuleDict({name: nn.Linear(4, 4) for name in (("a", "b") if rank == 0 else ("b", "a"))}),
+        "The ranks register their parameters or buffers in different order: number 0 is `a.weight` on rank 0 but"
+        " `b.weight` on rank 1.",
+    ),
+]
+# How it is built on all ranks, and what the error has in it.
+UNTRAINABLE: list[tuple[Callable[[], nn.Module], str]] = [
+    (
+        lambda: nn.Linear(2, 2).requires_grad_(False),
+        "`Linear` has no parameter that requires a gradient, so there is nothing to train. Unfreeze",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)),
+        "`Sequential` has parameters without a shape yet: `1.weight`, `1.bias`. Run one batch through",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+        "parameters on several devices: `0.weight`, `0.bias` on cpu; `1.weight`, `1.bias` on meta.",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2, device="meta") for _ in range(3)]),
+        "`1.weight`, `1.bias`, `2.weight` and 3 more on meta. Each process trains on",
+    ),
+]
 
 
-def with_many_on_another_device() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2, device="meta") for _ in range(3)])
+def assert_refused(build: Callable[[int], nn.Module], expected: str) -> None:
+    with pytest.raises(ReplicaMismatchError, match=f"^{re.escape(expected)}"):
+        Replicas(build(dist.get_rank()).to(device()), Collectives(device())).agree()
 
 
-@for_each(
-    ("build", "expected"),
-    [
-        (frozen, "`Linear` has no parameter that requires a gradient, so there is nothing to train. Unfreeze"),
-        (lazy, "`Sequential` has parameters without a shape yet: `1.weight`, `1.bias`. Run one batch through"),
-        (on_two_devices, "parameters on several devices: `0.weight`, `0.bias` on cpu; `1.weight`, `1.bias` on meta."),
-        (with_many_on_another_device, "`1.weight`, `1.bias`, `2.weight` and 3 more on meta. Each process trains on"),
-    ],
-)
-def test_bad_modules_are_refused(build: object, expected: str) -> None:
-    errors = run_on_ranks(setup_error, build=build)
-    assert all(expected in error for error in errors), errors
+@on_ranks()
+def test_different_modules_are_refused_on_every_rank() -> None:
+    for build, expected in DIFFERENT:
+        assert_refused(build, expected)
+
+
+@on_ranks(4)
+def test_the_differing_ranks_are_listed() -> None:
+    assert_refused(lambda rank: nn.Linear(4, 4, bias=rank == 0), "`bias` exists on rank 0 but not on ranks 1, 2, 3.")
+
+
+@on_ranks()
+def test_bad_modules_are_refused() -> None:
+    for build, expected in UNTRAINABLE:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            build_reducer(build())
 
 
 def wrapped_by(module_name: str, class_name: str) -> nn.Sequential:

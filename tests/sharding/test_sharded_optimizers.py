@@ -16,8 +16,8 @@ from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as F
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.sharding.elementwise import divides_by_elements
 from tests.support.cases import for_each
-from tests.support.jobs.sharding import OPTIMIZERS, Muonlike, Signs, _lamb, raised_by
-from tests.support.ranks import run_on_ranks
+from tests.support.jobs.sharding import OPTIMIZERS, Muonlike, Signs, _lamb
+from tests.support.ranks import raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 

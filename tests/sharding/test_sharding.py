@@ -2,38 +2,145 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import math
+import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.sharding.bucket import ShardedInPlaceBucket
 from lightning_bucketddp.sharding.gradient import ShardedGradient
+from lightning_bucketddp.sharding.shards import ShardOption
 from tests.support.cases import for_each
 from tests.support.jobs.models import CASES
 from tests.support.jobs.sharding import (
     OPTIMIZERS,
-    READS,
     WHOLE_TENSOR_OPTIMIZERS,
     Outcome,
     Run,
     clip,
     compare,
-    compile_steps,
-    keep_a_gradient,
-    look_at_gradients,
-    look_at_weights,
-    raised_by,
-    share_a_parameter,
-    step_after_one_that_raised,
+    numbers_of,
 )
-from tests.support.ranks import device, run_on_ranks
+from tests.support.ranks import device, on_ranks, raised_by, run_on_ranks
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda gradient: gradient.norm(),
+    "norm of all": lambda gradient: gradient.norm(p=3),
+    "largest": lambda gradient: gradient.norm(float("inf")),
+    "number": lambda gradient: torch.linalg.vector_norm(gradient, 0),
+    "torch.norm": lambda gradient: torch.norm(gradient, p=1),
+    "fro": lambda gradient: torch.norm(gradient),
+    "vector_norm": lambda gradient: torch.linalg.vector_norm(gradient, ord=2, dtype=torch.float64),
+    "data": lambda gradient: gradient.data.norm(2),
+    "detached": lambda gradient: gradient.detach().norm(),
+    "_foreach_norm": lambda gradient: torch._foreach_norm([gradient, torch.ones(3)], 2)[0],
+    "total": lambda gradient: (
+        nn.utils.get_total_norm([gradient]) if hasattr(nn.utils, "get_total_norm") else gradient.norm()
+    ),
+}
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "mean": lambda gradient: gradient.mean(),
+    "double": lambda gradient: gradient.double(),
+    "tolist": lambda gradient: gradient.tolist(),
+    "clone": lambda gradient: gradient.clone(),
+    "__getitem__": lambda gradient: gradient[0],
+    "mul": lambda gradient: 2 * gradient,
+    "isfinite": lambda gradient: gradient.isfinite(),
+    "numpy": lambda gradient: gradient.numpy(),
+    "stack": lambda gradient: torch.stack([gradient, gradient]),
+    "add_": lambda gradient: torch.zeros(gradient.shape).add_(gradient),
+    "_foreach_add_": lambda gradient: torch._foreach_add_([torch.zeros(gradient.shape)], [gradient]),
+    "norm": lambda gradient: gradient.norm(dim=0),
+    "norm -1.0": lambda gradient: gradient.norm(-1),
+    "cumsum_": lambda gradient: gradient.cumsum_(0),
+    "transpose_": lambda gradient: gradient.transpose_(0, 1),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "adam": lambda gradient: torch.optim.Adam([_with_gradient(gradient)], foreach=False).step(),
+}
+
+
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(gradient.shape))
+    param.grad = gradient
+    return param
+
+
+ACCESSES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "state_dict": lambda model, _: model.state_dict()["2.weight"],
+    "deepcopy": lambda model, _: copy.deepcopy(model)[2].weight,
+    "copy": lambda _, param: copy.copy(param),
+    "pickle": lambda _, param: pickle.loads(pickle.dumps(param)),
+    "save": lambda model, _: _saved_and_loaded(model.state_dict())["2.weight"],
+    "data": lambda _, param: param.data,
+    "detach": lambda _, param: param.detach(),
+    "numpy": lambda _, param: torch.from_numpy(param.detach().numpy()),
+    "array": lambda _, param: torch.from_numpy(np.asarray(param.requires_grad_(False))),
+    "dlpack": lambda _, param: from_dlpack(param.requires_grad_(False)),
+    "tolist": lambda _, param: torch.tensor(param.tolist()),
+    "functional": lambda _, param: nn.functional.linear(torch.eye(len(param)), param).t(),
+    "operator": lambda _, param: torch.ops.aten.clone(param),
+    "foreach": lambda _, param: torch._foreach_mul([param], 1.0)[0],
+    "stack": lambda _, param: torch.stack([param])[0],
+    "keyword": lambda _, param: torch.add(input=torch.zeros(()), other=param),
+    "rows": lambda _, param: torch.cat([param[:1], param[1:]]),
+    "vector": lambda model, param: nn.utils.parameters_to_vector([param]).view(param.shape),
+    "storage": lambda _, param: torch.empty(0).set_(param.untyped_storage()).view(param.shape),
+    "functional_call": lambda model, param: torch.func.functional_call(model[2], {}, torch.eye(len(param))).t(),
+    "compared": lambda _, param: (param == param) * param.view_as(param),
+    "in place": lambda _, param: param.data.mul_(1.0),
+    "layer": lambda model, param: model[2](torch.eye(len(param))).t(),
+    "scripted": lambda model, param: torch.jit.script(model[2])(torch.eye(len(param))).t(),
+}
+
+
+def _saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def compile_steps(*, of: str, shard: ShardOption) -> int:
+    """Train with a step that dynamo compiles, and assert that weights are equal; return how much it has compiled."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        with numbers_of(torch.float64):  # compiled optimizers round otherwise
+            whole, run = Run(shard=False).train(range(4)), Run(shard=shard)
+            if of == "method":
+                inner: Any = run.inner
+                inner.step = torch.compile(inner.step, backend="eager")
+                run.train(range(4))
+            else:
+                step = torch.compile(lambda: run.inner.step(), backend="eager")
+                for number in range(4):
+                    run.inner.zero_grad()
+                    run.differentiate(number)
+                    step()
+            torch.testing.assert_close(run.weights, whole.weights, rtol=1e-7, atol=1e-7)
+        return int(torch._dynamo.utils.counters["frames"]["ok"])
+    finally:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
 
 # An optimizer's kernels may add and multiply in one rounding or in two, depending on where a slice begins.
 TOLERANCE = 1e-6
@@ -113,9 +220,21 @@ def test_clipping_finds_the_same_norm(case: str, norm_type: float) -> None:
     run_on_ranks(compare, case=case, optimizer="sgd", clip=0.01, norm_type=norm_type, tolerance=tolerance)
 
 
+@on_ranks()
 def test_a_gradient_that_was_kept_over_a_backward_is_refused() -> None:
-    for errors in run_on_ranks(keep_a_gradient):
-        assert all(" reads the gradient of `" in error for error in errors), errors
+    """Reading it is refused, and so are stepping and adding to it."""
+    run = Run(optimizer="sgd").train(range(1))
+    run.differentiate(1)
+    kept = [param.grad for param in run.model.parameters()]
+    run.inner.step()
+    run.inner.zero_grad()
+    run.differentiate(2)
+    errors = [raised_by(lambda one=one: one.mean()) for one in kept]  # type: ignore[misc]
+    errors += [raised_by(lambda one=one: one.norm()) for one in kept]  # type: ignore[misc]
+    for param, gradient in zip(run.model.parameters(), kept, strict=True):
+        param.grad = gradient
+    errors += [raised_by(run.inner.step), raised_by(lambda: run.differentiate(3))]
+    assert all(" reads the gradient of `" in error for error in errors), errors
 
 
 @for_each("foreach", [True, None])
@@ -131,16 +250,29 @@ def test_gradients_that_were_accumulated_are_divided(shard: bool | str) -> None:
 # --- Which optimizers
 
 
+@on_ranks()
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
-    for error in run_on_ranks(share_a_parameter):
-        assert error == (
-            "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
-            " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
-        )
+    run = Run()
+    assert run.shards is not None
+    run.shards.add(torch.optim.SGD(run.model[0].parameters(), lr=0.1))  # type: ignore[index]
+    assert raised_by(lambda: run.train([0])) == (
+        "ValueError: A parameter of shape (32, 8) belongs to two optimizers, `AdamW` and `SGD`: its state cannot be"
+        " divided. Give each parameter to one optimizer, or set `shard_optimizer=False`."
+    )
 
 
+@on_ranks()
 def test_an_optimizer_that_has_raised_steps_again() -> None:
-    run_on_ranks(step_after_one_that_raised)
+    """Train on after an optimizer has raised in a step, as without sharding."""
+    whole, sharded = (Run(optimizer="lamb", shard=option).train(range(2)) for option in (False, True))
+    for run in (whole, sharded):
+        run.inner.zero_grad()
+        run.differentiate(2)
+        of_group = run.inner.param_groups[0].pop("eps")
+        assert raised_by(run.inner.step).startswith("KeyError")
+        run.inner.param_groups[0]["eps"] = of_group
+        run.train(range(3, 5))
+    torch.testing.assert_close(sharded.weights, whole.weights, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.long
@@ -153,42 +285,74 @@ def test_a_compiled_step_is_the_same(shard: bool | str, of: str) -> None:
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: bool | str) -> None:
-    for rank, errors in enumerate(run_on_ranks(look_at_gradients, shard=shard)):
-        num_own = 512 if shard is True else 1024 * (errors["repr"].endswith("1024 of 1024 elements>"))
-        share = f"of which rank {rank} of 2 has {num_own} of 1024 elements"
-        assert errors.pop("repr") == f"<gradient of `2.weight`, {share}>"
-        assert errors.keys() == READS.keys()
-        for name, error in errors.items():
-            assert error == (
-                f"ShardedGradientError: `{'lerp_' if name == 'adam' else name}` reads the gradient of `2.weight`,"
-                f" {share}: `shard_optimizer` divides gradients among the ranks once they are averaged. Clipping, norms"
-                " and changes element by element work as usual. For all of it call `strategy.full_gradient(param)` on"
-                " every rank, or set `shard_optimizer=False`."
-            )
+@on_ranks()
+def test_a_divided_gradient_is_read_by_norms_and_refuses_other_readers(shard: ShardOption) -> None:
+    """Look at gradients after a backward, in all ways that work and that do not."""
+    whole, sharded = Run(shard=False), Run(shard=shard)
+    with sharded.reducer.no_sync():
+        sharded.differentiate(0)
+    # Gradients of this rank alone: they can be read, and are a part of the average later.
+    of_rank = {name: param.grad.tolist() for name, param in sharded.model.named_parameters() if param.grad is not None}
+    assert len(of_rank) == len(list(sharded.model.parameters()))
+    sharded.inner.zero_grad()
+    for run in (whole, sharded):
+        run.differentiate(1)
+    gradient = sharded.model[2].weight.grad  # type: ignore[index]
+    expected = whole.model[2].weight.grad  # type: ignore[index]
+    assert sharded.shards is not None
+    for mine, others in zip(sharded.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(sharded.shards.full_gradient(mine), others.grad, rtol=0, atol=0)
+        for name, norm in NORMS.items():
+            torch.testing.assert_close(norm(mine.grad), norm(others.grad), msg=name)  # type: ignore[arg-type]
+    assert (gradient.shape, gradient.dtype, len(gradient)) == (expected.shape, expected.dtype, len(expected))
+    errors = {name: raised_by(partial(read, gradient)) for name, read in READS.items()}
+    rank = dist.get_rank()
+    num_own = 512 if shard is True else 1024 * (repr(gradient).endswith("1024 of 1024 elements>"))
+    share = f"of which rank {rank} of 2 has {num_own} of 1024 elements"
+    assert repr(gradient) == f"<gradient of `2.weight`, {share}>"
+    for name, error in errors.items():
+        assert error == (
+            f"ShardedGradientError: `{'lerp_' if name == 'adam' else name}` reads the gradient of `2.weight`,"
+            f" {share}: `shard_optimizer` divides gradients among the ranks once they are averaged. Clipping, norms"
+            " and changes element by element work as usual. For all of it call `strategy.full_gradient(param)` on"
+            " every rank, or set `shard_optimizer=False`."
+        )
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-def test_when_a_step_returns_whoever_looks_sees_the_new_weights(shard: bool | str) -> None:
-    run_on_ranks(look_at_weights, shard=shard)
+@on_ranks()
+def test_when_a_step_returns_whoever_looks_sees_the_new_weights(shard: ShardOption) -> None:
+    """Use weights in all ways, also in those made before the first step."""
+    run = Run(shard=shard)
+    whole = Run(shard=False)
+    param = run.model[2].weight  # type: ignore[index]
+    aliases = [
+        param.data,
+        param.detach(),
+        param.detach().view(-1).view(param.shape),
+        run.model.state_dict()["2.weight"],
+    ]
+    for step, (name, access) in enumerate(ACCESSES.items()):
+        whole.train([step])
+        run.train([step])
+        expected = whole.model[2].weight.detach()  # type: ignore[index]
+        for alias in aliases:
+            torch.testing.assert_close(alias, expected, rtol=1e-5, atol=1e-5, msg=name)
+        seen = access(run.model, param)
+        torch.testing.assert_close(seen.detach(), expected, rtol=1e-5, atol=1e-5, msg=name)
+        param.requires_grad_(True)
+    torch.testing.assert_close(run.weights, whole.weights, rtol=1e-5, atol=1e-5)
 
 
-def fail_in_a_step(*, at: str) -> list[bool]:
-    """Return whether weights are torn before a step, after one that raises in it, and after the next."""
-    run = Run(optimizer="signs").train(range(2))
-    assert run.shards is not None
-    torn = [run.shards.is_partial]
-    run.inner.zero_grad()
-    run.differentiate(2)
-    place: tuple[Any, str] = (run.collectives, "start_exchange_of_shares") if at == "exchange" else (Tensor, "lerp_")
-    with patch.object(*place, side_effect=RuntimeError("lost")):
-        assert raised_by(run.inner.step) == "RuntimeError: lost"
-    torn += [run.shards.is_partial and not run.shards.have_arrived]
-    run.train([3])
-    return [*torn, run.shards.is_partial or not run.shards.have_arrived]
+def _num_users(addresses: set[int]) -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, ShardedGradient)]
+    dense = [each for each in tensors if each.layout == torch.strided and each.device == device()]
+    return sum(each.untyped_storage().data_ptr() in addresses for each in dense)
 
 
-def users_of_large_gradients() -> tuple[int, int]:
+@on_ranks()
+def test_a_large_gradient_that_is_gone_leaves_no_memory_behind() -> None:
     """Return how many tensors use the memory of large gradients, before and after these are gone."""
     with (
         patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES, 0)),
@@ -204,22 +368,22 @@ def users_of_large_gradients() -> tuple[int, int]:
     run.inner.step()
     before = _num_users(addresses)
     run.inner.zero_grad()
-    return before, _num_users(addresses)
-
-
-def _num_users(addresses: set[int]) -> int:
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, ShardedGradient)]
-    dense = [each for each in tensors if each.layout == torch.strided and each.device == device()]
-    return sum(each.untyped_storage().data_ptr() in addresses for each in dense)
-
-
-def test_a_large_gradient_that_is_gone_leaves_no_memory_behind() -> None:
-    for before, after in run_on_ranks(users_of_large_gradients):
-        assert before > 0
-        assert after == 0
+    assert before > 0
+    assert _num_users(addresses) == 0
 
 
 @pytest.mark.parametrize("at", ["exchange", "optimizer"])
+@on_ranks()
 def test_weights_of_a_step_that_has_failed_are_torn_until_the_next(at: str) -> None:
-    assert run_on_ranks(fail_in_a_step, at=at) == [[False, True, False]] * 2
+    """Look before a step, after one that raises in it, and after the next."""
+    run = Run(optimizer="signs").train(range(2))
+    assert run.shards is not None
+    torn = [run.shards.is_partial]
+    run.inner.zero_grad()
+    run.differentiate(2)
+    place: tuple[Any, str] = (run.collectives, "start_exchange_of_shares") if at == "exchange" else (Tensor, "lerp_")
+    with patch.object(*place, side_effect=RuntimeError("lost")):
+        assert raised_by(run.inner.step) == "RuntimeError: lost"
+    torn += [run.shards.is_partial and not run.shards.have_arrived]
+    run.train([3])
+    assert [*torn, run.shards.is_partial or not run.shards.have_arrived] == [False, True, False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
 
 NUM_EPOCHS = 2
 
@@ -203,26 +202,13 @@ def make_loader(setting: Setting) -> Any:
 @contextmanager
 def listening(messages: list[str]) -> Iterator[None]:
     """Add what is logged, and warned, to `messages`."""
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "`auto_resume`" in record.getMessage() or "resumable" in record.getMessage():
-                messages.append(record.getMessage())
-
-    listener = Listener()
-    loggers = [rank_zero.log, logging.getLogger("py.warnings")]
-    levels = [logger.level for logger in loggers]
     logging.captureWarnings(True)
-    for logger in loggers:
-        logger.addHandler(listener)
-        logger.setLevel(logging.INFO)
     try:
-        yield
+        with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines:
+            yield
     finally:
         logging.captureWarnings(False)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(listener)
-            logger.setLevel(level)
+        messages += [line for line in lines if "`auto_resume`" in line or "resumable" in line]
 
 
 @like_torchrun()
@@ -282,9 +268,7 @@ def fit(
         **setting.trainer,
     )
     module = Seeing(setting, interruption, **of_module)
-    # The ranks of the tests are daemons, which may have no children.
-    may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
-    with listening(module.outcome.messages), may_have_children:
+    with listening(module.outcome.messages), workers_allowed():
         try:
             validation = DataLoader(Numbers(4)) if "val_check_interval" in setting.trainer else None
             trainer.fit(module, make_loader(setting), validation, ckpt_path=ckpt_path)

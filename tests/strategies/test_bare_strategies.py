@@ -14,7 +14,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning_bucketddp.bindings.registration import strategy_class
 from tests.support import warm
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun
 
 ROOTS = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]
@@ -29,15 +29,6 @@ def make_strategy(root: str, environment: str, **options: Any) -> Any:
         cluster_environment=getattr(import_module(f"{fabric}.plugins.environments"), environment)(),
         **options,
     )
-
-
-@like_torchrun()
-def talk_in_launched_processes(*, root: str) -> dict[str, Any]:
-    """What the collectives of a strategy return that only its environment was set up of."""
-    strategy = make_strategy(root, "TorchElasticEnvironment")
-    answers = talk(strategy)
-    strategy.teardown()
-    return answers
 
 
 def talk(strategy: Any) -> dict[str, Any]:
@@ -69,8 +60,14 @@ ANSWERS = {
 
 
 @for_each("root", ROOTS)
+@on_ranks()
+@like_torchrun()
 def test_its_collectives_work_in_processes_of_another_launcher(root: str) -> None:
-    assert run_on_ranks(talk_in_launched_processes, root=root) == [ANSWERS] * 2
+    """Nothing but the environment of the strategy is set up."""
+    strategy = make_strategy(root, "TorchElasticEnvironment")
+    answers = talk(strategy)
+    strategy.teardown()
+    assert answers == ANSWERS
 
 
 def test_lightnings_own_launcher_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:

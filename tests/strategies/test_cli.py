@@ -15,7 +15,7 @@ import pytest
 
 from lightning_bucketddp import __version__, cli
 from lightning_bucketddp.commands import UsageError, trimmed_console
-from tests.support.interpreter import run_code
+from tests.support.programs import run_code
 
 COMMANDS = list(cli._COMMANDS)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.collectives import all_reduced
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
 
 COLLECTIVES = ("broadcast", "all_gather", "barrier")
 
@@ -166,5 +166,5 @@ def test_a_module_with_synchronised_layers_can_be_copied(way: str) -> None:
 
 
 def test_what_is_saved_is_as_small_as_with_ddp(tmp_path: Path) -> None:
-    ours = run_on_ranks(sizes, strategy="bucketddp", directory=tmp_path)
-    assert ours == run_on_ranks(sizes, strategy="ddp", directory=tmp_path)
+    ours, ddp = ours_and_ddp(sizes, directory=tmp_path)
+    assert ours == ddp

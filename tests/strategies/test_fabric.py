@@ -3,23 +3,108 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.fabrics import (
-    LOOPS,
-    ROOTS,
-    count_reductions,
-    failure_to_save,
-    load,
-    refusal_of_wrapped,
-    save,
-    talk,
-    train,
-    train_after_another_set_up,
-    train_with_the_public_class,
-)
+import lightning_bucketddp
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from tests.support.collectives import all_reduced
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.scripts.fabrics import LOOPS, NUM_STEPS, ROOTS, _accumulate, _set_up, _step, _weights, make_fabric
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, ours_and_ddp
+
+
+@like_torchrun()
+def train(*, strategy: str, loop: str, root: str = ROOTS[0]) -> list[Any]:
+    """The weights that one of the training loops below leaves."""
+    return LOOPS[loop](make_fabric(strategy, root=root))
+
+
+@like_torchrun()
+def train_with_the_public_class(*, loop: str) -> list[Any]:
+    """The same, with an instance of the class that is for the Trainer, too."""
+    return LOOPS[loop](make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
+
+
+@like_torchrun()
+def save(*, strategy: str, path: Path) -> list[Any]:
+    """Save after a step, and the weights after one more."""
+    fabric = make_fabric(strategy)
+    module, optimizer = _set_up(fabric)
+    _step(fabric, module, optimizer, step=0)
+    fabric.save(path, {"module": module, "optimizer": optimizer, "step": 1})
+    _step(fabric, module, optimizer, step=1)
+    return _weights(module)
+
+
+@like_torchrun()
+def load(*, strategy: str, path: Path) -> list[Any]:
+    """Load what `save` saved, and the weights after one more step."""
+    fabric = make_fabric(strategy)
+    module, optimizer = _set_up(fabric)
+    state = {"module": module, "optimizer": optimizer, "step": 0}
+    fabric.load(path, state)
+    _step(fabric, module, optimizer, step=state["step"])
+    return _weights(module)
+
+
+@like_torchrun()
+def failure_to_save(*, path: Path) -> str:
+    """What `fabric.save` raises."""
+    return raised_by(lambda: make_fabric("bucketddp").save(path, {"step": 1}))
+
+
+@like_torchrun()
+def refusal_of_wrapped(*, root: str, whole: bool) -> str:
+    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
+    return raised_by(
+        lambda: make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    )
+
+
+@like_torchrun()
+def train_after_another_set_up(*, by: str) -> tuple[str, list[Any]]:
+    """The error and the weights of a training whose module, or a part of it, was set up before."""
+    fabric = make_fabric("bucketddp")
+    module, _ = _set_up(fabric)
+    if by == "another_fabric":
+        fabric = make_fabric("bucketddp")
+    inside = module.module
+    if by == "part":
+        inside = nn.Sequential(inside[0], nn.Linear(8, 1))
+    try:
+        module, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1, momentum=0.9))
+    except ValueError as error:
+        return str(error), []
+    for step in range(NUM_STEPS):
+        _step(fabric, module, optimizer, step=step)
+    return "", _weights(module)
+
+
+@like_torchrun()
+def talk(*, strategy: str) -> dict[str, Any]:
+    """What the collectives of Fabric return."""
+    fabric = make_fabric(strategy)
+    mine = torch.tensor([1.0 + fabric.global_rank, 10.0], requires_grad=True)
+    gathered = fabric.all_gather(mine, sync_grads=True)
+    (gathered * torch.tensor([[1.0], [2.0]])).sum().backward()
+    assert mine.grad is not None
+    return {
+        "gathered": gathered.tolist(),
+        "gradient": mine.grad.tolist(),
+        "gathered_dict": {
+            key: value.tolist() for key, value in fabric.all_gather({"rank": fabric.global_rank}).items()
+        },
+        "mean": fabric.all_reduce(mine.detach().clone()).tolist(),
+        "sum": fabric.all_reduce(mine.detach().clone(), reduce_op="sum").tolist(),
+        "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
+    }
+
 
 # What torch DDP needs for the same result.
 LOOP_FOR_DDP = {"idle_rank": "zero_loss_on_one_rank"}
@@ -44,10 +129,19 @@ def test_the_class_that_is_for_the_trainer_too_trains_alike() -> None:
     assert run_on_ranks(train_with_the_public_class, loop="two_modules") == by_name
 
 
+@on_ranks()
+@like_torchrun()
 def test_accumulation_reduces_each_bucket_once_per_step() -> None:
-    for reductions_by_bucket in run_on_ranks(count_reductions):
-        assert len(reductions_by_bucket) > 1
-        assert set(reductions_by_bucket) == {2}
+    """Gradients accumulate over three backwards, twice."""
+    fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
+    with all_reduced() as reduced:
+        _accumulate(fabric)
+    [reducer] = fabric.strategy.reducers.values()
+    reductions_by_bucket = [
+        sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
+    ]
+    assert len(reductions_by_bucket) > 1
+    assert set(reductions_by_bucket) == {2}
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "bucketddp"), ("bucketddp", "ddp")])
@@ -66,8 +160,8 @@ def test_a_failure_to_save_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_collectives_return_what_those_of_ddp_do() -> None:
-    ours = run_on_ranks(talk, strategy="bucketddp")
-    assert ours == run_on_ranks(talk, strategy="ddp")
+    ours, ddp = ours_and_ddp(talk)
+    assert ours == ddp
     assert ours[0] == {
         "gathered": [[1.0, 10.0], [2.0, 10.0]],
         "gradient": [2.0, 2.0],

@@ -12,16 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from tests.support.ranks import RankPool, run_on_ranks
+from tests.support.ranks import RankPool
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
 
 class Talkative(Regression):
@@ -65,12 +64,12 @@ class Contrastive(Regression):
 
 
 @like_torchrun()
-def talk(*, module: str, like_ddp: bool) -> dict[str, Any]:
+def talk(*, module: str, strategy: str) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     group = dist.new_group()
     talker = Talkative(group) if module == "talkative" else Contrastive()
-    strategy = "ddp" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    make_trainer(strategy, max_epochs=1).fit(talker, loader())
+    used = "ddp" if strategy == "ddp" else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    make_trainer(used, max_epochs=1).fit(talker, loader())
     dist.destroy_process_group(group)
     return {
         "weights": {name: value.tolist() for name, value in talker.state_dict().items()},
@@ -135,7 +134,7 @@ class Logging(Regression):
 def log(*, strategy: str, logger: str, directory: Path) -> dict[str, Any]:
     """The files that a logger has written, and the values in them."""
     torch.manual_seed(dist.get_rank())
-    made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](directory, name="")
+    made = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[logger](directory / strategy, name="")
     trainer = make_trainer(strategy, max_epochs=2, logger=made, log_every_n_steps=4)
     trainer.fit(Logging(), loader(), loader())
     # Only rank 0 knows where it has written, and that it has.
@@ -166,15 +165,7 @@ def train_over_backend(*, backend: str, ports: list[int]) -> dict[str, Any]:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             torch.manual_seed(rank)
             module = Regression()
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=world_size,
-                strategy=kind(process_group_backend=backend),
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-            )
+            trainer = make_trainer(kind(process_group_backend=backend), devices=world_size, max_epochs=1)
             trainer.fit(module, loader())
             weights = {name: value.tolist() for name, value in module.state_dict().items()}
             results[kind.__name__] = (str(dist.distributed_c10d.get_backend_config()), weights)
@@ -188,25 +179,23 @@ has_tensorboard = pytest.mark.skipif(
 
 @pytest.mark.parametrize("module", ["talkative", "contrastive"])
 def test_collectives_of_the_user_among_ours_equal_ddp(module: str) -> None:
-    ours = run_on_ranks(talk, module=module, like_ddp=False)
-    ddp = run_on_ranks(talk, module=module, like_ddp=True)
+    ours, ddp = ours_and_ddp(talk, module=module)
     assert ours == ddp
     assert ours[0]["weights"] == ours[1]["weights"]
 
 
 def test_strategy_and_trainer_answer_as_with_ddp() -> None:
-    ours = run_on_ranks(ask, strategy="bucketddp")
-    assert ours == run_on_ranks(ask, strategy="ddp")
+    ours, ddp = ours_and_ddp(ask)
+    assert ours == ddp
     assert ours[0]["mean"] == [1.5, 5.0]
 
 
 @pytest.mark.parametrize("logger", ["csv", pytest.param("tensorboard", marks=has_tensorboard)])
 def test_log_files_are_those_of_ddp(logger: str, tmp_path: Path) -> None:
-    ours = run_on_ranks(log, strategy="bucketddp", logger=logger, directory=tmp_path / "ours")
-    ddp = run_on_ranks(log, strategy="ddp", logger=logger, directory=tmp_path / "ddp")
+    ours, ddp = ours_and_ddp(log, logger=logger, directory=tmp_path)
     assert ours == ddp
     assert ours[0]["values"]
-    assert len(list((tmp_path / "ours").rglob("version_*"))) == 1
+    assert len(list((tmp_path / "bucketddp").rglob("version_*"))) == 1
 
 
 def test_a_process_group_backend_of_the_user_is_used() -> None:

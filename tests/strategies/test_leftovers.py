@@ -15,28 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning import Fabric, Trainer
+from lightning import Fabric
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.support import leaks
 from tests.support.leaks import ProcessState, wait_until_empty
 from tests.support.programs import REPOSITORY, Program, run_together
+from tests.support.scripts.trainers import make_trainer
 
 
 def use_trainer(strategy: str, *, action: str) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=2,
-        limit_val_batches=2,
-        limit_test_batches=2,
-        limit_predict_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    limits = {f"limit_{stage}_batches": 2 for stage in ("val", "test", "predict")}
+    trainer = make_trainer(strategy, devices=2, max_steps=2, **limits)
     getattr(trainer, action)(BoringModel())
 
 

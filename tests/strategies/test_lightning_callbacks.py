@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import raised_by
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
 
 
 class Tunable(Regression):
@@ -88,6 +88,8 @@ def write_predictions(*, strategy: str, directory: Path) -> dict[str, Any]:
     """Predict with a trained module; what the writer was given, and what it wrote."""
     torch.manual_seed(dist.get_rank())
     module = Regression()
+    directory /= strategy
+    directory.mkdir(exist_ok=True)
     writer = PredictionFiles(directory)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=writer)
     trainer.fit(module, loader())
@@ -144,11 +146,7 @@ def find_learning_rate(*, strategy: str, by_callback: bool, directory: Path) -> 
 def find_batch_size(*, strategy: str, by_callback: bool) -> str:
     """How Lightning refuses to look for a batch size on several ranks."""
     trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks.BatchSizeFinder() if by_callback else None)
-    try:
-        trainer.fit(Tunable()) if by_callback else Tuner(trainer).scale_batch_size(Tunable())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return raised_by(lambda: trainer.fit(Tunable()) if by_callback else Tuner(trainer).scale_batch_size(Tunable()))
 
 
 class Accident(Exception):
@@ -166,6 +164,7 @@ def save_on_exception(*, strategy: str, by: str, directory: Path) -> dict[str, A
     """The weights when all ranks fail, and those in the checkpoint that was written then."""
     torch.manual_seed(dist.get_rank())
     module = Regression()
+    directory /= strategy
     saving = (
         callbacks.OnExceptionCheckpoint(directory, filename="failed")
         if by == "OnExceptionCheckpoint"
@@ -193,8 +192,7 @@ saves_on_exception = pytest.mark.skipif(
 # Rank 1's metric rises in the third epoch, which stops both ranks; the mean of both rises in the fifth.
 @pytest.mark.parametrize(("shared", "epochs"), [(False, 3), (True, 5)])
 def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs: int) -> None:
-    ours = run_on_ranks(stop_early, strategy="bucketddp", shared=shared)
-    ddp = run_on_ranks(stop_early, strategy="ddp", shared=shared)
+    ours, ddp = ours_and_ddp(stop_early, shared=shared)
     assert ours == [ddp[0]] * 2
     assert ours[0]["steps"] == epochs * NUM_BATCHES
 
@@ -202,39 +200,34 @@ def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs:
 @pytest.mark.parametrize("monitor", list(MONITORS))
 @pytest.mark.sampled(2)
 def test_training_under_a_callback_equals_ddp(monitor: str, tmp_path: Path) -> None:
-    ours = run_on_ranks(train_with_monitor, monitor=monitor, strategy="bucketddp", directory=tmp_path)
-    ddp = run_on_ranks(train_with_monitor, monitor=monitor, strategy="ddp", directory=tmp_path)
+    ours, ddp = ours_and_ddp(train_with_monitor, monitor=monitor, directory=tmp_path)
     assert ours == ddp
     assert ours[0]["weights"] == ours[1]["weights"]
 
 
 def test_predictions_are_written_like_with_ddp(tmp_path: Path) -> None:
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "ddp").mkdir()
-    ours = run_on_ranks(write_predictions, strategy="bucketddp", directory=tmp_path / "ours")
-    assert ours == run_on_ranks(write_predictions, strategy="ddp", directory=tmp_path / "ddp")
+    ours, ddp = ours_and_ddp(write_predictions, directory=tmp_path)
+    assert ours == ddp
     assert ours[0]["written"] != ours[1]["written"]  # each rank has its own samples
 
 
 @pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "tuner"])
 def test_the_learning_rate_that_is_found_equals_ddp(by_callback: bool, tmp_path: Path) -> None:
-    ours = run_on_ranks(find_learning_rate, strategy="bucketddp", by_callback=by_callback, directory=tmp_path)
-    ddp = run_on_ranks(find_learning_rate, strategy="ddp", by_callback=by_callback, directory=tmp_path)
+    ours, ddp = ours_and_ddp(find_learning_rate, by_callback=by_callback, directory=tmp_path)
     assert ours == [ddp[0]] * 2
     assert ours[0]["rate"] != 0.05
 
 
 @pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "tuner"])
 def test_looking_for_a_batch_size_is_refused_as_with_ddp(by_callback: bool) -> None:
-    ours = run_on_ranks(find_batch_size, strategy="bucketddp", by_callback=by_callback)
-    assert ours == run_on_ranks(find_batch_size, strategy="ddp", by_callback=by_callback)
+    ours, ddp = ours_and_ddp(find_batch_size, by_callback=by_callback)
+    assert ours == ddp
     assert all("not supported with distributed strategies" in error for error in ours)
 
 
 @pytest.mark.parametrize("by", ["OnExceptionCheckpoint", pytest.param("ModelCheckpoint", marks=saves_on_exception)])
 def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
-    ours = run_on_ranks(save_on_exception, strategy="bucketddp", by=by, directory=tmp_path / "ours")
-    ddp = run_on_ranks(save_on_exception, strategy="ddp", by=by, directory=tmp_path / "ddp")
+    ours, ddp = ours_and_ddp(save_on_exception, by=by, directory=tmp_path)
     for rank in ours:
         assert rank["step"] == 3
         assert rank["weights"] == ddp[0]["weights"]

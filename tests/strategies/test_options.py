@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jsonargparse import ArgumentParser
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import LocalSteps, Timeouts
 from lightning_bucketddp.strategies.options import check_devices, option_defaults
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.torch_options import fit_with_device_ids, pass_groups
+from tests.support.ranks import on_ranks
+from tests.support.scripts.fit import Regression
+from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 TRAINER_ROOTS = ["lightning.pytorch", "pytorch_lightning"]
 FABRIC_ROOTS = ["lightning.fabric", "lightning_fabric"]
@@ -249,25 +252,27 @@ def test_another_device_is_refused(
     )
 
 
+@on_ranks()
 def test_groups_of_all_ranks_have_no_effect_and_others_are_refused() -> None:
-    def refused(name: str, shape: str) -> str:
-        return (
+    both = BucketDDPStrategy(process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,)))
+    assert list(both.options.without_effect) == ["process_group", "device_mesh"]
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    others = {"process_group": groups[dist.get_rank()], "device_mesh": init_device_mesh("cpu", (1, 2))}
+    for (name, group), shape in zip(others.items(), ("(1,)", "(1, 2)"), strict=True):
+        with pytest.raises(ValueError, match=name) as refused:
+            BucketDDPStrategy(**{name: group})
+        assert str(refused.value) == (
             f"`{name}` has shape {shape}, but gradients are averaged over all ranks of a run, here (2,). Leave it out."
             " For a model that is split between ranks use Lightning's `ModelParallelStrategy`."
         )
 
-    expected = {
-        "all": "process_group device_mesh",
-        "some": refused("process_group", "(1,)"),
-        "plane": refused("device_mesh", "(1, 2)"),
-    }
-    assert run_on_ranks(pass_groups) == [expected] * 2
 
-
+@on_ranks()
+@like_torchrun()
 def test_another_device_is_refused_at_set_up() -> None:
-    text = "`device_ids` names cpu:7, but Lightning has given this process cpu. Leave it out"
-    for message in run_on_ranks(fit_with_device_ids):
-        assert message.startswith(text)
+    text = "^`device_ids` names cpu:7, but Lightning has given this process cpu. Leave it out"
+    with pytest.raises(ValueError, match=text):
+        make_trainer(BucketDDPStrategy(device_ids=[7]), max_epochs=1).fit(Regression())
 
 
 @pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)

@@ -29,8 +29,7 @@ class Model(LightningModule):
         self.layer = torch.nn.Linear(2, 1)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        loss: Tensor = self.layer(batch[0]).square().mean()
-        return loss
+        return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: list[Tensor]) -> None:
         self.layer(batch[0])
@@ -39,8 +38,7 @@ class Model(LightningModule):
         self.layer(batch[0])
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        prediction: Tensor = self.layer(batch[0])
-        return prediction
+        return self.layer(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

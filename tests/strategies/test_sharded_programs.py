@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.reducer import plan_cache
-from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled, raised_by
-from tests.support.ranks import run_on_ranks
+from lightning_bucketddp.sharding.shards import ShardOption
+from tests.strategies.test_precision import Squares
+from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
-from tests.support.scripts.precision import Squares
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 Weights = dict[str, Tensor]
@@ -46,8 +47,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, *, with_spare: bool) -> Tensor:
         x = self.first(x).tanh()
-        out: Tensor = self.last(self.spare(x).tanh() if with_spare else x)
-        return out
+        return self.last(self.spare(x).tanh() if with_spare else x)
 
 
 def new_optimizer(params: Any) -> torch.optim.Optimizer:
@@ -312,8 +312,12 @@ def fit(module: Any, strategy: Any, **options: Any) -> Weights:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.parametrize("shard", [True, "parameters"])
+@pytest.mark.parametrize("name", FITS)
+@pytest.mark.sampled(8)
+@on_ranks()
 @like_torchrun()
-def compare_fit(*, name: str, shard: Any) -> None:
+def test_a_fit_gives_the_weights_of_ddp(name: str, shard: ShardOption) -> None:
     """Train with torch DDP and with sharding, and assert that weights are equal."""
     make, options = FITS[name]
     outcomes = []
@@ -324,14 +328,9 @@ def compare_fit(*, name: str, shard: Any) -> None:
 
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("name", FITS)
-@pytest.mark.sampled(8)
-def test_a_fit_gives_the_weights_of_ddp(name: str, shard: bool | str) -> None:
-    run_on_ranks(compare_fit, name=name, shard=shard)
-
-
+@on_ranks()
 @like_torchrun()
-def compare_skipped(*, shard: Any) -> None:
+def test_a_step_that_is_skipped_for_a_nan_changes_no_other(shard: ShardOption) -> None:
     """Train with `on_nonfinite="skip"`, which torch DDP does not know, with and without sharding."""
     outcomes = []
     for option in (False, shard):
@@ -341,16 +340,13 @@ def compare_skipped(*, shard: Any) -> None:
     torch.testing.assert_close(outcomes[1], outcomes[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-def test_a_step_that_is_skipped_for_a_nan_changes_no_other(shard: bool | str) -> None:
-    run_on_ranks(compare_skipped, shard=shard)
-
-
 # --- Memory formats
 
 
+@pytest.mark.parametrize("shard", [True, "parameters"])
+@on_ranks()
 @like_torchrun()
-def change_memory_format(*, shard: Any) -> str:
+def test_another_memory_format_is_refused_on_every_rank(shard: ShardOption) -> None:
     """Return what a step raises after the memory format of a weight has changed."""
     fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=1e-3, shard_optimizer=shard))
     module = nn.Sequential(nn.Conv2d(1, 8, 1), nn.Conv2d(8, 16, 2), nn.Flatten(), nn.Linear(16, 1))
@@ -362,15 +358,9 @@ def change_memory_format(*, shard: Any) -> str:
         fabric.backward(model(torch.randn(4, 1, 2, 2)).square().mean())
         if number < 2:
             optimizer.step()
-    return raised_by(optimizer.step)
-
-
-@pytest.mark.parametrize("shard", [True, "parameters"])
-def test_another_memory_format_is_refused_on_every_rank(shard: bool | str) -> None:
-    for error in run_on_ranks(change_memory_format, shard=shard):
-        assert error == (
-            "RuntimeError: The memory format of `1.weight` has changed from strides (32, 4, 2, 1) to"
-            " (32, 1, 16, 8) since its first step: its optimizer state is divided among the ranks (`shard_optimizer`)"
-            " in the order of before. Change it before training begins, in `__init__` or `configure_model`, or set"
-            " `shard_optimizer=False`."
-        )
+    assert raised_by(optimizer.step) == (
+        "RuntimeError: The memory format of `1.weight` has changed from strides (32, 4, 2, 1) to"
+        " (32, 1, 16, 8) since its first step: its optimizer state is divided among the ranks (`shard_optimizer`)"
+        " in the order of before. Change it before training begins, in `__init__` or `configure_model`, or set"
+        " `shard_optimizer=False`."
+    )

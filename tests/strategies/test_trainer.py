@@ -2,23 +2,245 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import nn
 
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
-from tests.support.scripts.behaviour import (
-    batchnorm_after_failed_fit,
-    count_reductions,
-    count_threads_after_fits,
-    fit_with_a_layer_added_between_epochs,
-    fit_with_sync_batchnorm,
-    module_is_not_wrapped,
-    refusal,
-    run_stages,
-    use_own_layer_sync,
-)
-from tests.support.scripts.parity import SCENARIOS, Training, train
+from tests.support.collectives import all_reduced
+from tests.support.ranks import on_ranks, run_on_ranks
+from tests.support.scripts import models
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A module and how it is trained; `ddp` is what torch DDP needs for the same, where it needs something else."""
+
+    module: Callable[[], LightningModule]
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp: str = "ddp"
+    ddp_module: Callable[[], LightningModule] | None = None
+
+
+SCENARIOS = {
+    "automatic": Scenario(models.Regression),
+    # Ten batches: windows of four, four and two.
+    "accumulation": Scenario(models.Regression, {"accumulate_grad_batches": 4}),
+    "clip_norm": Scenario(models.Regression, {"gradient_clip_val": 0.1}),
+    "clip_value": Scenario(models.Regression, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "manual_backward": Scenario(models.ManualRegression),
+    "two_optimizers": Scenario(models.TwoPlayers, ddp="ddp_find_unused_parameters_true"),
+    "lbfgs": Scenario(models.LBFGSRegression),
+    "bf16-mixed": Scenario(models.Regression, {"precision": "bf16-mixed"}),
+    "64-true": Scenario(models.Regression, {"precision": "64-true"}),
+    "batchnorm": Scenario(models.ConvBatchNorm),
+    "buffer_in_step": Scenario(lambda: models.RankZeroBuffer(changes_in="training_step")),
+    "buffer_after_step": Scenario(lambda: models.RankZeroBuffer(changes_in="on_train_batch_end")),
+    "unused_everywhere": Scenario(lambda: models.SpareLayer(used_on=()), ddp="ddp_find_unused_parameters_true"),
+    "unused_on_rank_0": Scenario(lambda: models.SpareLayer(used_on=(1,)), ddp="ddp_find_unused_parameters_true"),
+    "unused_on_rank_1": Scenario(lambda: models.SpareLayer(used_on=(0,)), ddp="ddp_find_unused_parameters_true"),
+    "idle_rank": Scenario(
+        lambda: models.IdleRank(uses_parameters=False), ddp_module=lambda: models.IdleRank(uses_parameters=True)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank has at the end, and what it saw on the way."""
+
+    weights: dict[str, Any]
+    validation_losses: list[float]
+    gradients_after_backward: list[Any]
+    gradients_before_step: list[Any]
+
+
+@like_torchrun()
+def train(*, scenario: str, strategy: str) -> Training:
+    """Train `scenario`, with torch DDP or with us."""
+    how = SCENARIOS[scenario]
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
+    module = (how.ddp_module if strategy == "ddp" and how.ddp_module else how.module)()
+    observer = _Observer()
+    trainer = make_trainer(how.ddp if strategy == "ddp" else strategy, max_epochs=2, callbacks=observer, **how.options)
+    trainer.fit(module, models.loader(), models.loader())
+    weights = {name: value.tolist() for name, value in module.state_dict().items()}
+    return Training(weights, observer.validation_losses, observer.after_backward, observer.before_step)
+
+
+class _Observer(Callback):
+    def __init__(self) -> None:
+        self.validation_losses: list[float] = []
+        self.after_backward: list[Any] = []
+        self.before_step: list[Any] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validation_losses.append(trainer.callback_metrics["loss"].item())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.after_backward.append(_gradients(pl_module))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.before_step.append(_gradients(pl_module))
+
+
+def _gradients(module: LightningModule) -> dict[str, Any]:
+    return {name: p.grad.tolist() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@like_torchrun()
+def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
+    """How often each bucket was reduced, and in how many optimizer steps."""
+    modules: dict[str, Callable[[], LightningModule]] = {
+        "automatic": models.Regression,
+        "manual": models.ManualRegression,
+    }
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    buckets = _Buckets()
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=buckets)
+    with all_reduced() as reduced:
+        trainer.fit(modules[module](), models.loader())
+    assert strategy.reducer is not None
+    return {
+        "steps": trainer.global_step,
+        "reductions_by_bucket": [
+            sum(tensor.data_ptr() == buffer.data_ptr() for tensor in reduced) for buffer in buckets.buffers
+        ],
+        "counted_by_stats": strategy.reducer.stats.num_reductions,
+    }
+
+
+class _Buckets(Callback):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.buffers = [bucket.wire for bucket in strategy.reducer.bucket_set.buckets]
+
+
+@like_torchrun()
+def run_stages(*, stages: list[str], strategy: str) -> dict[str, Any]:
+    """Call these entry points of one Trainer one after the other, with one module."""
+    torch.manual_seed(dist.get_rank())
+    module = models.ConvBatchNorm()
+    trainer = make_trainer(strategy, max_epochs=0)
+    results = []
+    for stage in stages:
+        assert trainer.fit_loop.max_epochs is not None
+        trainer.fit_loop.max_epochs += stage == "fit"
+        results.append(getattr(trainer, stage)(module, models.loader()))
+    return {
+        "steps": trainer.global_step,
+        # Metrics of `validate` and `test`, outputs of `predict`, nothing of `fit`.
+        "results": [
+            torch.stack(r).tolist() if stage == "predict" else r for stage, r in zip(stages, results, strict=True)
+        ],
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+    }
+
+
+@like_torchrun()
+def fit_with_sync_batchnorm() -> dict[str, Any]:
+    """Train on the same samples per step whatever the number of ranks."""
+    torch.manual_seed(dist.get_rank())
+    module = models.ConvBatchNorm()
+    observer = _ClassOfBatchNorm()
+    trainer = make_trainer("bucketddp", max_epochs=2, precision="64-true", sync_batchnorm=True, callbacks=observer)
+    trainer.fit(module, models.loader(batch_size=8 // dist.get_world_size()))
+    return {
+        "during": observer.seen,
+        "after": type(module.layers[2]).__name__,
+        "weights": dict(module.state_dict()),
+    }
+
+
+class _ClassOfBatchNorm(Callback):
+    seen = ""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.seen = type(pl_module.layers[2]).__name__
+
+
+class _AddsLayer(Callback):
+    """Gives the model another layer at the start of the second epoch, different on every rank."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            torch.manual_seed(dist.get_rank())
+            layer = nn.Linear(pl_module.layers[-1].out_features, pl_module.layers[-1].out_features)
+            pl_module.layers.append(layer)
+            trainer.optimizers[0].add_param_group({"params": layer.parameters()})
+
+
+@like_torchrun()
+def fit_with_a_layer_added_between_epochs() -> dict[str, Any]:
+    """The weights at the end, and how far the added layer has come from where rank 0 started it."""
+    module = models.Regression()
+    make_trainer("bucketddp", max_epochs=3, callbacks=_AddsLayer()).fit(module, models.loader())
+    torch.manual_seed(0)
+    start = nn.Linear(module.layers[-1].in_features, module.layers[-1].out_features)
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "trained": not torch.equal(start.weight, module.layers[-1].weight),
+    }
+
+
+class OwnLayerSync(LayerSync):
+    """A user's own plugin."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self.calls.append("apply")
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        self.calls.append("revert")
+        return model
+
+
+@like_torchrun()
+def refusal(*, of: str) -> tuple[str, str]:
+    """The error that a fit raises on this rank."""
+    module = models.Regression()
+    is_rank_one = dist.get_rank() == 1
+    if of == "nothing_to_train":
+        module.requires_grad_(False)
+    elif of == "lazy":
+        module.layers = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))
+    elif of == "shape" and is_rank_one:
+        module.layers[2] = nn.Linear(8, 3)
+    elif of == "dtype" and is_rank_one:
+        module.layers[2].double()
+    elif of == "requires_grad" and is_rank_one:
+        module.layers[0].bias.requires_grad_(False)
+    elif of == "extra_layer" and is_rank_one:
+        module.extra = nn.Linear(1, 1)
+    elif of == "wrapped_on_one_rank" and is_rank_one:
+        module.layers[0] = nn.DataParallel(module.layers[0])
+    elif of == "wrapped_later":
+        module.configure_model = lambda: models.wrap(module, "ddp")  # type: ignore[method-assign]
+    elif of.startswith("wrapped: "):
+        models.wrap(module, of.removeprefix("wrapped: "))
+    try:
+        make_trainer("bucketddp", max_epochs=1).fit(module, models.loader())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
 
 NUM_BATCHES = 10
 
@@ -28,19 +250,13 @@ REMEDY = (
 )
 
 
-def train_both(scenario: str) -> tuple[list[Training], list[Training]]:
-    """What each rank has when we train, and when torch DDP does."""
-    ours = run_on_ranks(train, scenario=scenario, like_ddp=False)
-    return ours, run_on_ranks(train, scenario=scenario, like_ddp=True)
-
-
 @pytest.mark.parametrize(
     "scenario",
     list(SCENARIOS),
 )
 @pytest.mark.sampled(6)
 def test_training_equals_ddp(scenario: str) -> None:
-    ours, ddp = train_both(scenario)
+    ours, ddp = ours_and_ddp(train, scenario=scenario)
     for rank in ours:
         assert rank.weights == ddp[0].weights
         assert rank.validation_losses == ddp[0].validation_losses
@@ -48,7 +264,7 @@ def test_training_equals_ddp(scenario: str) -> None:
 
 
 def test_hooks_see_averaged_gradients() -> None:
-    ours, ddp = train_both("automatic")
+    ours, ddp = ours_and_ddp(train, scenario="automatic")
     for rank in ours:
         assert len(rank.gradients_after_backward) == 2 * NUM_BATCHES
         assert rank.gradients_after_backward == rank.gradients_before_step == ddp[0].gradients_after_backward
@@ -69,11 +285,14 @@ def test_manual_accumulation_reduces_each_bucket_once_per_step() -> None:
         assert set(rank["reductions_by_bucket"]) == {NUM_BATCHES}
 
 
+@on_ranks()
+@like_torchrun()
 def test_the_module_is_not_wrapped() -> None:
-    for rank in run_on_ranks(module_is_not_wrapped):
-        assert rank["is_model"]
-        assert rank["is_lightning_module"]
-        assert rank["names"] == rank["own_names"]
+    module = models.Regression()
+    trainer = make_trainer("bucketddp", max_epochs=1, limit_train_batches=1)
+    trainer.fit(module, models.loader())
+    assert trainer.strategy.model is trainer.strategy.lightning_module is module
+    assert list(trainer.strategy.lightning_module_state_dict()) == list(module.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -82,8 +301,7 @@ def test_the_module_is_not_wrapped() -> None:
     ids="-".join,
 )
 def test_each_stage_equals_ddp(stages: list[str]) -> None:
-    ours = run_on_ranks(run_stages, stages=stages, strategy="bucketddp")
-    ddp = run_on_ranks(run_stages, stages=stages, strategy="ddp")
+    ours, ddp = ours_and_ddp(run_stages, stages=stages)
     assert [rank["results"] for rank in ours] == [rank["results"] for rank in ddp]
     for rank in ours:
         assert rank["steps"] == ddp[0]["steps"]
@@ -99,12 +317,25 @@ def test_sync_batchnorm_trains_like_one_process_and_is_reverted() -> None:
         torch.testing.assert_close(rank["weights"], ranks[0]["weights"], rtol=0, atol=0)
 
 
+@on_ranks()
+@like_torchrun()
 def test_sync_batchnorm_is_reverted_after_a_fit_that_fails() -> None:
-    assert run_on_ranks(batchnorm_after_failed_fit) == ["BatchNorm2d"] * 2
+    module = models.ConvBatchNorm().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        make_trainer("bucketddp", max_epochs=1, sync_batchnorm=True).fit(module, models.loader())
+    assert type(module.layers[2]) is nn.BatchNorm2d
 
 
+@on_ranks()
+@like_torchrun()
 def test_a_layer_sync_plugin_of_the_user_is_applied_and_reverted_once() -> None:
-    assert run_on_ranks(use_own_layer_sync) == [["apply", "revert"]] * 2
+    """In a fit, and a validation after it."""
+    plugin = OwnLayerSync()
+    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
+    module = models.Regression()
+    trainer.fit(module, models.loader())
+    trainer.validate(module, models.loader(), verbose=False)
+    assert plugin.calls == ["apply", "revert"]
 
 
 def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> None:
@@ -185,6 +416,18 @@ def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how
     assert run_on_ranks(refusal, of=f"wrapped: {how}") == [("", "")] * 2
 
 
+@on_ranks()
+@like_torchrun()
 def test_fits_leave_no_threads_behind() -> None:
-    for counts in run_on_ranks(count_threads_after_fits, num_fits=4):
-        assert counts[-1] <= counts[1]
+    """Threads that are about to end are waited for: as many as the second fit has left."""
+    counts: list[int] = []
+    for _ in range(4):
+        trainer = make_trainer("bucketddp", max_steps=2, sync_batchnorm=True)
+        trainer.fit(models.ConvBatchNorm(), models.loader())
+        del trainer
+        gc.collect()
+        deadline = time.monotonic() + 30
+        while len(counts) > 1 and len(os.listdir("/proc/self/task")) > counts[1] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        counts.append(len(os.listdir("/proc/self/task")))
+    assert counts[-1] <= counts[1]

@@ -2,29 +2,150 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from benchmarks.ports import own_port
-from tests.support.disks import forbidden_directory, small_disk
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from tests.support.disks import forbidden_directory, not_as_root, small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
 from tests.support.programs import SCRIPTS, run
-from tests.support.ranks import run_on_ranks
-from tests.support.saved_state import ADVICE, assert_same_state, state_in
-from tests.support.scripts.checkpoints import (
-    fit_and_save,
-    resume,
-    save,
-    save_alone,
-    save_in_background,
-    save_on_full_disk,
-    train_through_failures,
-    use_own_plugin,
-)
+from tests.support.ranks import raised_by, run_on_ranks
+from tests.support.scripts import models
+from tests.support.scripts.checkpoints import ADVICE, Saves, Scheduled, assert_same_state, full_disk, state_in
+from tests.support.scripts.hooks import HOOKS
+from tests.support.scripts.trainers import like_torchrun, make_trainer
+
+
+class RecordingCheckpointIO(TorchCheckpointIO):
+    """A user's own plugin."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.calls.append(f"save {Path(path).name}")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.calls.append(f"load {Path(path).name}")
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
+@like_torchrun()
+def fit_and_save(*, strategy: str, max_epochs: int, save_to: Path, resume_from: Path | None = None) -> None:
+    """Train until `max_epochs`, from the start or from a checkpoint, and save."""
+    torch.manual_seed(dist.get_rank())
+    trainer = make_trainer(strategy, max_epochs=max_epochs)
+    trainer.fit(Scheduled(), models.loader(), ckpt_path=resume_from)
+    trainer.save_checkpoint(save_to)
+
+
+@like_torchrun()
+def use_own_plugin(*, path: Path) -> list[str]:
+    """What a user's own plugin is asked to do."""
+    plugin = RecordingCheckpointIO()
+    trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
+    trainer.fit(Scheduled(), models.loader())
+    trainer.save_checkpoint(path)
+    trainer.fit(Scheduled(), models.loader(), ckpt_path=path)
+    return plugin.calls
+
+
+@like_torchrun()
+def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int | None = None) -> str | None:
+    """Save each epoch with `AsyncCheckpointIO`; what the fit raises."""
+    each_epoch = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        "bucketddp", max_epochs=max_epochs, plugins=AsyncCheckpointIO(), enable_checkpointing=True, callbacks=each_epoch
+    )
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+@like_torchrun()
+def save_on_full_disk(*, directory: Path, room_for_bytes: int) -> str | None:
+    """Save over the checkpoint of an earlier epoch; what the fit raises."""
+    each_epoch = ModelCheckpoint(directory, filename="last", enable_version_counter=False)
+    trainer = make_trainer("bucketddp", max_epochs=1, enable_checkpointing=True, callbacks=each_epoch)
+    trainer.fit(Scheduled(), models.loader())
+    trainer.fit_loop.max_epochs = 2
+    with full_disk(room_for_bytes):
+        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+
+
+class TriesToSave(Callback):
+    """Saves after each epoch, with the rights of anyone if it shall, and goes on when that fails."""
+
+    def __init__(self, path: Path, *, as_root: bool) -> None:
+        self.path = path
+        self.raised: list[str | None] = []
+        self._rights = nullcontext if as_root else not_as_root
+
+    def on_train_epoch_end(self, trainer: Trainer, _: Any) -> None:
+        with self._rights():
+            self.raised.append(raised_by(lambda: trainer.save_checkpoint(self.path)))
+
+
+@like_torchrun()
+def train_through_failures(*, path: Path, as_root: bool = True) -> tuple[list[str | None], dict[str, Any]]:
+    """What three saves raise, and the state that training ends with all the same."""
+    tries = TriesToSave(path, as_root=as_root)
+    trainer = make_trainer("bucketddp", max_epochs=3, callbacks=tries)
+    trainer.fit(Scheduled(), models.loader())
+    state = {
+        "weights": {name: value.tolist() for name, value in trainer.lightning_module.state_dict().items()},
+        "optimizer": str(trainer.optimizers[0].state_dict()),
+    }
+    return tries.raised, state
+
+
+class LosesTheOthers(Callback):
+    def on_train_batch_start(self, _: Any, __: Any, ___: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            dist.destroy_process_group()
+            raise RuntimeError("some rank has failed")
+
+
+@like_torchrun()
+def save_alone(*, path: Path, port: int, **options: Any) -> tuple[str | None, list[str]]:
+    """Save when there is no process group any more; what the fit raises, and what is warned of."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    strategy = BucketDDPStrategy(**HOOKS["power_sgd"](), rank_seeds=True, **options)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Saves(path), LosesTheOthers()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            raised = raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
+        finally:
+            # For the next job.
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    return raised, [str(warning.message) for warning in caught if "bucketddp" in str(warning.message)]
+
+
+@like_torchrun()
+def save(*, path: Path) -> str | None:
+    """What `trainer.save_checkpoint` raises after a fit."""
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    trainer.fit(Scheduled(), models.loader())
+    return raised_by(lambda: trainer.save_checkpoint(path))
+
+
+@like_torchrun()
+def resume(*, path: Path) -> str | None:
+    """What `trainer.fit` raises for a checkpoint."""
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
 
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
@@ -75,7 +196,7 @@ def test_a_plugin_of_the_user_writes_and_reads(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_written_in_the_background(tmp_path: Path) -> None:
-    assert run_on_ranks(save_in_background, directory=tmp_path, max_epochs=2) == [None, None]
+    assert run_on_ranks(save_in_background, directory=tmp_path, max_epochs=2) == ["", ""]
     assert [state_in(tmp_path / f"epoch={epoch}.ckpt")["global_step"] for epoch in range(2)] == [10, 20]
 
 
@@ -121,7 +242,7 @@ def bad_place(cause: str) -> Iterator[Path]:
 @pytest.mark.parametrize("cause", ["No space left on device", "Read-only file system", "Permission denied"])
 def test_training_can_go_on_after_a_save_that_fails_on_every_rank(cause: str, tmp_path: Path) -> None:
     undisturbed = run_on_ranks(train_through_failures, path=tmp_path / "model.ckpt")
-    assert [raised for raised, _ in undisturbed] == [[None] * 3] * 2
+    assert [raised for raised, _ in undisturbed] == [[""] * 3] * 2
     with bad_place(cause) as path:
         ranks = run_on_ranks(train_through_failures, path=path, as_root=cause != "Permission denied")
         text = f"CheckpointWriteError: Could not write checkpoint `{path}`: {cause}. {ADVICE}"

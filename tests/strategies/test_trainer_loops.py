@@ -16,9 +16,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.scripts.models import Regression, loader
-from tests.support.scripts.trainers import like_torchrun, make_trainer
+from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
 
 
 class Data(LightningDataModule):
@@ -145,20 +145,9 @@ def train_with_loops(*, loops: str, strategy: str, directory: Path) -> dict[str,
 
 
 @like_torchrun()
-def profile(*, directory: Path) -> list[str]:
-    """The phases of ours that torch's profiler has seen."""
-    profiler = PyTorchProfiler(
-        dirpath=directory, filename="profile", schedule=None, export_to_chrome=False, row_limit=1000
-    )
-    trainer = make_trainer("bucketddp", max_epochs=1, limit_train_batches=2, profiler=profiler)
-    trainer.fit(Regression(), loader())
-    text = (directory / f"fit-profile-{dist.get_rank()}.txt").read_text()
-    return sorted({word for word in text.split() if word.startswith("bucketddp::")})
-
-
-@like_torchrun()
 def resume_within_an_epoch(*, strategy: str, directory: Path) -> dict[str, Any]:
     """Train for two epochs, but stop in the middle of the first and go on in another Trainer."""
+    directory /= strategy
     saving = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     torch.manual_seed(dist.get_rank())
     make_trainer(strategy, max_steps=8, callbacks=saving, enable_checkpointing=True).fit(Regression(), loader())
@@ -175,20 +164,26 @@ def resume_within_an_epoch(*, strategy: str, directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("loops", list(LOOPS))
 @pytest.mark.sampled(6)
 def test_training_equals_ddp(loops: str, tmp_path: Path) -> None:
-    ours = run_on_ranks(train_with_loops, loops=loops, strategy="bucketddp", directory=tmp_path)
-    ddp = run_on_ranks(train_with_loops, loops=loops, strategy="ddp", directory=tmp_path)
+    ours, ddp = ours_and_ddp(train_with_loops, loops=loops, directory=tmp_path)
     assert ours == ddp
     assert ours[0]["weights"] == ours[1]["weights"]
 
 
+@on_ranks()
+@like_torchrun()
 def test_the_profiler_of_torch_shows_our_phases(tmp_path: Path) -> None:
-    for phases in run_on_ranks(profile, directory=tmp_path):
-        assert phases == ["bucketddp::finish", "bucketddp::launch"]
+    profiler = PyTorchProfiler(
+        dirpath=tmp_path, filename="profile", schedule=None, export_to_chrome=False, row_limit=1000
+    )
+    trainer = make_trainer("bucketddp", max_epochs=1, limit_train_batches=2, profiler=profiler)
+    trainer.fit(Regression(), loader())
+    text = (tmp_path / f"fit-profile-{dist.get_rank()}.txt").read_text()
+    phases = sorted({word for word in text.split() if word.startswith("bucketddp::")})
+    assert phases == ["bucketddp::finish", "bucketddp::launch"]
 
 
 def test_a_run_resumed_within_an_epoch_equals_ddp(tmp_path: Path) -> None:
-    ours = run_on_ranks(resume_within_an_epoch, strategy="bucketddp", directory=tmp_path / "ours")
-    ddp = run_on_ranks(resume_within_an_epoch, strategy="ddp", directory=tmp_path / "ddp")
+    ours, ddp = ours_and_ddp(resume_within_an_epoch, directory=tmp_path)
     assert ours == ddp
     assert ours[0]["weights"] == ours[1]["weights"]
     assert [len(rank["batches"]) for rank in ours] == [4 + 10] * 2

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.rank_seeds import UnfinishedBatch
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 # Larger than what is always copied.
@@ -79,25 +79,20 @@ def fit(directory: Path, module: Remembering, *, accumulate: int) -> dict[str, T
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-@like_torchrun()
-def fail_and_resume(*, directory: Path, fails_in: str, accumulate: int) -> list[dict[str, Tensor]]:
-    """What a run ends with that is not interrupted, and one that fails in its fourth batch of six."""
-    undisturbed = fit(directory / "undisturbed", Remembering(), accumulate=accumulate)
-    with pytest.raises(Accident):
-        fit(directory / "failing", Remembering(fails_in=fails_in, fails_at=3), accumulate=accumulate)
-    return [undisturbed, fit(directory / "failing", Remembering(), accumulate=accumulate)]
-
-
 @pytest.mark.parametrize(
     ("fails_in", "accumulate"), [("forward", 1), ("backward", 1), ("callbacks", 1), ("forward", 2)]
 )
+@on_ranks()
+@like_torchrun()
 def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp_path: Path) -> None:
-    for undisturbed, resumed in run_on_ranks(
-        fail_and_resume, directory=tmp_path, fails_in=fails_in, accumulate=accumulate
-    ):
-        assert undisturbed["layers.1.num_batches_tracked"] == 6
-        differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
-        assert differing == []
+    """Compare a run that is not interrupted with one that fails in its fourth batch of six."""
+    undisturbed = fit(tmp_path / "undisturbed", Remembering(), accumulate=accumulate)
+    with pytest.raises(Accident):
+        fit(tmp_path / "failing", Remembering(fails_in=fails_in, fails_at=3), accumulate=accumulate)
+    resumed = fit(tmp_path / "failing", Remembering(), accumulate=accumulate)
+    assert undisturbed["layers.1.num_batches_tracked"] == 6
+    differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
+    assert differing == []
 
 
 def unfinished_batch(module: nn.Module) -> UnfinishedBatch:

@@ -19,7 +19,7 @@ from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as F
 from lightning_bucketddp.config import ReplicaChecks
 from tests.support.ranks import RankFailed, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
 
 class Network(LightningModule):
@@ -33,8 +33,7 @@ class Network(LightningModule):
         self.extra = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden: Tensor = self.norm(self.first(inputs))
-        return hidden
+        return self.norm(self.first(inputs))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         hidden = self(batch[0])
@@ -165,20 +164,20 @@ PROGRAMS: dict[str, tuple[Callable[[], LightningModule], Callable[[], list[Callb
 
 
 @like_torchrun()
-def train(*, program: str, like_ddp: bool) -> dict[str, Any]:
+def train(*, program: str, strategy: str) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
     module, callbacks, accumulate = PROGRAMS[program]
     made = module()
-    strategy: Any = "ddp_find_unused_parameters_true" if like_ddp else BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    trainer = make_trainer(strategy, max_epochs=2, callbacks=callbacks(), accumulate_grad_batches=accumulate)
+    ours = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    used = "ddp_find_unused_parameters_true" if strategy == "ddp" else ours
+    trainer = make_trainer(used, max_epochs=2, callbacks=callbacks(), accumulate_grad_batches=accumulate)
     trainer.fit(made, loader())
     return {name: value.tolist() for name, value in made.state_dict().items()}
 
 
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_training_equals_ddp(program: str) -> None:
-    ours = run_on_ranks(train, program=program, like_ddp=False)
-    ddp = run_on_ranks(train, program=program, like_ddp=True)
+    ours, ddp = ours_and_ddp(train, program=program)
     assert ours[0] == ddp[0]
     # torch DDP leaves the others the statistics of their last batch.
     weights = [name for name, _ in Network().named_parameters()]
@@ -221,14 +220,16 @@ def test_a_divided_optimizer_refuses_gradients_that_nobody_averaged() -> None:
 
 
 @like_torchrun()
-def train_with_fabric(*, like_ddp: bool, own_backward: bool = False, late_masks: bool = False) -> dict[str, Any]:
+def train_with_fabric(
+    *, strategy: str = "bucketddp", own_backward: bool = False, masks: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
-    strategy: Any = "ddp" if like_ddp else FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    used = "ddp" if strategy == "ddp" else FabricBucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=used)
     fabric.launch()
     network = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
     model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
-    if late_masks:
+    if masks:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(mask)
     data = fabric.setup_dataloaders(loader())
@@ -241,11 +242,10 @@ def train_with_fabric(*, like_ddp: bool, own_backward: bool = False, late_masks:
 
 
 def test_hooks_that_are_registered_after_set_up_change_what_fabric_reduces() -> None:
-    ours = run_on_ranks(train_with_fabric, like_ddp=False, late_masks=True)
-    ddp = run_on_ranks(train_with_fabric, like_ddp=True, late_masks=True)
+    ours, ddp = ours_and_ddp(train_with_fabric, masks=True)
     assert ours == ddp
 
 
 def test_fabric_refuses_a_step_with_gradients_that_nobody_averaged() -> None:
     with pytest.raises(RankFailed, match=r"were not averaged over the ranks.*Call `fabric.backward\(loss\)`"):
-        run_on_ranks(train_with_fabric, like_ddp=False, own_backward=True)
+        run_on_ranks(train_with_fabric, own_backward=True)

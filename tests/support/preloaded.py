@@ -8,7 +8,7 @@ import gc
 from importlib import import_module
 
 gc.disable()
-for module in ("tests.support.jobs.checkpoint", "tests.support.scripts.faults"):
+for module in ("pytest", "tests.support.jobs.checkpoint", "tests.support.scripts.faults"):
     import_module(module)
 gc.collect()
 gc.freeze()

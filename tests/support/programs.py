@@ -1,4 +1,4 @@
-"""Programs for tests, started as a user starts them and waited for until no process of theirs is left."""
+"""Programs, command lines and code for tests, run as a user runs them, until no process of theirs is left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
+import textwrap
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +32,8 @@ STRATEGY_MODULE_OF = {
 TIMEOUT_S = 240
 # What a process may need to end by itself after the one that it belongs to has ended.
 GRACE_S = 10
+# Read once: these run in threads, too, and a test that takes back its variables clears all of them for a moment.
+_ENVIRONMENT = dict(os.environ)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,57 @@ def run_together(*programs: Program, root: str, directory: Path, cwd: Path | Non
         assert returncode is not None, f"still running; killed\n{output.read_text()}"
     results = {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
     return Run(returncode, output.read_text(), results)
+
+
+def run_commands(*commands: str, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
+    """What `commands`, which run at once, print; fails unless all of them end well."""
+    # Where a user who has activated a virtual environment finds `python` and `torchrun`; and srun, which stands in.
+    places = [SCRIPTS / "slurm", Path(warm.python()).parent, Path(sys.executable).parent, _ENVIRONMENT["PATH"]]
+    path = os.pathsep.join(map(str, places))
+    output = cwd / "output.txt"  # not a pipe, which a process left behind would keep open
+    with no_process_left() as marks, output.open("w") as file:
+        environment = {**_ENVIRONMENT, **(variables or {}), **marks, "PATH": path, "IPYTHONDIR": str(cwd)}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share few cores
+        processes = [
+            subprocess.Popen(["bash", "-ec", command], cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            for command in commands
+        ]
+        wait_for(processes)
+        # Here, because at the end of the block what is left of them is killed.
+        assert {process.returncode for process in processes} == {0}, output.read_text()
+    return output.read_text()
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """What `python <arguments>` prints, run outside the repository; fails with its error output if it fails."""
+    return _output_of(sys.executable, *arguments, **environment)
+
+
+def run_code(code: str, **environment: str) -> str:
+    """What `code` prints in a fresh interpreter."""
+    return run_python("-c", textwrap.dedent(code), **environment).strip()
+
+
+def run_code_after_torch(code: str, **environment: str) -> str:
+    """What `code` prints where torch is imported, and what Lightning imports, but neither Lightning nor we.
+
+    That takes a tenth of the time. With a variable that is read when torch is imported, it is a fresh interpreter.
+    """
+    return _output_of(warm.python_without_lightning(), "-c", textwrap.dedent(code), **environment).strip()
+
+
+def _output_of(python: str, *arguments: str, **environment: str) -> str:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        process = subprocess.run(
+            [python, *arguments],
+            env={**os.environ, **environment},
+            cwd=elsewhere,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @contextmanager

@@ -4,13 +4,17 @@
 
 `job` is a module-level function that runs in an initialised process group. If it raises on any rank, so does
 `run_on_ranks`, with every rank's traceback; a job that outlives its time-out has its processes killed, and is told with
-where they were.
+where they were. A test that is all job says so:
+
+    @on_ranks(2)
+    def test_ranks_add_up() -> None: ...    # runs on each rank, and asserts there
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -164,6 +169,40 @@ def run_on_ranks(
         # Ranks that failed at different places no longer agree on the next collective: start afresh.
         _pools.pop(key).close()
         raise
+
+
+_bodies: dict[tuple[str, str], Callable[..., None]] = {}
+
+
+def on_ranks(world_size: int = 2, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have the body of a test run on each rank, `world_size` of them unless that is an argument of the test."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        place = (test.__module__, test.__qualname__)
+        _bodies[place] = test
+
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            number = arguments.get("world_size", world_size)
+            run_on_ranks(_run_body, world_size=number, **options, place=place, arguments=arguments)
+
+        return run
+
+    return decorate
+
+
+def _run_body(place: tuple[str, str], arguments: dict[str, Any]) -> None:
+    import_module(place[0])  # which puts the body into its place
+    _bodies[place](**arguments)
+
+
+def raised_by(call: Callable[[], Any]) -> str:
+    """The class and the text of what `call` raises; nothing if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def close_pools() -> None:

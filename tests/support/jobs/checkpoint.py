@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -13,11 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter, drain, raised_once
+from lightning_bucketddp.checkpoint.async_writer import CheckpointWriter
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file
-from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO, write_on_rank_zero
-from lightning_bucketddp.comm.collectives import Collectives
-from tests.support.ranks import device
+from lightning_bucketddp.checkpoint.checkpoint_io import AtomicCheckpointIO
 
 
 def numbered_checkpoint(number: int) -> dict[str, Any]:
@@ -38,74 +35,6 @@ def save_numbered(number: int, path: str) -> None:
 
 
 # On every rank. What was raised there is returned as (type, text, errno), or None.
-
-
-def save_on_rank_zero(path: str) -> dict[str, Any]:
-    calls = []
-
-    def write() -> None:
-        calls.append(path)
-        save_numbered(1, path)
-
-    return {"raised": _raised_by(write, path=path), "calls": len(calls)}
-
-
-def fail_on_rank_zero(path: str) -> tuple[str, str, int | None] | None:
-    def write() -> None:
-        raise ValueError("the storage is on holiday")  # as a user's own plugin may
-
-    return _raised_by(write, path=path)
-
-
-def interrupt_rank_zero(path: str) -> bool:
-    """Whether a KeyboardInterrupt comes through on rank zero. The others stay out: they are not told."""
-    collectives = Collectives(device())
-    if collectives.rank != 0:
-        return True
-
-    def write() -> None:
-        raise KeyboardInterrupt
-
-    try:
-        write_on_rank_zero(write, collectives, path=path)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def fail_in_background(async_io: type, base_io: type, path: str) -> list[tuple[str, str, int | None]]:
-    """Everything that one save in the background raises: when saving, when drained, and when drained again."""
-    checkpoint_io = async_io(base_io())
-
-    def save() -> None:
-        with raised_once(checkpoint_io):
-            checkpoint_io.save_checkpoint({}, path)
-
-    # A fast failure is raised by the save already.
-    steps = (_raised_by(step) for step in (save, lambda: drain(checkpoint_io), lambda: drain(checkpoint_io)))
-    return [raised for raised in steps if raised is not None]
-
-
-def fail_at_a_later_save(async_io: type, base_io: type, path: str) -> list[tuple[str, str, int | None] | None]:
-    """A failure in the background that shows at a later save, with more saves waiting; then the trainer's teardown."""
-    checkpoint_io = async_io(base_io())
-
-    def save_until_it_raises() -> None:
-        with raised_once(checkpoint_io):
-            while True:
-                checkpoint_io.save_checkpoint({}, path)
-
-    raised = _raised_by(save_until_it_raises)
-    checkpoint_io.teardown()
-    return [raised]
-
-
-def _raised_by(write: Callable[[], None], *, path: str | None = None) -> tuple[str, str, int | None] | None:
-    try:
-        write_on_rank_zero(write, Collectives(device()), path=path)
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "errno", None)
-    return None
 
 
 # In a process of its own. The first argument is the pipe on which it reports.

@@ -85,8 +85,7 @@ class TiedTransformer(nn.Module):
 
 
 def token_loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(tokens(rank, step))
-    return loss
+    return model(tokens(rank, step))
 
 
 class Recurrent(nn.Module):
@@ -96,8 +95,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.rnn(x)[0])
-        return output
+        return self.head(self.rnn(x)[0])
 
 
 def sequence_loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -164,26 +162,22 @@ class Branches(nn.Module):
 
 
 def unused_on_all_ranks(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(batch(rank, step), left=True, right=False)
-    return loss
+    return model(batch(rank, step), left=True, right=False)
 
 
 def unused_on_one_rank(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(batch(rank, step), left=True, right=rank != 1)
-    return loss
+    return model(batch(rank, step), left=True, right=rank != 1)
 
 
 def unused_in_turns(model: nn.Module, rank: int, step: int) -> Tensor:
     left = (rank + step) % 2 == 0
-    loss: Tensor = model(batch(rank, step), left=left, right=not left)
-    return loss
+    return model(batch(rank, step), left=left, right=not left)
 
 
 def everything_unused_on_one_rank(model: nn.Module, rank: int, step: int) -> Tensor:
     if rank == 1:
         return batch(rank, step).requires_grad_().sum()
-    loss: Tensor = model(batch(rank, step), left=True, right=True)
-    return loss
+    return model(batch(rank, step), left=True, right=True)
 
 
 class Checkpointed(nn.Module):
@@ -201,8 +195,7 @@ class Checkpointed(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
-        output: Tensor = self.head(x)
-        return output
+        return self.head(x)
 
 
 def partly_frozen() -> nn.Module:

@@ -178,8 +178,7 @@ class _PausesInBackward(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(_Pause.apply(self.first(x)))
-        return y
+        return self.second(_Pause.apply(self.first(x)))
 
 
 def record_a_long_backward() -> Recorded:

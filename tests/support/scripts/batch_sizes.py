@@ -95,8 +95,7 @@ class Hungry(LightningModule):
     def predict_step(self, batch: list[Tensor]) -> Tensor:
         self._see(batch[0])
         self._memory.use("validation", batch[0], self)
-        outputs: Tensor = self.net(batch[0])
-        return outputs
+        return self.net(batch[0])
 
     def _see(self, batch: Tensor) -> None:
         if self.sizes[-1:] != [len(batch)]:

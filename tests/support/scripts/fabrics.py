@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lightning_bucketddp
-from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from lightning_bucketddp.bindings.registration import strategy_class
-from tests.support.collectives import all_reduced
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 NUM_STEPS = 6
 ROOTS = ["lightning.fabric", "lightning_fabric"]
@@ -46,18 +41,6 @@ def _loss(module: Callable[[Tensor], Tensor], step: int) -> Tensor:
 
 def _weights(*modules: nn.Module) -> list[Any]:
     return [{name: value.tolist() for name, value in module.state_dict().items()} for module in modules]
-
-
-@like_torchrun()
-def train(*, strategy: str, loop: str, root: str = ROOTS[0]) -> list[Any]:
-    """The weights that one of the training loops below leaves."""
-    return LOOPS[loop](make_fabric(strategy, root=root))
-
-
-@like_torchrun()
-def train_with_the_public_class(*, loop: str) -> list[Any]:
-    """The same, with an instance of the class that is for the Trainer, too."""
-    return LOOPS[loop](make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
 
 
 def _backward(fabric: Any) -> list[Any]:
@@ -169,102 +152,7 @@ LOOPS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-@like_torchrun()
-def count_reductions() -> list[int]:
-    """How often each bucket is reduced when gradients accumulate over three backwards, twice."""
-    fabric = make_fabric(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB))
-    with all_reduced() as reduced:
-        _accumulate(fabric)
-    [reducer] = fabric.strategy.reducers.values()
-    return [
-        sum(tensor.data_ptr() == bucket.wire.data_ptr() for tensor in reduced) for bucket in reducer.bucket_set.buckets
-    ]
-
-
-@like_torchrun()
-def save(*, strategy: str, path: Path) -> list[Any]:
-    """Save after a step, and the weights after one more."""
-    fabric = make_fabric(strategy)
-    module, optimizer = _set_up(fabric)
-    _step(fabric, module, optimizer, step=0)
-    fabric.save(path, {"module": module, "optimizer": optimizer, "step": 1})
-    _step(fabric, module, optimizer, step=1)
-    return _weights(module)
-
-
-@like_torchrun()
-def load(*, strategy: str, path: Path) -> list[Any]:
-    """Load what `save` saved, and the weights after one more step."""
-    fabric = make_fabric(strategy)
-    module, optimizer = _set_up(fabric)
-    state = {"module": module, "optimizer": optimizer, "step": 0}
-    fabric.load(path, state)
-    _step(fabric, module, optimizer, step=state["step"])
-    return _weights(module)
-
-
 def _step(fabric: Any, module: Any, optimizer: Any, *, step: int) -> None:
     optimizer.zero_grad()
     fabric.backward(_loss(module, step))
     optimizer.step()
-
-
-@like_torchrun()
-def failure_to_save(*, path: Path) -> str:
-    """What `fabric.save` raises."""
-    try:
-        make_fabric("bucketddp").save(path, {"step": 1})
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@like_torchrun()
-def refusal_of_wrapped(*, root: str, whole: bool) -> str:
-    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
-    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
-    try:
-        make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@like_torchrun()
-def train_after_another_set_up(*, by: str) -> tuple[str, list[Any]]:
-    """The error and the weights of a training whose module, or a part of it, was set up before."""
-    fabric = make_fabric("bucketddp")
-    module, _ = _set_up(fabric)
-    if by == "another_fabric":
-        fabric = make_fabric("bucketddp")
-    inside = module.module
-    if by == "part":
-        inside = nn.Sequential(inside[0], nn.Linear(8, 1))
-    try:
-        module, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1, momentum=0.9))
-    except ValueError as error:
-        return str(error), []
-    for step in range(NUM_STEPS):
-        _step(fabric, module, optimizer, step=step)
-    return "", _weights(module)
-
-
-@like_torchrun()
-def talk(*, strategy: str) -> dict[str, Any]:
-    """What the collectives of Fabric return."""
-    fabric = make_fabric(strategy)
-    mine = torch.tensor([1.0 + fabric.global_rank, 10.0], requires_grad=True)
-    gathered = fabric.all_gather(mine, sync_grads=True)
-    (gathered * torch.tensor([[1.0], [2.0]])).sum().backward()
-    assert mine.grad is not None
-    return {
-        "gathered": gathered.tolist(),
-        "gradient": mine.grad.tolist(),
-        "gathered_dict": {
-            key: value.tolist() for key, value in fabric.all_gather({"rank": fabric.global_rank}).items()
-        },
-        "mean": fabric.all_reduce(mine.detach().clone()).tolist(),
-        "sum": fabric.all_reduce(mine.detach().clone(), reduce_op="sum").tolist(),
-        "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
-    }

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.local_steps.islands import OuterStep
+from tests.support.scripts.trainers import make_trainer
 
 NUM_BATCHES = 400
 LINGERING_S = 6
@@ -224,18 +225,15 @@ def fit(
     on_exception: dict[str, Any] = {"save_on_exception": True} if can_save_on_exception else {}
     saving = ModelCheckpoint(directory / "saved", every_n_train_steps=save_every, **on_exception)
     num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        strategy,
         devices=num_devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", num_devices)) // num_devices,
-        strategy=strategy,
         max_epochs=1,
         limit_train_batches=num_batches,
         val_check_interval=val_check_interval,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         # The first removes its file when a run has ended well.
         callbacks=[
             OnExceptionCheckpoint(directory / "on_exception"),

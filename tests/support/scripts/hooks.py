@@ -66,9 +66,9 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @like_torchrun()
-def train_with_hook(*, hook: str, like_ddp: bool, max_steps: int) -> dict[str, Any]:
+def train_with_hook(*, hook: str, max_steps: int, strategy: str = "bucketddp") -> dict[str, Any]:
     """The weights of this rank."""
     module = PlainSGD()
-    strategy = (DDPWithHooksOnCPU if like_ddp else BucketDDPStrategy)(**HOOKS[hook]())
-    make_trainer(strategy, max_epochs=2, max_steps=max_steps).fit(module, models.loader())
+    made = (DDPWithHooksOnCPU if strategy == "ddp" else BucketDDPStrategy)(**HOOKS[hook]())
+    make_trainer(made, max_epochs=2, max_steps=max_steps).fit(module, models.loader())
     return {name: value.tolist() for name, value in module.state_dict().items()}

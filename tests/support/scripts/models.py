@@ -44,8 +44,7 @@ class Regression(LightningModule):
     test_step = validation_step
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        outputs: Tensor = self.layers(batch[0])
-        return outputs
+        return self.layers(batch[0])
 
     def configure_optimizers(self) -> Any:
         # With weight decay and momentum a parameter changes even by a gradient of zero, but not without one.

@@ -24,8 +24,7 @@ from lightning_bucketddp.callbacks import monitor as monitor_module
 from lightning_bucketddp.recording.writer import Sampling
 from lightning_bucketddp.reducer.observer import Clock
 from tests.support.scripts import models
-from tests.support.scripts.rank_seeds import said_about
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, said_about
 
 
 class Accident(RuntimeError):

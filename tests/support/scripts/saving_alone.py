@@ -22,8 +22,7 @@ class Model(LightningModule):
         self.layers = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        loss: Tensor = self.layers(batch[0]).square().mean()
-        return loss
+        return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning_utilities.core import rank_zero
 
 import lightning_bucketddp  # noqa: F401  (jobs need no installed package; scripts do)
-from tests.support.ranks import device
+from tests.support.ranks import device, run_on_ranks
 
 # So that the modules of the tests need several buckets.
 SMALL_BUCKETS_MB = 40 / 2**20
@@ -45,11 +49,60 @@ def devices() -> dict[str, Any]:
 
 
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    """A quiet Trainer with one device per rank."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(strategy=strategy, **{**devices(), **quiet, **options})
+    """A quiet Trainer with one device per rank of a job, or with the `devices` that it is given, of the CPU."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    place = {"accelerator": "cpu"} if "devices" in options else devices()
+    return Trainer(strategy=strategy, **{**place, **quiet, **options})
+
+
+def ours_and_ddp(job: Callable[..., Any], **options: Any) -> tuple[list[Any], list[Any]]:
+    """What `job` returns on each rank with `strategy="bucketddp"`, and with `strategy="ddp"`."""
+    ours, ddp = (run_on_ranks(job, strategy=strategy, **options) for strategy in ("bucketddp", "ddp"))
+    return ours, ddp
+
+
+@contextmanager
+def workers_allowed() -> Iterator[None]:
+    """Let a process of the pool, which ends with the tests, start workers, which end with the training."""
+    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def said_about(subject: str, lines: list[str]) -> Iterator[None]:
+    """Collect what is said about `subject`, in the log and as warnings, beside that it was set."""
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage().replace("\n ", "")  # of a line that was wrapped
+            if subject in message and f"{subject}=" not in message:
+                lines.append(message)
+
+    handler = Collect()
+    rank_zero.log.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        rank_zero.log.removeHandler(handler)
+    lines.extend(str(warning.message) for warning in caught if subject in str(warning.message))
+
+
+@contextmanager
+def lines_logged(*names: str, level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect what loggers with these names are told, from `level` on."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(before)

@@ -22,6 +22,7 @@ from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.reducer.test_user_collectives import SumOverRanks
+from tests.replicas.test_consistency import Training
 from tests.support.jobs.models import batch
 from tests.support.jobs.parity import (
     assert_equal_on_all_ranks,
@@ -30,7 +31,6 @@ from tests.support.jobs.parity import (
     build_reducer,
 )
 from tests.support.jobs.recording import CONFIGS, assert_in_order, assert_weights_are_recorded
-from tests.support.jobs.replicas import Training
 from tests.support.ranks import device
 
 WIDE = 1024
@@ -50,8 +50,7 @@ class Communicating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = SumOverRanks.apply(self.layers[:4](x))
-        output: Tensor = self.layers[4:](hidden)
-        return output
+        return self.layers[4:](hidden)
 
 
 class OnSideStream(nn.Module):

@@ -1,4 +1,4 @@
-"""Jobs in which something is not finite, with Fabric."""
+"""What Fabric does about losses, gradients and weights that are not finite."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from tests.strategies.test_nonfinite_trainer import WHAT, WIDTH, BadGradient, Batches, is_finite, outcome_of, spoil
+from tests.support.ranks import run_on_ranks
 from tests.support.scripts.fabrics import make_fabric
-from tests.support.scripts.nonfinite import WIDTH, BadGradient, Batches, outcome_of, spoil
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 
@@ -81,3 +83,51 @@ def train(
 
 def _scaler() -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+@pytest.mark.parametrize("bad", WHAT)
+@pytest.mark.parametrize("loop", ["backward", "closure"])
+def test_fabric_raises_on_every_rank(loop: str, bad: str) -> None:
+    for error, weights in run_on_ranks(train, on_nonfinite="raise", bad=bad, loop=loop):
+        assert error.startswith(f"NonFiniteError: Not finite in backward 4: {WHAT[bad].replace('layers.', '')}.")
+        assert is_finite(weights)
+
+
+@pytest.mark.parametrize(
+    ("loop", "bad"),
+    [
+        ("backward", "loss"),
+        ("backward", "gradient"),
+        ("closure", "loss"),
+        ("scaler", "loss"),
+    ],
+)
+def test_fabric_skips_the_step(loop: str, bad: str) -> None:
+    expected = run_on_ranks(train, on_nonfinite="skip", loop=loop, leaves_out=[3])
+    for error, weights in run_on_ranks(train, on_nonfinite="skip", bad=bad, loop=loop):
+        assert error == ""
+        assert all(torch.equal(ours, other) for ours, other in zip(weights, expected[0][1], strict=True))
+
+
+def test_fabric_refuses_to_write_bad_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="bias", on_nonfinite="raise")
+    assert "is not written, because weights are not finite: `bias`." in rank_zero[0]
+    assert rank_one[0] == f"{rank_zero[0]} (on rank 0)"
+    assert is_finite([torch.load(path, weights_only=False)["model"]["bias"]])
+
+
+def test_fabric_writes_bad_weights_beside(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="bias", on_nonfinite="warn")
+    assert rank_one == ("", [])
+    assert rank_zero == (
+        "",
+        [
+            f"bucketddp: weights have become infinite or nan: `bias`. Checkpoint `{path}` is written as"
+            f" `{tmp_path}/nonfinite/model.ckpt`, and further ones likewise; earlier ones are neither replaced nor"
+            f" removed. Resume from `{path}`."
+        ],
+    )
+    assert is_finite([torch.load(path)["model"]["bias"]])
+    assert not is_finite([torch.load(tmp_path / "nonfinite" / "model.ckpt")["model"]["bias"]])

@@ -1,0 +1,584 @@
+"""`replica_checks` with Trainer and Fabric: what drifts is found, healed or told; what differs by design is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from torch import Tensor, nn
+
+from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
+from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.config import OnDivergence, ReplicaChecks
+from tests.reducer import test_training_changes as changes
+from tests.replicas.test_consistency import flip_bit
+from tests.support.cases import for_each
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
+from tests.support.scripts import hooks, models
+from tests.support.scripts.fabrics import make_fabric
+from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
+
+HEAL = ReplicaChecks(on_divergence="heal")
+REMEDY = "or pass `replica_checks=ReplicaChecks(on_divergence='heal')` to the strategy: all ranks then go on"
+FOLLOWS = "All ranks go on with the state of rank {}."
+FROZEN = "ReplicaMismatchError: `layers.0.weight` has requires_grad True on rank 0 but False on rank 1."
+NOT_EQUAL = "The replicas are not equal"
+
+
+class Adam(models.Regression):
+    """Has state of every kind: tensors and counters per parameter, numbers per group, a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * self.scale.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _weight(trainer: Any) -> None:
+    flip_bit(trainer.model.layers[0].weight, 5)
+
+
+def _moment(trainer: Any) -> None:
+    flip_bit(trainer.optimizers[0].state[trainer.model.layers[0].weight]["exp_avg"], 5)
+
+
+def _counter(trainer: Any) -> None:
+    trainer.optimizers[0].state[trainer.model.layers[0].weight]["step"] += 1
+
+
+def _learning_rate(trainer: Trainer) -> None:
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.02
+
+
+def _buffer(trainer: Any) -> None:
+    flip_bit(trainer.model.scale, 5)
+
+
+def _state(trainer: Any) -> None:
+    del trainer.optimizers[0].state[trainer.model.layers[0].weight]["exp_avg"]
+
+
+DRIFTS = {
+    "weight": _weight,
+    "moment": _moment,
+    "counter": _counter,
+    "learning_rate": _learning_rate,
+    "buffer": _buffer,
+    "state": _state,
+}
+
+
+class Drifts(Callback):
+    """Changes something on one rank after a batch."""
+
+    def __init__(self, what: str, *, on_rank: int, after_batch: int) -> None:
+        self._change = DRIFTS[what]
+        self._on_rank = on_rank
+        self._after_batch = after_batch
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._after_batch and trainer.global_rank == self._on_rank:
+            self._change(trainer)
+
+
+@dataclass
+class Outcome:
+    """What a fit left on a rank."""
+
+    error: str
+    logged: list[str]
+    weights: dict[str, Any]
+    optimizer: Any
+
+
+@like_torchrun()
+def drift(
+    *,
+    of: str,
+    on_rank: int = 1,
+    after_batch: int = 1,
+    save_every: tuple[Path, int] | None = None,
+    save_on_exception: Path | None = None,
+    max_steps: int = 7,
+    **options: Any,
+) -> Outcome:
+    """A fit of some steps in which something changes on one rank alone."""
+    used: list[Callback] = [Drifts(of, on_rank=on_rank, after_batch=after_batch)]
+    if save_every is not None:
+        directory, steps = save_every
+        used.append(callbacks.ModelCheckpoint(directory, every_n_train_steps=steps, save_top_k=-1))
+    if save_on_exception is not None:
+        used.append(callbacks.OnExceptionCheckpoint(save_on_exception))
+    trainer = make_trainer(
+        BucketDDPStrategy(**options),
+        max_steps=max_steps,
+        callbacks=used,
+        enable_checkpointing=save_every is not None or save_on_exception is not None,
+    )
+    torch.manual_seed(0)
+    module = Adam()
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        error = raised_by(lambda: trainer.fit(module, models.loader()))
+    return Outcome(error, lines, dict(module.state_dict()), trainer.optimizers[0].state_dict())
+
+
+class _LearningRateOfRank(Adam):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01 * (1 + self.global_rank))
+
+
+class _GroupsOfRank(Adam):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        groups = [[first], others] if self.global_rank == 0 else [[first, *others]]
+        return torch.optim.AdamW([{"params": params} for params in groups], lr=0.01)
+
+
+class _FreezesOneRank(Callback):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and trainer.global_rank == 1:
+            pl_module.layers[0].requires_grad_(False)
+
+
+REFUSALS: dict[str, Callable[[], LightningModule]] = {
+    "learning_rate": _LearningRateOfRank,
+    "groups": _GroupsOfRank,
+    "weights": Adam,
+}
+
+
+class _Dropout(Adam):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.Dropout(0.5))
+
+
+class _ChannelsLast(models.ConvBatchNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+
+class _Sharded(Adam):
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+class _LocalParameter(Adam):
+    """Each rank has its own value of a parameter that is left out of everything, with its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Parameter(torch.randn(1))
+        self._ddp_params_and_buffers_to_ignore = ["local"]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.local.square().sum() * (1 + self.global_rank)
+
+
+class _Plateau(Adam):
+    """A learning rate that follows a metric, which Lightning averages over the ranks."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+
+class _OneCycle(Adam):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A training in which the replicas stay equal, as far as they should."""
+
+    module: Callable[[], LightningModule] = Adam
+    trainer: Callable[[], dict[str, Any]] = dict
+    strategy: Callable[[], dict[str, Any]] = dict
+    is_checked: bool = True
+
+
+HEALTHY = {
+    "batchnorm": Healthy(models.ConvBatchNorm),
+    "sync_batchnorm": Healthy(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),
+    "mean_teacher": Healthy(changes.MeanTeacher),
+    "dropout": Healthy(_Dropout, strategy=lambda: {"rank_seeds": True}),
+    "channels_last": Healthy(_ChannelsLast),
+    "accumulation": Healthy(trainer=lambda: {"accumulate_grad_batches": 3}),
+    "two_optimizers": Healthy(models.TwoPlayers),
+    "line_search": Healthy(models.LBFGSRegression),
+    "manual": Healthy(models.ManualRegression),
+    "bf16": Healthy(trainer=lambda: {"precision": "bf16-mixed"}),
+    "clipping": Healthy(trainer=lambda: {"gradient_clip_val": 0.01}),
+    "one_cycle": Healthy(_OneCycle),
+    "plateau": Healthy(_Plateau),
+    "finetuning": Healthy(changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}),
+    "freezing": Healthy(trainer=lambda: {"callbacks": changes.FreezesByHand("before")}),
+    "weight_averaging": Healthy(
+        changes.NormRegression, lambda: {"callbacks": changes.CHANGES["stochastic_weight_averaging"].by()}
+    ),
+    "local_buffer": Healthy(lambda: models.RankZeroBuffer(changes_in="training_step")),
+    "own_buffers": Healthy(
+        lambda: models.RankZeroBuffer(changes_in="training_step"), strategy=lambda: {"broadcast_buffers": False}
+    ),
+    "local_parameter": Healthy(_LocalParameter),
+    "sharded_optimizer": Healthy(_Sharded),
+    "unused_on_one_rank": Healthy(lambda: models.SpareLayer(used_on=(0,))),
+    "power_sgd": Healthy(strategy=hooks.HOOKS["power_sgd"]),
+    "bf16_wire": Healthy(strategy=lambda: {"reduce_dtype": "bf16"}),
+    "post_local_sgd": Healthy(hooks.PlainSGD, strategy=hooks.HOOKS["post_local_sgd"], is_checked=False),
+}
+
+
+@like_torchrun()
+def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
+    """Train with a check in every step and checkpoints, and resume; what is logged, and whether checks were made."""
+    how = HEALTHY[training]
+    torch.manual_seed(dist.get_rank())
+    num_checked = 0
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        for max_epochs in (2, 3):
+            strategy = BucketDDPStrategy(replica_checks=1, **how.strategy())
+            options = how.trainer()
+            each_epoch = callbacks.ModelCheckpoint(directory, filename="last", enable_version_counter=False)
+            options["callbacks"] = [each_epoch, *([options["callbacks"]] if "callbacks" in options else [])]
+            trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, **options)
+            resumed = directory / "last.ckpt" if max_epochs == 3 else None
+            trainer.fit(how.module(), models.loader(), models.loader(), ckpt_path=resumed)
+            comparison: Any = strategy._state.comparison
+            num_checked += 0 if comparison is None else comparison._checks._begun_at
+    return lines, num_checked > 0
+
+
+@like_torchrun()
+def num_collectives(*, every_n_steps: int | None, max_steps: int) -> dict[str, int]:
+    """How often each collective is called in a fit."""
+    names = ["all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list"]
+    originals = {name: getattr(dist, name) for name in names}
+    calls = dict.fromkeys(names, 0)
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    trainer = make_trainer(BucketDDPStrategy(replica_checks=every_n_steps), max_steps=max_steps)
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        trainer.fit(Adam(), models.loader())
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return calls
+
+
+@like_torchrun()
+def drift_in_fabric(*, of: str, directory: Path, **options: Any) -> tuple[str | None, list[str], bool]:
+    """Four steps; then a weight or a moment changes on rank 1. What six more steps say, or a checkpoint."""
+    fabric = make_fabric(FabricStrategy(**options))
+    torch.manual_seed(0)
+    bare: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
+        optimizer.zero_grad()
+        fabric.backward(module(torch.randn(4, 4, generator=generator)).square().mean())
+        optimizer.step()
+
+    def train_on() -> None:
+        for number in range(4, 10):
+            step(number)
+        fabric.save(directory / "model.ckpt", {"model": module, "optimizer": optimizer, "step": 10})
+
+    for number in range(4):
+        step(number)
+    if dist.get_rank() == 1 and of == "weight":
+        flip_bit(bare[0].weight, 5)
+    elif dist.get_rank() == 1:
+        flip_bit(optimizer.state[bare[0].weight]["exp_avg"], 5)
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        error = raised_by(train_on)
+    # Rank 0 writes; the file is there when the others know that it is.
+    fabric.barrier()
+    return error, lines, (directory / "model.ckpt").exists()
+
+
+def assert_equal(ranks: list[Outcome]) -> None:
+    """Weights, buffers and optimizer state, bit by bit."""
+    for rank in ranks[1:]:
+        torch.testing.assert_close(rank.weights, ranks[0].weights, rtol=0, atol=0)
+        torch.testing.assert_close(rank.optimizer, ranks[0].optimizer, rtol=0, atol=0)
+
+
+def logged_on(ranks: list[Outcome]) -> list[str]:
+    """The lines of rank 0; the other ranks have none."""
+    assert not any(rank.logged for rank in ranks[1:])
+    return ranks[0].logged
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        ("weight", "`layers.0.weight`"),
+        ("moment", "`optimizer 0: exp_avg of layers.0.weight`"),
+        ("counter", "`optimizer 0: step of layers.0.weight`"),
+        ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1"),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_drift_is_raised_on_every_rank_two_steps_after_a_check(of: str, name: str) -> None:
+    ranks = run_on_ranks(drift, of=of, replica_checks=3)
+    for rank in ranks:
+        assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} after 5 synchronised backwards: ")
+        assert name in rank.error
+        assert REMEDY in rank.error
+    assert logged_on(ranks) == []
+
+
+@for_each("of", ["weight", "moment", "counter", "learning_rate"])
+def test_drift_is_healed(of: str) -> None:
+    ranks = run_on_ranks(drift, of=of, replica_checks=ReplicaChecks(3, "heal"))
+    assert [rank.error for rank in ranks] == ["", ""]
+    [line] = logged_on(ranks)
+    assert line.startswith(f"bucketddp: {NOT_EQUAL} after 5 synchronised backwards: `")
+    assert line.endswith(FOLLOWS.format(0))
+    assert_equal(ranks)
+
+
+def test_drift_that_is_only_logged_goes_on() -> None:
+    ranks = run_on_ranks(drift, of="weight", replica_checks=ReplicaChecks(3, "log"), max_steps=9)
+    assert [rank.error for rank in ranks] == ["", ""]
+    after = [line.partition(":")[2].partition(":")[0] for line in logged_on(ranks)]
+    assert after == [
+        f" {NOT_EQUAL} after 5 synchronised backwards",
+        f" {NOT_EQUAL} after 8 synchronised backwards",
+        f" {NOT_EQUAL} at the end of training",
+    ]
+    assert not torch.equal(ranks[0].weights["layers.0.weight"], ranks[1].weights["layers.0.weight"])
+
+
+@pytest.mark.parametrize(("on_rank", "source"), [(2, 0), (0, 1)])
+def test_most_ranks_win(on_rank: int, source: int) -> None:
+    options: dict[str, Any] = {"of": "moment", "on_rank": on_rank, "after_batch": 0}
+    differs = f"`optimizer 0: exp_avg of layers.0.weight` on rank {on_rank} differs from that on the other ranks"
+    for rank in run_on_ranks(drift, world_size=3, replica_checks=1, **options):
+        assert differs in rank.error
+    ranks = run_on_ranks(drift, world_size=3, replica_checks=ReplicaChecks(1, "heal"), max_steps=5, **options)
+    [line] = logged_on(ranks)
+    assert differs in line
+    assert line.endswith(FOLLOWS.format(source))
+    assert_equal(ranks)
+
+
+def test_what_a_majority_heals_equals_a_run_without_drift() -> None:
+    """The state that is not used before it is healed: a flip in the last step."""
+    healthy = run_on_ranks(drift, world_size=3, of="moment", on_rank=9, max_steps=3)
+    ranks = run_on_ranks(drift, world_size=3, of="moment", on_rank=0, after_batch=2, max_steps=3, replica_checks=HEAL)
+    [line] = logged_on(ranks)
+    assert f"{NOT_EQUAL} at the end of training: `optimizer 0: exp_avg of layers.0.weight` on rank 0 differs" in line
+    assert_equal([healthy[0], *ranks])
+
+
+def test_drift_after_the_last_check_is_found_at_the_end() -> None:
+    for rank in run_on_ranks(drift, of="weight", after_batch=6):
+        assert rank.error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} at the end of training: `layers.0.weight`")
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 0])
+def test_nothing_is_compared_without_a_checkpoint_if_the_user_says_so(every_n_steps: int | None) -> None:
+    ranks = run_on_ranks(drift, of="weight", replica_checks=every_n_steps)
+    assert [rank.error for rank in ranks] == ["", ""]
+
+
+def test_a_buffer_that_drifts_follows_rank_zero_from_the_next_step_on() -> None:
+    ranks = run_on_ranks(drift, of="buffer", replica_checks=1, max_steps=5)
+    assert [rank.error for rank in ranks] == ["", ""]
+    assert logged_on(ranks) == []
+    assert_equal(ranks)
+    assert torch.equal(ranks[1].weights["scale"], torch.ones(3))
+
+
+def test_checks_ride_in_the_notes_of_the_steps() -> None:
+    """Two gathers more in all: before the first step and at the end."""
+    [without, _] = run_on_ranks(num_collectives, every_n_steps=None, max_steps=9)
+    for every_n_steps in (1, 3):
+        [with_checks, _] = run_on_ranks(num_collectives, every_n_steps=every_n_steps, max_steps=9)
+        assert with_checks == {**without, "all_gather": without["all_gather"] + 2}
+
+
+@pytest.mark.parametrize("of", ["weight", "moment", "learning_rate"])
+@pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
+@pytest.mark.sampled(4)
+def test_diverged_replicas_are_not_written_silently(on_divergence: OnDivergence, of: str, tmp_path: Path) -> None:
+    ranks = run_on_ranks(
+        drift,
+        of=of,
+        after_batch=3,
+        save_every=(tmp_path, 2),
+        max_steps=4,
+        replica_checks=ReplicaChecks(None, on_divergence),
+    )
+    path = tmp_path / "epoch=0-step=4.ckpt"
+    text = f"{NOT_EQUAL} before checkpoint `{path}` is written: `"
+    if on_divergence == "raise":
+        assert all(text in rank.error for rank in ranks)
+        assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=2.ckpt"]
+        return
+    assert [rank.error for rank in ranks] == ["", ""]
+    [line] = logged_on(ranks)
+    assert text in line
+    assert path.exists()
+    if on_divergence == "heal":
+        assert_equal(ranks)
+
+
+def test_a_checkpoint_holds_what_most_ranks_hold(tmp_path: Path) -> None:
+    """Rank 0 writes it, and is the one that is healed."""
+    for of in ("weight", "moment", "learning_rate"):
+        ranks = run_on_ranks(
+            drift,
+            world_size=3,
+            of=of,
+            on_rank=0,
+            after_batch=2,
+            save_every=(tmp_path / of, 3),
+            max_steps=3,
+            replica_checks=HEAL,
+        )
+        saved = torch.load(tmp_path / of / "epoch=0-step=3.ckpt", weights_only=False)
+        torch.testing.assert_close(saved["state_dict"], ranks[1].weights, rtol=0, atol=0)
+        torch.testing.assert_close(saved["optimizer_states"], [ranks[1].optimizer], rtol=0, atol=0)
+        assert_equal(ranks)
+
+
+def test_what_exists_on_one_rank_only_cannot_be_healed(tmp_path: Path) -> None:
+    for rank in run_on_ranks(
+        drift, of="state", after_batch=1, save_every=(tmp_path, 2), max_steps=2, replica_checks=HEAL
+    ):
+        assert "`optimizer 0: exp_avg of layers.0.weight` exists on rank 0 but not on rank 1." in rank.error
+        assert rank.error.endswith("so none can follow another: make their optimizers the same.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
+    ranks = run_on_ranks(drift, of="weight", save_on_exception=tmp_path, replica_checks=3)
+    assert all(rank.error.startswith("ReplicaDivergedError: ") for rank in ranks)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        ("learning_rate", "`optimizer 0: lr of group 0` is 0.01 on rank 0 but 0.02 on rank 1. "),
+        ("groups", "`optimizer 0: group of layers.0.bias` is 1 on rank 0 but 0 on rank 1; "),
+        ("weights", "`layers.0.weight` differs between rank 0 and rank 1; "),
+    ],
+)
+@on_ranks()
+@like_torchrun()
+def test_other_optimizers_or_weights_are_refused_before_the_first_step(of: str, text: str) -> None:
+    torch.manual_seed(dist.get_rank() if of == "weights" else 0)
+    trainer = make_trainer(BucketDDPStrategy(init_sync=False), max_steps=3)
+    module = REFUSALS[of]()
+    error = raised_by(lambda: trainer.fit(module, models.loader()))
+    assert error.startswith(f"ReplicaDivergedError: {NOT_EQUAL} before the first step: {text}")
+    assert trainer.global_step == 0
+
+
+@on_ranks()
+@like_torchrun()
+def test_modules_are_compared_without_init_sync() -> None:
+    """A validation comes first, which shares buffers: gloo ends a process that gets more than it has room for."""
+    module = Adam()
+    if dist.get_rank() == 0:
+        module.scale = torch.ones(4)
+    trainer = make_trainer(BucketDDPStrategy(init_sync=False), max_steps=3)
+    error = raised_by(lambda: trainer.fit(module, models.loader(), models.loader()))
+    assert error.startswith("ReplicaMismatchError: `scale` has shape [4] on rank 0 but [3] on rank 1.")
+    assert trainer.global_step == 0
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_fit_in_which_one_rank_freezes_a_layer_ends_in_that_step() -> None:
+    """Without overlap, so that no bucket is under way then and the other tests can use the processes."""
+    trainer = make_trainer(BucketDDPStrategy(overlap=False), max_steps=6, callbacks=[_FreezesOneRank()])
+    error = raised_by(lambda: trainer.fit(Adam(), models.loader()))
+    assert error.startswith(FROZEN)
+    assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("training", list(HEALTHY))
+@pytest.mark.sampled(4)
+def test_what_differs_by_design_is_no_drift(training: str, tmp_path: Path) -> None:
+    ranks = run_on_ranks(train_healthy, training=training, directory=tmp_path)
+    assert ranks == [([], HEALTHY[training].is_checked)] * 2
+
+
+@pytest.mark.parametrize("of", ["weight", "moment"])
+@pytest.mark.parametrize("every_n_steps", [2, None])
+@pytest.mark.parametrize("on_divergence", ["raise", "heal", "log"])
+@pytest.mark.sampled(5)
+def test_fabric_compares_too(on_divergence: OnDivergence, every_n_steps: int | None, of: str, tmp_path: Path) -> None:
+    ranks = run_on_ranks(
+        drift_in_fabric,
+        of=of,
+        directory=tmp_path,
+        replica_checks=ReplicaChecks(every_n_steps, on_divergence),
+    )
+    when = f"before checkpoint `{tmp_path}/model.ckpt` is written" if every_n_steps is None else "after 6 synchronised"
+    name = "`optimizer 0: exp_avg of 0.weight`" if of == "moment" else "`0.weight`"
+    assert [is_written for _, _, is_written in ranks] == [on_divergence != "raise"] * 2
+    (error, lines, _), (other_error, other_lines, _) = ranks
+    assert error == other_error
+    assert other_lines == []
+    said = [error] if on_divergence == "raise" else lines
+    assert f"{NOT_EQUAL} {when}" in said[0]
+    assert name in said[0]
+    # Healed once, or found again by each check and before the checkpoint.
+    assert len(said) == (3 if on_divergence == "log" and every_n_steps else 1)
+
+
+@on_ranks()
+@like_torchrun()
+def test_ranks_may_accumulate_differently_in_fabric() -> None:
+    """Rank 1 accumulates over three micro-batches, rank 0 over one, with a check in every step."""
+    fabric = make_fabric(FabricStrategy(replica_checks=1))
+    bare = nn.Linear(4, 1)
+    module, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters()))
+    with lines_logged("lightning_bucketddp.replicas.consistency") as lines:
+        for _ in range(6):
+            optimizer.zero_grad()
+            for micro_batch in reversed(range(1 + 2 * fabric.global_rank)):
+                with fabric.no_backward_sync(module, enabled=micro_batch > 0):
+                    fabric.backward(module(torch.randn(2, 4)).square().mean())
+            optimizer.step()
+    assert lines == []
