@@ -17,7 +17,6 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Start": ["install", "switch", "check"],
         "Train": [
             "where-time-goes",
-            "timeline",
             "faster",
             "slow-networks",
             "save-memory",
