@@ -17,7 +17,6 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Start": ["install", "switch", "check"],
         "Train": [
             "where-time-goes",
-            "timeline",
             "faster",
             "slow-networks",
             "save-memory",
@@ -26,7 +25,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "different-work",
             "many-machines",
         ],
-        "Operate": ["when-it-fails", "checkpoints", "restart", "replicas", "nonfinite", "faq"],
+        "Operate": ["when-it-fails", "checkpoints", "Restart <restart>", "replicas", "nonfinite", "faq"],
         "Reference": ["options", "command-line", "api", "compatibility", "public"],
         "Understand": [
             "how-it-works",
@@ -43,7 +42,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             "../CHANGELOG",
             "../SECURITY",
             "../CODE_OF_CONDUCT",
-            "../README",
+            "README <../README>",
         ],
     },
     "docs/design/index": {

@@ -1,4 +1,4 @@
-"""Makes the pictures of README.md and docs/timeline.md: records a training, opens its page in a browser.
+"""Makes the pictures of README.md and docs/where-time-goes.md: records a training, opens its page in a browser.
 
 `make docs-screenshots`, or `python -m docs.make_screenshots`. Needs Debian's chromium and chromium-driver.
 """

@@ -77,7 +77,7 @@ def main() -> None:
     )
     trainer.fit(DigitClassifier(), *loaders())
 
-    # A run that had ended before has not trained again.
+    # A resumed run that was already complete has no metrics.
     if trainer.is_global_zero and "accuracy" in trainer.callback_metrics:
         print(f"validation accuracy: {trainer.callback_metrics['accuracy']:.1%}")
 

@@ -24,7 +24,7 @@ def loaders() -> tuple[DataLoader, DataLoader]:
 
 @torch.no_grad()
 def accuracy(fabric: Fabric, model: nn.Module, validation: DataLoader) -> float:
-    """Of all ranks together."""
+    """Return the accuracy over all ranks."""
     model.eval()
     answers = torch.cat([model(images).argmax(dim=1) == labels for images, labels in validation])
     model.train()
@@ -53,7 +53,7 @@ def main() -> None:
     while state["epoch"] < arguments.max_epochs:
         for index, (images, labels) in enumerate(training, start=1):
             is_last = index % arguments.accumulate == 0 or index == len(training)
-            # Nothing is sent within, unless it is the last batch of a step.
+            # Gradients are sent only for the last batch of a step.
             with fabric.no_backward_sync(model, enabled=not is_last):
                 fabric.backward(cross_entropy(model(images), labels) / arguments.accumulate)
             if is_last:

@@ -1,4 +1,4 @@
-"""Fine-tunes a backbone: frozen at first, unfrozen in mid-training by `BackboneFinetuning`.
+"""Fine-tunes a backbone: frozen at first, unfrozen in the middle of training by `BackboneFinetuning`.
 
 python examples/fine_tuning.py
 """
@@ -55,7 +55,7 @@ class Classifier(LightningModule):
 
 
 def loaders(*digits: int) -> tuple[DataLoader, DataLoader]:
-    """Images of some digits, for training and for validation, labelled from 0 on."""
+    """Return images of some digits, for training and for validation, with labels from 0 on."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target) - min(digits)

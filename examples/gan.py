@@ -31,7 +31,7 @@ class PointsOnACircle(LightningModule):
         [real] = batch
         of_generator, of_discriminator = self.optimizers()
 
-        # Toggled: the other network's parameters need no gradients meanwhile, and none of them are sent.
+        # While this optimizer is toggled, the other network's parameters get no gradients, and none are sent.
         self.toggle_optimizer(of_discriminator)
         loss = self._loss(real, is_real=True) + self._loss(self.generate(len(real)).detach(), is_real=False)
         of_discriminator.zero_grad()

@@ -37,7 +37,6 @@ NOT_RUN = {
     "make test": "runs this test",
     "bucketddp doctor": "its exit status is about this machine; its own tests run it",
     "torchrun --nnodes 2": "needs two nodes",
-    "python train.py ddp kill save": "crashes; benchmarks/results/crash_before_after_202611.md holds script and output",
     "make soak": "takes minutes; tests/faults/test_soak.py runs rounds of it",
     "make fuzz": "takes minutes; tests/fuzz/test_fuzz.py runs 30 programs",
     "python -m benchmarks.projects": "installs packages and takes minutes; tests/test_projects.py tests the comparison",

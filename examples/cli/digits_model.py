@@ -1,4 +1,4 @@
-"""A model and its data, without a word about how it is trained."""
+"""A model and its data; how they are trained is in the config."""
 
 import torch
 from lightning import LightningDataModule, LightningModule
