@@ -74,7 +74,8 @@ class StrategyBase:
     trains_elsewhere: bool = False
     # Set when the weights may have been changed by gradients that were not whole (Note: partial step).
     has_partial_step: bool = False
-    # Where the ranks of the last process group have met, if they may have to meet again (`max_restarts`).
+    # `max_restarts`; None: a failure ends the run. And where the ranks have met, if they may have to meet again.
+    restarts: Any = None
     store: Any = None
     if TYPE_CHECKING:
         global_rank: int
@@ -167,7 +168,7 @@ class StrategyBase:
 
         with launched.ended_on_failure():
             store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
-            self.store = store if self.options.max_restarts > 0 else None
+            self.store = None if self.restarts is None else store
             store.set_timeout(timeout or default_pg_timeout)
             if "nccl" in backend and timeout is not None:
                 timeout += _LAST_RESORT
@@ -220,17 +221,6 @@ class StrategyBase:
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
-
-    def restarts_possible(self, trainer: Any) -> AbstractContextManager[None]:
-        """Return the context of the attempts of a launch; `trainer` is None with Fabric, which has one."""
-        return nullcontext()
-
-    def restart_follows(self, error: Exception) -> bool:
-        """Return whether `error`, which has ended the run, is followed by another attempt in this process."""
-        return False
-
-    def begin_restart(self) -> None:
-        """Call before another attempt."""
 
     def end_run(self) -> None:
         """Call when what was launched has ended well, and no progress bar is on the screen any more."""

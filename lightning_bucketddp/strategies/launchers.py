@@ -112,15 +112,8 @@ class Guarded:
         self.strategy.trains_elsewhere = False
         ShortTracebacks.uninstall()
         try:
-            with self.strategy.restarts_possible(getattr(self.function, "__self__", None)):
-                while True:
-                    try:
-                        return self._run(*args, **kwargs)
-                    except Exception as error:
-                        if not self.strategy.restart_follows(error):
-                            raise
-                    # Where nothing holds the error any more.
-                    self.strategy.begin_restart()
+            attempt, restarts = partial(self._run, *args, **kwargs), self.strategy.restarts
+            return attempt() if restarts is None else restarts.run(attempt)
         except BaseException as error:
             if not self.in_child:
                 ShortTracebacks.install()

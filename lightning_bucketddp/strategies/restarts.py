@@ -14,8 +14,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,10 +63,11 @@ class ModuleAtStart:
 class Restarts:
     """Decides after a failure whether a fit begins again, and clears away what the failed one has left."""
 
-    def __init__(self, strategy: TrainerStrategy, *, at_most: int) -> None:
+    def __init__(self, strategy: TrainerStrategy) -> None:
         self._strategy = strategy
-        self._at_most = at_most
-        self.count = 0
+        self._at_most = strategy.options.max_restarts
+        self._has_trained = False
+        self._count = 0
         self._at_start: ModuleAtStart | None = None
         # The last failure and where it was; how far the run had come then, in steps, and how often in a row it came no
         # further.
@@ -75,22 +75,35 @@ class Restarts:
         self._furthest = 0
         self._num_in_vain = 0
 
-    @contextmanager
-    def possible(self, trainer: Any) -> Iterator[None]:
-        """Run the attempts of one launch inside."""
-        module = self._strategy.lightning_module
-        self.count, self._last, self._furthest, self._num_in_vain = 0, (), 0, 0
-        if self._at_most > 0 and module is not None and trainer.state.fn == "fit":
-            self._at_start = ModuleAtStart(module)
+    def run(self, attempt: Callable[[], Any]) -> Any:
+        """Return what `attempt` does: a fit, which begins again if it fails, or another function of a Trainer."""
+        strategy = self._strategy
+        module = strategy.lightning_module
+        if module is None:
+            return attempt()
+        self._has_trained, self._count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
+        self._at_start = ModuleAtStart(module)
         try:
-            yield
+            while True:
+                try:
+                    return attempt()
+                except Exception as error:
+                    if not self._follows(error):
+                        raise
+                # Here, where nothing holds the error any more.
+                self._begin()
         finally:
-            self._at_start = None
+            strategy.store = self._at_start = None
 
-    def follows(self, error: Exception) -> bool:
+    def begin_training(self) -> None:
+        """Take failures from now on for those of machines. What fails before is the program's."""
+        self._has_trained = True
+        self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
+
+    def _follows(self, error: Exception) -> bool:
         """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
         strategy = self._strategy
-        if self._at_start is None or isinstance(error, strategy.root.normal_ends):
+        if not self._has_trained or isinstance(error, strategy.root.normal_ends):
             return False
         handler = strategy._fault_handler
         failure = None if handler is None else handler.failure
@@ -98,7 +111,7 @@ class Restarts:
             failure = Failure.of(error, rank=strategy.global_rank, where=strategy._progress.describe_origin(error))
         if failure.kind is Kind.STOPPED or not self._is_agreed(failure):
             return False
-        self.count += 1
+        self._count += 1
         end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
         if handler is not None:
             handler.forget_at_exit()
@@ -134,7 +147,7 @@ class Restarts:
         trainer = self._strategy.trainer
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
         this = (failure.rank, failure.kind, what, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        if self.count >= self._at_most:
+        if self._count >= self._at_most:
             return f"`max_restarts`, {self._at_most}, is reached"
         if this == self._last:
             return "the same failure at the same batch twice is a defect of the program, or of its data"
@@ -143,12 +156,12 @@ class Restarts:
         self._furthest = max(self._furthest, trainer.global_step)
         pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
         when = f"in {pause_s:g} s" if pause_s else "now"
-        log.warning(f"bucketddp: restart {self.count + 1} of {self._at_most} {when}. {failure.summary()}")
-        self._strategy.note_restart(failure)
+        log.warning(f"bucketddp: restart {self._count + 1} of {self._at_most} {when}. {failure.summary()}")
+        self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         time.sleep(pause_s)
         return None
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Clear away what the failed attempt has left in this process, and have a process for every rank."""
         strategy = self._strategy
         assert self._at_start is not None
@@ -159,6 +172,7 @@ class Restarts:
         self._at_start.restore()
         strategy.has_partial_step = False
         strategy.launcher.begin_restart()
+        strategy._checkpoints.auto_resume.begin_restart()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()

@@ -18,7 +18,6 @@ from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
-from lightning_bucketddp.faults.failure import Failure
 from lightning_bucketddp.faults.progress import FORWARD
 from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
@@ -146,7 +145,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._loaders = LoaderPreparation()
         self._checkpoints = TrainerCheckpoints(self)
         self.recording = StepRecording()
-        self._restarts = Restarts(self, at_most=self.options.max_restarts)
+        self.restarts = Restarts(self) if self.options.max_restarts > 0 else None
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
@@ -306,8 +305,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._rank_seeds.continue_after_start(self.trainer, self.root_device)
         assert self.reducer is not None  # there is one as long as there is a fit
         self._state.tally = FitTally(self.trainer.global_step, self.reducer)
-        if self.options.max_restarts > 0:
-            self._checkpoints.auto_resume.save_start(self.trainer)
+        if self.restarts is not None:
+            self.restarts.begin_training()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # Validation has batches of its own.
@@ -476,24 +475,6 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         if self._state.shards is not None:
             # The model was moved to the CPU, so that its memory on the device is free.
             self._state.shards.follow_params()
-
-    @contextmanager
-    def restarts_possible(self, trainer: Any) -> Iterator[None]:
-        with self._restarts.possible(trainer):
-            try:
-                yield
-            finally:
-                self.store = None
-
-    def restart_follows(self, error: Exception) -> bool:
-        return self._restarts.follows(error)
-
-    def begin_restart(self) -> None:
-        self._checkpoints.auto_resume.begin_restart()
-        self._restarts.begin()
-
-    def note_restart(self, failure: Failure) -> None:
-        self._checkpoints.auto_resume.note_restart(failure, self.trainer)
 
     def end_run(self) -> None:
         self._end_watching()
