@@ -136,7 +136,7 @@ def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(capl
     def save(_: BaseException) -> None:
         raise CheckpointWriteError("no space left")
 
-    strategy = SimpleNamespace(end_run_by=lambda _: None)
+    strategy = SimpleNamespace(restarts=None, end_run_by=lambda _: None)
     with pytest.raises(CheckpointWriteError, match="no space left"):
         Guarded(fail, strategy, save, in_child=True)()
     assert "a callback has failed when the run was over: no space left" in caplog.text
@@ -267,16 +267,16 @@ def test_an_error_that_was_caught_changes_nothing_for_the_errors_after_it(monkey
 
     for _ in range(2):  # one hook for any number of failures
         with pytest.raises(RuntimeError, match="mat1 and mat2") as failed:
-            Guarded(fail, SimpleNamespace(end_run_by=lambda _: None))()
+            Guarded(fail, SimpleNamespace(restarts=None, end_run_by=lambda _: None))()
     frames = traceback.extract_tb(failed.value.__traceback__)
     sys.excepthook(RuntimeError, failed.value, failed.value.__traceback__)
     names = [frame.name for frame in traceback.extract_tb(shown[0].__traceback__)]
     # The test and its function, and behind it where torch has raised; not what is between them.
-    assert (len(frames) - len(names), names[:2], names[-1]) == (1, [frames[0].name, "fail"], "forward")
+    assert (len(frames) - len(names), names[:2], names[-1]) == (2, [frames[0].name, "fail"], "forward")
     with pytest.raises(ValueError, match="of another library") as another:
         raise ValueError("of another library")
     before_it = another.value.__traceback__
     sys.excepthook(ValueError, another.value, before_it)
     assert shown[1].__traceback__ is before_it
-    Guarded(lambda: None, SimpleNamespace(end_run=lambda: None))()
+    Guarded(lambda: None, SimpleNamespace(restarts=None, end_run=lambda: None))()
     assert sys.excepthook is before

@@ -128,9 +128,9 @@ def test_a_resumed_run_tells_whose_random_numbers_are_lost(tmp_path: Path) -> No
 def test_exception_of_rank_zero_ends_all(tmp_path: Path) -> None:
     ended = end_of(tmp_path, fault=Fault("raise in a library", rank=0))
     assert ended.results["seen0"]["type"] == "ValueError"
-    said = ended.results["seen1"]["message"]
-    assert "Rank 0 (process" in said
-    assert re.search(r"in training_step\n.*in happen\n.* more \.\.\.\n.*in forward\n", said, re.DOTALL), said
+    assert "Rank 0 (process" in ended.results["seen1"]["message"]
+    stack = ended.results["seen1"]["stack"]
+    assert re.search(r"in training_step\n.*in happen\n.* more \.\.\.\n.*in forward\n", stack, re.DOTALL), stack
     assert_saved_as_seen(ended, tmp_path)
 
 

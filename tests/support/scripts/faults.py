@@ -191,6 +191,7 @@ class Witness(Callback):
             "at": time.time(),
             "type": type(exception).__name__,
             "message": str(exception),
+            "stack": getattr(exception, "stack", ""),
             "step": trainer.global_step,
             "weights": [p.flatten().tolist() for p in pl_module.parameters()],
             "moments": [s["exp_avg"].flatten().tolist() for s in trainer.optimizers[0].state.values()],
