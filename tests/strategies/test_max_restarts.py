@@ -127,7 +127,7 @@ def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tm
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
 
 
-@pytest.mark.parametrize("num_restarts", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_restarts", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_nothing_grows_with_restarts(num_restarts: int, tmp_path: Path) -> None:
     faults = [fault("raise", rank=step % 2, step=step) for step in range(1, num_restarts + 1)]
     finished = train(tmp_path, *faults, max_restarts=num_restarts, epochs=num_restarts // 8 + 1, workers=1)
@@ -136,11 +136,12 @@ def test_nothing_grows_with_restarts(num_restarts: int, tmp_path: Path) -> None:
         attempts = notes(tmp_path, "attempts", rank)
         assert len(attempts) == num_restarts + 1
         # The first few bring what every later one has: caches, lazily imported modules.
-        settled, last = attempts[4], attempts[-1]
+        settled, last = attempts[3], attempts[-1]
         for what in ("threads", "files", "children", "handlers"):
             assert last[what] == settled[what], (what, [attempt[what] for attempt in attempts])
-        growth = (last["memory"] - settled["memory"]) / (len(attempts) - 5)
-        assert growth < 2**20, [attempt["memory"] >> 20 for attempt in attempts]
+        growth = (last["memory"] - settled["memory"]) / (len(attempts) - 4)
+        # In a few restarts a heap that is not reused at once would look like growth.
+        assert growth < 2**20 * (1 if num_restarts > 10 else 8), [attempt["memory"] >> 20 for attempt in attempts]
 
 
 def test_a_module_is_put_back_to_what_fit_was_called_with() -> None:
