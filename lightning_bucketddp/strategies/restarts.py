@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class Restarts:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self._strategy = strategy
         self._at_most = strategy.options.max_restarts
+        self._excepthook: Any = None
         self._has_trained = False
         self._count = 0
         self._at_start: ModuleAtStart | None = None
@@ -81,6 +83,7 @@ class Restarts:
         module = strategy.lightning_module
         if module is None:
             return attempt()
+        self._excepthook = sys.excepthook
         self._has_trained, self._count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
         self._at_start = ModuleAtStart(module)
         try:
@@ -146,7 +149,8 @@ class Restarts:
         """Return why there is no restart after `failure`; None: there is one, after a pause if it comes soon."""
         trainer = self._strategy.trainer
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
-        this = (failure.rank, failure.kind, what, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
+        this = (failure.rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
         if self._count >= self._at_most:
             return f"`max_restarts`, {self._at_most}, is reached"
         if this == self._last:
@@ -169,6 +173,9 @@ class Restarts:
         if torch.distributed.is_initialized():
             abort_device_groups()
             leave_process_group()
+        # Each process group puts another prefix, "[rank0]: ", before the lines of an exception.
+        if sys.excepthook.__module__ == torch.distributed.distributed_c10d.__name__:
+            sys.excepthook = self._excepthook
         self._at_start.restore()
         strategy.has_partial_step = False
         strategy.launcher.begin_restart()

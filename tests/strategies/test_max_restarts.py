@@ -60,9 +60,9 @@ def test_a_run_goes_on_after_every_kind_of_fault(start_method: str, without_faul
     faults = [
         fault("raise", step=1),
         fault("kill", step=3),
-        fault("raise", rank=0, step=5),
-        fault("stuck", step=6),
-        fault("validation", rank=0, step=8),
+        fault("stuck", step=5),
+        fault("raise", rank=0, step=7),
+        fault("validation", rank=0, step=8),  # after the same batch, and not the same failure
         fault("raise", rank=None, step=10),
         fault("exit", step=12),
     ]
@@ -70,7 +70,7 @@ def test_a_run_goes_on_after_every_kind_of_fault(start_method: str, without_faul
     assert weights(finished) == without_faults, finished.output
     assert_each_sample_once(tmp_path)
     attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
-    assert [attempt["step"] for attempt in attempts[0]] == [0, 1, 3, 5, 6, 8, 10, 12]
+    assert [attempt["step"] for attempt in attempts[0]] == [0, 1, 3, 5, 7, 8, 10, 12]
     # Rank 0 keeps its process; rank 1 has another only where its own was gone.
     assert len({attempt["pid"] for attempt in attempts[0]}) == 1
     pids = [attempt["pid"] for attempt in attempts[1]]
@@ -80,7 +80,7 @@ def test_a_run_goes_on_after_every_kind_of_fault(start_method: str, without_faul
     assert finished.output.count("bucketddp: restart ") == 7
     [record] = (tmp_path / ".bucketddp" / "runs").glob("*.json")
     restarts = json.loads(record.read_text())["restarts"]
-    assert [restart["step"] for restart in restarts] == [1, 3, 5, 6, 8, 10, 12]
+    assert [restart["step"] for restart in restarts] == [1, 3, 5, 7, 8, 10, 12]
     assert "Rank 1" in restarts[1]["why"]
     assert "SIGKILL" in restarts[1]["why"]
     assert not list((tmp_path / ".bucketddp" / "runs").glob("*.ckpt"))
@@ -117,6 +117,8 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     assert finished.returncode != 0
     assert "no restart: `max_restarts`, 2, is reached" in finished.output
     assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 1, 2]
+    assert "[rank1]: ValueError: by chance: raise" in finished.output
+    assert "[rank1]: [rank1]: " not in finished.output
 
 
 @pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])
