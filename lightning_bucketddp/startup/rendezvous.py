@@ -69,7 +69,7 @@ class RendezvousRound:
         self.host = host
         self._keys = part_of(store, host.identity)
         self.is_open = not self._keys.check(["outcome"])  # otherwise it was over before this rank saw it
-        self._own_objection: str | None = None
+        self.own_objection: str | None = None
 
     @classmethod
     def find(cls, store: Store) -> RendezvousRound | None:
@@ -95,7 +95,7 @@ class RendezvousRound:
 
     def object(self, why: str) -> None:
         """Have rank 0 refuse the start; the first objection counts."""
-        self._own_objection = why
+        self.own_objection = why
         self._keys.compare_set("objection", "", json.dumps(why))
 
     def objection(self) -> str | None:
@@ -109,7 +109,7 @@ class RendezvousRound:
         """Return whether all start: False until there is an outcome. Raises if they do not, or not with this rank."""
         if not self._keys.check(["outcome"]):
             return False
-        why_not = _parse(self._keys.get("outcome")) or self._own_objection
+        why_not = _parse(self._keys.get("outcome")) or self.own_objection
         self.leave(info)
         if why_not is not None:
             raise StartError(printable(str(why_not)))
@@ -156,6 +156,7 @@ class Rendezvous:
         self._option = option
         self._info = RankInfo(rank=address.rank, world_size=address.world_size)
         self._deadline = Deadline(timeout_s, world_size=address.world_size)
+        self._objection: str | None = None  # of this rank, to the round that it has found
 
     def meet(
         self,
@@ -224,6 +225,8 @@ class Rendezvous:
         except StartError:
             raise
         except RuntimeError as error:
+            if self._objection is not None:  # rank 0 has read it, and does not wait for a rank that does not join
+                raise StartError(self._objection) from error
             raise StartError(
                 f"Rank {self._info.rank} lost the connection to {self._address} before all ranks had joined: the"
                 " process of rank 0 has ended. Its output says why."
@@ -237,6 +240,7 @@ class Rendezvous:
                 rdzv = newest
                 if rdzv.is_open:
                     rdzv.join(self._info)
+                    self._objection = rdzv.own_objection
             if rdzv is not None and rdzv.is_open and rdzv.is_accepted(self._info):
                 return rdzv
             if (why_not := self._reason_to_give_up(rdzv)) is not None:
