@@ -76,6 +76,7 @@ class Restarts:
         self._last: tuple[object, ...] = ()
         self._furthest = 0
         self._num_in_vain = 0
+        self._pause_s = 0.0  # on rank 0, for which the others wait where all meet
 
     def run(self, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` does: a fit, which begins again if it fails, or another function of a Trainer."""
@@ -146,7 +147,7 @@ class Restarts:
         return why_not is None
 
     def _judge(self, failure: Failure) -> str | None:
-        """Return why there is no restart after `failure`; None: there is one, after a pause if it comes soon."""
+        """Return why there is no restart after `failure`; None: there is one, after `_pause_s`."""
         trainer = self._strategy.trainer
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
         phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
@@ -158,11 +159,10 @@ class Restarts:
         self._last = this
         self._num_in_vain = 0 if trainer.global_step > self._furthest else self._num_in_vain + 1
         self._furthest = max(self._furthest, trainer.global_step)
-        pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
-        when = f"in {pause_s:g} s" if pause_s else "now"
+        self._pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
+        when = f"in {self._pause_s:g} s" if self._pause_s else "now"
         log.warning(f"bucketddp: restart {self._count + 1} of {self._at_most} {when}. {failure.summary()}")
         self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
-        time.sleep(pause_s)
         return None
 
     def _begin(self) -> None:
@@ -176,6 +176,7 @@ class Restarts:
         # Each process group puts another prefix, "[rank0]: ", before the lines of an exception.
         if sys.excepthook.__module__ == torch.distributed.distributed_c10d.__name__:
             sys.excepthook = self._excepthook
+        time.sleep(self._pause_s)
         self._at_start.restore()
         strategy.has_partial_step = False
         strategy.launcher.begin_restart()
