@@ -52,8 +52,8 @@ class Shutdown:
         if not self.has_aborted:
             if self.raised_at is None:
                 self._progress.end_with = lambda: failure.error_for(self._rank)
+            self.has_aborted = True  # before, because a device may take its time
             self._cut()
-            self.has_aborted = True
 
     def press(self, failure: Failure) -> None:
         """Make the thread end, with the next means if it has had its time."""

@@ -101,6 +101,7 @@ class Reducer:
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._captured: CapturedBackward | None = None
+        self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
@@ -272,18 +273,21 @@ class Reducer:
             return
         factor = self._factor(captured.trainable) if factor is None else factor
         assert captured.bucket_set is not None
-        buckets = captured.bucket_set.buckets
-        self.stats.num_reductions += len(buckets)
+        self.bucket_set = captured.bucket_set
+        self.stats.num_reductions += len(captured.bucket_set.buckets)
         self.stats.bytes_sent += captured.bytes_sent
         with torch.no_grad():
             if weighting is not None:
                 weighting.compare_missing([], some_miss=some_miss)
-            if factor != 1:
-                for bucket in buckets:
-                    bucket.numbers.mul_(factor)
+            self.take_gradients(factor)
             if weighting is not None:
                 weighting.end()
             self._read_digests(captured.bucket_set)
+
+    def take_gradients(self, factor: float = 1.0) -> None:
+        """Take over averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
+        if self.bucket_set is not None and self.is_synchronised and (factor != 1 or self._maker is not None):
+            self.bucket_set.take_gradients(factor)
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple([param.requires_grad for param in self._params])
@@ -339,6 +343,7 @@ class Reducer:
         captured = self._captured
         with self._foreign.left_out():
             if captured is None:
+                self.factor = 1.0
                 self.finiteness.begin(self.stats)
             self.give_back_memory()
             if self._maker is not None and captured is None:
@@ -418,6 +423,7 @@ class Reducer:
                 self._reduce_rest(backward, factor)
             if backward.captured is not None:
                 return
+            self.factor = factor
             if self._weighting is not None:
                 self._weighting.end()
         backward.observer.gradients_final()

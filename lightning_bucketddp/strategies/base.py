@@ -24,7 +24,7 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
+from lightning_bucketddp.comm.process_group import abort_device_groups, surviving_nccl, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_info
@@ -197,7 +197,8 @@ class StrategyBase:
             yield
             return
         tried = nullcontext() if self.options.process_group_backend else tried_nccl()
-        with tried, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+        surviving = nullcontext() if self.restarts is None else surviving_nccl()
+        with tried, surviving, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
             if num_hosts > 0:
                 settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
                 rank_zero_info(
@@ -295,9 +296,11 @@ class StrategyBase:
         this = weakref.ref(self)  # the watch must not keep alive what it watches
 
         def abort_device() -> None:
-            if (strategy := this()) is not None:
+            if (strategy := this()) is None:
+                abort_device_groups()
+            else:
                 strategy.note_partial_step()
-            abort_device_groups()
+                abort_device_groups(strategy.release_graphs)
 
         def claim(run_id: str) -> bool:
             directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
@@ -336,6 +339,9 @@ class StrategyBase:
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.has_partial_step = not all(reducer.has_exchanged for reducer in reducers)
+
+    def release_graphs(self) -> None:
+        """Let go of CUDA graphs with collectives in them, in another thread than the one that trains."""
 
     def _end_watching(self) -> None:
         if self._fault_handler is not None:

@@ -346,6 +346,10 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         assert self._state.weighting is not None  # there is one as long as there is a fit
         return self._state.weighting.loss_factor
 
+    def release_graphs(self) -> None:
+        if self._state.graphs is not None:
+            self._state.graphs.release()
+
     def replayed_backward(self) -> AbstractContextManager[None]:
         return replayed_backward(self)
 
