@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.worker import WorkerThread
+from lightning_bucketddp.processes import WorkerThread
 
 # Methods of `ProcessGroup`: whatever calls a collective in Python comes to one of them. Not all are in each version.
 _COLLECTIVES = (

@@ -14,8 +14,8 @@ from concurrent.futures import wait
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.faults.failure import Failure
+from lightning_bucketddp.processes import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
