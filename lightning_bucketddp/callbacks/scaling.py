@@ -202,8 +202,8 @@ class LearningRateScaling(_Callback):
             self._num_warmup_steps = self._warmup_steps
         elif self._warmup_epochs and math.isinf(trainer.num_training_batches):
             raise ValueError(
-                f"`ScaleLearningRate` cannot tell how many steps {self._warmup_epochs:g} epochs are: the training data has no"
-                " length. Pass `warmup_steps`."
+                f"`ScaleLearningRate` cannot tell how many steps {self._warmup_epochs:g} epochs are: the training data"
+                " has no length. Pass `warmup_steps`."
             )
         else:
             steps_per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

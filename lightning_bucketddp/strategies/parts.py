@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, Weighting
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
