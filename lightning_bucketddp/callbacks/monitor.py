@@ -13,8 +13,7 @@ import torch
 
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.processes import rank_zero_info
-from lightning_bucketddp.recording.reader import read_run
-from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning, read_run
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_bucketddp.commands import UsageError
 from lightning_bucketddp.commands.report.page import make_page, make_trace, typical_step_of
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.recording.reader import find_folder, read_run
+from lightning_bucketddp.recording.schema import find_folder, read_run
 from lightning_bucketddp.recording.summary import PHASE_IN_WORDS
 from lightning_bucketddp.recording.typical_step import TypicalStep
 from lightning_bucketddp.wording import printable

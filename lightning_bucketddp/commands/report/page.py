@@ -17,8 +17,7 @@ from lightning_bucketddp import __version__
 from lightning_bucketddp.config import AUTO, MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile, Timeline, simulate
 from lightning_bucketddp.planning.optimal_plan import optimal_plan, predict
-from lightning_bucketddp.recording.reader import RunRecord, align, shown_steps
-from lightning_bucketddp.recording.schema import RecordedPlan, Span, Step
+from lightning_bucketddp.recording.schema import RecordedPlan, RunRecord, Span, Step, align, shown_steps
 from lightning_bucketddp.recording.summary import suggestions
 from lightning_bucketddp.recording.typical_step import NO_COST, RankNumbers, TypicalStep, plan_in
 from lightning_bucketddp.wording import list_some
