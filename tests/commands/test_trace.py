@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bucketddp.commands.report.page import make_trace
+from lightning_bucketddp.commands.report import make_trace
 from lightning_bucketddp.recording.schema import read_run
 from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, STAGGER_S, Recording, with_weights
 
