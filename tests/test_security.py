@@ -34,9 +34,8 @@ from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, introduce, place
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
