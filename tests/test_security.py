@@ -97,7 +97,7 @@ class Siege(Callback):
             write(self._directory / f"listening{trainer.global_rank}.json", {"at": _listening()})
         # Not beside the failure: who overwrites what is there keeps others from reading it.
         if batch_idx in range(2, 2 + len(HOSTILE) + 1) and trainer.global_rank == 0:
-            self._attack(trainer.strategy._fault_handler._watchdog._channel, batch_idx)  # type: ignore[attr-defined]
+            self._attack(trainer.strategy._fault_handler.watchdog._channel, batch_idx)  # type: ignore[attr-defined]
         if batch_idx == 2 + len(HOSTILE) + 1 and trainer.global_rank == 1:
             raise ValueError(f"boom{COMMANDS}")
 

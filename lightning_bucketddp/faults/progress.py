@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 from lightning_bucketddp.faults.failure import Failure, format_stack
@@ -178,6 +179,7 @@ def _frames_of(thread: int | None) -> list[FrameType]:
                 gc.enable()
 
 
+@dataclass(eq=False)
 class Shutdown:
     """Ends the thread that trains, with more and more force (docs/design/failure-protocol.md).
 
@@ -186,25 +188,22 @@ class Shutdown:
     writing a checkpoint or in the middle of an optimizer's step. Callbacks may take `timeout_s`.
     """
 
-    def __init__(
-        self, progress: Progress, *, cut: Callable[[], None], interrupt: Callable[[], None], rank: int, timeout_s: float
-    ) -> None:
-        self._progress = progress
-        self._cut = cut
-        self._interrupt = interrupt
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self.has_aborted = False  # this rank no longer waits for others
-        # When the thread has raised, so that only callbacks run still, and since when it could have; None: neither.
-        self.raised_at: float | None = None
-        self._pressed_at: float | None = None
+    progress: Progress
+    cut: Callable[[], None]
+    interrupt: Callable[[], None]
+    rank: int
+    timeout_s: float
+    has_aborted: bool = False  # this rank no longer waits for others
+    # When the thread has raised, so that only callbacks run still, and since when it could have; None: neither.
+    raised_at: float | None = None
+    _pressed_at: float | None = None
 
     def abort(self, failure: Failure) -> None:
         """End every collective, and have the thread end."""
         if not self.has_aborted:
             if self.raised_at is None:
-                self._progress.end_with = lambda: failure.error_for(self._rank)
-            self._cut()
+                self.progress.end_with = lambda: failure.error_for(self.rank)
+            self.cut()
             self.has_aborted = True
 
     def press(self, failure: Failure) -> None:
@@ -213,21 +212,21 @@ class Shutdown:
         if not self.has_aborted:
             return  # all have raised together: what the program does then is its own affair
         if self.raised_at is not None:
-            if now - self.raised_at > self._timeout_s:
+            if now - self.raised_at > self.timeout_s:
                 self._exit(failure, why="its callbacks take too long")
-        elif not self._progress.may_be_interrupted:
+        elif not self.progress.may_be_interrupted:
             self._pressed_at = None
         else:
             self._pressed_at = now if self._pressed_at is None else self._pressed_at
             if now - self._pressed_at > _EXIT_AFTER_S:
                 self._exit(failure, why="it cannot be interrupted")
             elif now - self._pressed_at > _INTERRUPT_AFTER_S:
-                self._interrupt()
+                self.interrupt()
 
     def _exit(self, failure: Failure, *, why: str) -> None:
         sys.stderr.write(
-            f"bucketddp: rank {self._rank} exits at once in {self._progress.describe()}, because {why}."
-            f" {failure.describe()}\nThe stack of rank {self._rank}, innermost call last:\n{self._progress.stack()}"
+            f"bucketddp: rank {self.rank} exits at once in {self.progress.describe()}, because {why}."
+            f" {failure.describe()}\nThe stack of rank {self.rank}, innermost call last:\n{self.progress.stack()}"
         )
         sys.stderr.flush()
         for child in multiprocessing.active_children():

@@ -430,7 +430,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._batch_size.end()
         self._loaders.close()
         self.model = self._state.close(self.model)
-        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
+        has_raised = self._fault_handler is not None and self._fault_handler.watchdog.is_ending
         # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
         if has_raised:
             self._end_watching()

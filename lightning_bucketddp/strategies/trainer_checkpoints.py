@@ -244,7 +244,7 @@ class TrainerCheckpoints:
         if seeds is not None:
             state["rank_seeds"] = seeds.gather(collectives, strategy.root_device)
             if collectives is None and (left := strategy._collectives) is not None:
-                failed = None if strategy._fault_handler is None else strategy._fault_handler.failed_rank
+                failed = None if strategy._fault_handler is None else strategy._fault_handler.watchdog.failed_rank
                 state["rank_seeds"] |= {"saved_by": left.rank, "world_size": left.world_size, "failed_rank": failed}
         if collectives is not None and local_steps is not None:
             local = local_steps.gather_state(strategy.precision_plugin)
