@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import LocalSteps, ReducerConfig
 from lightning_bucketddp.local_steps.islands import OuterStep, make_islands
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import Shards
 

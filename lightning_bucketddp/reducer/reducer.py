@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.process_group import ForeignCollectives
+from lightning_bucketddp.comm.step_exchange import Weighting
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
@@ -40,7 +41,6 @@ from lightning_bucketddp.reducer.observer import (
 )
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import reduction_of
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -398,7 +398,8 @@ class Reducer:
         """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
         if self._weighting is None:
             return 1.0
-        factor = self._weighting.factor(self.stats)
+        factor, num_skipped = self._weighting.factor()
+        self.stats.num_skipped += num_skipped
         if self._weighting.trainable_differs:
             self.replicas.refuse_trainable(trainable)
         return factor

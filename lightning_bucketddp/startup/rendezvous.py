@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_bucketddp.comm.worker import Worker
+from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
