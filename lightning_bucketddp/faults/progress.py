@@ -203,8 +203,8 @@ class Shutdown:
         if not self.has_aborted:
             if self.raised_at is None:
                 self.progress.end_with = lambda: failure.error_for(self.rank)
+            self.has_aborted = True  # before, because a device may take its time
             self.cut()
-            self.has_aborted = True
 
     def press(self, failure: Failure) -> None:
         """Make the thread end, with the next means if it has had its time."""
