@@ -93,6 +93,7 @@ def read_run(folder: Path) -> RunRecord:
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing:
         problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
+    problems += found[0].run.restarts
     return RunRecord(folder, ranks, problems)
 
 
