@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from lightning_bucketddp.comm.step_exchange import OutOfStepError
-    from lightning_bucketddp.config import LocalSteps, ReplicaChecks, Timeouts
+    from lightning_bucketddp.config import LocalSteps, MaxRestarts, ReplicaChecks, Timeouts
     from lightning_bucketddp.faults.failure import RankFailedError
     from lightning_bucketddp.reducer.bucket import LateGradientError
     from lightning_bucketddp.reducer.nonfinite import NonFiniteError
@@ -43,6 +43,7 @@ __all__ = [
     "CheckpointWriteError",
     "LateGradientError",
     "LocalSteps",
+    "MaxRestarts",
     "NonFiniteError",
     "OutOfStepError",
     "RankFailedError",
@@ -63,7 +64,7 @@ __all__ = [
 _NAMES_IN = {
     "checkpoint.checkpoint_io": ("CheckpointReadError", "CheckpointWriteError", "UnsafeCheckpointError"),
     "comm.step_exchange": ("OutOfStepError",),
-    "config": ("LocalSteps", "ReplicaChecks", "Timeouts"),
+    "config": ("LocalSteps", "MaxRestarts", "ReplicaChecks", "Timeouts"),
     "faults.failure": ("RankFailedError",),
     "reducer.bucket": ("LateGradientError",),
     "reducer.nonfinite": ("NonFiniteError",),

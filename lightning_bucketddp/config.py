@@ -147,6 +147,26 @@ class ReplicaChecks:
 
 
 @dataclass(frozen=True)
+class MaxRestarts:
+    """How often a fit goes on after a failure, and with how few ranks.
+
+    Args:
+        number: So often at most.
+        min_ranks: With how many ranks at least, where nobody brings the others back within `Timeouts(rejoin_s=...)`;
+            None: with all.
+    """
+
+    number: int
+    min_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.number != 0 and not is_count(self.number):
+            raise ValueError(f"`max_restarts` must be 0 or a positive number of restarts, got {self.number!r}.")
+        if self.min_ranks is not None and not is_count(self.min_ranks):
+            raise ValueError(f"`min_ranks` must be a positive number of ranks, got {self.min_ranks!r}.")
+
+
+@dataclass(frozen=True)
 class Timeouts:
     """How many seconds ranks wait for each other.
 

@@ -86,6 +86,11 @@ class RunRecord:
         """Its loggers when it has saved last."""
         return [(kind, version) for kind, version in self._read().get("loggers", [])]
 
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """When the run went on after a failure, at which step, and why."""
+        return list(self._read().get("restarts", []))
+
     def newest_first(self) -> list[SavedCheckpoint]:
         """Return the checkpoints by their numbers, because clocks jump. The files may have changed since."""
         saved = []
@@ -134,8 +139,7 @@ class RunRecord:
     def add_restart(self, why: str, *, step: int) -> None:
         """Note that the run goes on after a failure at `step`."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        record = self._read()
-        self._write({**record, "restarts": [*record.get("restarts", []), {"at": now, "step": step, "why": why}]})
+        self._write({**self._read(), "restarts": [*self.restarts, {"at": now, "step": step, "why": why}]})
 
     def set_end(self, end: RunEnd) -> None:
         """Note that the run has ended."""

@@ -40,6 +40,7 @@ class Run:
     gradient_bytes: int
     options: dict[str, Any] = field(default_factory=dict)  # of the strategy, which affect communication
     codecs: Codecs = field(default_factory=dict)  # what encoding takes on this device
+    restarts: Sequence[str] = ()  # when the run went on after a failure, and after which; on rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,7 @@ def read_run(folder: Path) -> RunRecord:
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing:
         problems.append(f"Of {world_size} ranks, these are missing: {', '.join(map(str, missing))}.")
+    problems += found[0].run.restarts
     return RunRecord(folder, ranks, problems)
 
 

@@ -2,19 +2,21 @@
 
 Note: rendezvous
     Rank 0 opens a round in the store. Every other rank joins it, or objects: to another world size, to a rank that is
-    taken. Rank 0 writes the outcome, one for all ranks. The store may hold what an earlier start has left there, as
-    torchrun's does after a restart: each round has an identity, and one that has an outcome when a rank first sees it
-    is over.
+    taken. Rank 0 writes the outcome, one for all ranks: which of them start, or why none does. The store may hold what
+    an earlier start has left there, as torchrun's does after a restart: each round has an identity, and one that has an
+    outcome when a rank first sees it is over. A rank that others have started without knocks, and waits for a restart.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -27,12 +29,15 @@ from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+log = logging.getLogger(__name__)
+
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
 _NOT_WRITTEN_BY_A_RANK = (
     "The store at the main address holds data that no rank wrote: another program uses it. Give this run a port of its"
     " own (`MASTER_PORT`), in a network that only people you trust can reach."
 )
+START = "bucketddp/start"
 # How long a thread that has no more reason to wait may take to say so.
 _GRACE_S = 2.0
 
@@ -43,6 +48,7 @@ class RankInfo:
 
     rank: int
     world_size: int
+    num_fits: int = 0
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -88,6 +94,12 @@ class RendezvousRound:
                 f" one of {info.world_size}. Start every node with the same `devices` and `num_nodes`, and give"
                 " different runs different ports (`MASTER_PORT`)."
             )
+        elif info.num_fits != self.host.num_fits:
+            self.object(
+                f"Rank {info.rank} ({info}) is in fit {info.num_fits + 1} of its program, and rank 0 in fit"
+                f" {self.host.num_fits + 1}: a process that takes the place of another runs the program from its"
+                " beginning. Fit once in a program, or pass `start_method='spawn'`."
+            )
         else:
             there = RankInfo.from_json(self._keys.compare_set(f"joined/{info.rank}", "", info.to_json()))
             if there != info:
@@ -101,33 +113,37 @@ class RendezvousRound:
     def objection(self) -> str | None:
         return printable(str(_parse(self._keys.get("objection")))) if self._keys.check(["objection"]) else None
 
-    def decide(self, why_not: str | None) -> None:
-        """Write the outcome: None to start, otherwise why not."""
-        self._keys.set("outcome", json.dumps(why_not))
+    def decide(self, outcome: list[int] | str) -> None:
+        """Write the outcome: the ranks that start, or why none does."""
+        self._keys.set("outcome", json.dumps(outcome))
 
-    def is_accepted(self, info: RankInfo) -> bool:
-        """Return whether all start: False until there is an outcome. Raises if they do not, or not with this rank."""
-        if not self._keys.check(["outcome"]):
-            return False
-        why_not = _parse(self._keys.get("outcome")) or self.own_objection
+    def outcome(self) -> Any:
+        """Return what was decided; None: nothing yet."""
+        return _parse(self._keys.get("outcome")) if self._keys.check(["outcome"]) else None
+
+    def ranks_for(self, info: RankInfo) -> list[int] | None:
+        """Return the ranks that start; None until that is decided. Raises if none does, or if this one has objected."""
+        if (outcome := self.outcome()) is None:
+            return None
         self.leave(info)
-        if why_not is not None:
-            raise StartError(printable(str(why_not)))
-        return True
+        if not isinstance(outcome, list) or self.own_objection is not None:
+            raise StartError(printable(str(self.own_objection if isinstance(outcome, list) else outcome)))
+        return outcome
 
     def leave(self, info: RankInfo) -> None:
         """Tell rank 0 that this rank knows the outcome."""
         self._keys.set(f"left/{info.rank}", "")
 
-    def all_have_joined(self) -> bool:
-        return bool(self._keys.check([f"joined/{rank}" for rank in range(self.host.world_size)]))
+    def have_joined(self, ranks: Iterable[int]) -> bool:
+        return bool(self._keys.check([f"joined/{rank}" for rank in ranks]))
 
     def all_have_left(self) -> bool:
         others = set(range(1, self.host.world_size)).difference(self.missing())
         return bool(self._keys.check([f"left/{rank}" for rank in others]))
 
     def missing(self) -> list[int]:
-        return [rank for rank in range(self.host.world_size) if not self._keys.check([f"joined/{rank}"])]
+        ranks = range(self.host.world_size)
+        return [] if self.have_joined(ranks) else [rank for rank in ranks if not self.have_joined([rank])]
 
     def present(self) -> list[RankInfo]:
         ranks = set(range(self.host.world_size)).difference(self.missing())
@@ -139,6 +155,11 @@ def explain_taken(there: RankInfo, info: RankInfo) -> str:
         f"Two processes want to be rank {there.rank}: {there}, and {info}. Give every node a `NODE_RANK` of its own,"
         " and different runs different ports (`MASTER_PORT`)."
     )
+
+
+def knocks_of(store: Store, ranks: Iterable[int]) -> list[int]:
+    """Return those of `ranks` that have knocked at `store`, the part named `START`."""
+    return [rank for rank in ranks if store.check([f"knock/{rank}"])]
 
 
 def _parse(text: bytes) -> Any:
@@ -154,7 +175,11 @@ class Rendezvous:
     def __init__(self, address: StoreAddress, *, timeout_s: float, option: str = "Timeouts(start_s=...)") -> None:
         self._address = address
         self._option = option
-        self._info = RankInfo(rank=address.rank, world_size=address.world_size)
+        # Rank 0 starts with those that are awaited, or with at least so many ranks after `timeout_s`; None: never.
+        self.awaited = set(range(address.world_size))
+        self.min_ranks: int | None = None
+        self.ranks: list[int] = []  # that start, by the numbers that they were launched with
+        self._info = RankInfo(rank=address.rank, world_size=address.world_size, num_fits=address.num_fits)
         self._deadline = Deadline(timeout_s, world_size=address.world_size)
         self._objection: str | None = None  # of this rank, to the round that it has found
 
@@ -174,11 +199,11 @@ class Rendezvous:
         """
         # In a thread, because torch waits for ever for the answer of a program that listens and is not a store.
         joined = Worker("bucketddp-start").submit(partial(self._run, listener, earlier))
-        last_moment_s = self._deadline.timeout_s + _OUTCOME_READ_WITHIN_S + _GRACE_S
+        failed_at_s = math.inf
         while not futures.wait([joined], timeout=POLL_S).done:
             if self._deadline.failure is None and (failure := find_failure()) is not None:
-                self._deadline.failure = failure
-                last_moment_s = min(last_moment_s, self._deadline.waited_s + _OUTCOME_READ_WITHIN_S + _GRACE_S)
+                self._deadline.failure, failed_at_s = failure, self._deadline.waited_s
+            last_moment_s = min(self._deadline.timeout_s, failed_at_s) + _OUTCOME_READ_WITHIN_S + _GRACE_S
             if self._deadline.waited_s > last_moment_s:
                 silence = "something listens there and does not answer, maybe another program"
                 why = self._address.explain_unreachable(silence, self._deadline.timeout_s)
@@ -192,15 +217,18 @@ class Rendezvous:
             server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
             whole_store = self._address.connect(deadline=self._deadline)
             del server  # our own connection keeps it open now
-        store = part_of(whole_store, "bucketddp/start")
+        store = part_of(whole_store, START)
         rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
         # Not the whole store: process groups do not know that an earlier one has used the same names.
         return part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}")
 
     def _open_round(self, store: Store) -> RendezvousRound:
+        for rank in knocks_of(store, set(range(self._info.world_size)) - self.awaited):
+            self.awaited.add(rank)
+            store.delete_key(f"knock/{rank}")  # it may be gone again
         rdzv = RendezvousRound(store, self._info)
         rdzv.post(store)
-        while not rdzv.all_have_joined():
+        while not rdzv.have_joined(self.awaited) and not self._are_enough(rdzv):
             if (why_not := self._find_objection(store, rdzv)) is not None:
                 rdzv.decide(why_not)
                 until = time.monotonic() + _OUTCOME_READ_WITHIN_S
@@ -209,8 +237,14 @@ class Rendezvous:
                 raise StartError(why_not)
             self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
             self._deadline.pause()
-        rdzv.decide(None)
+        self.ranks = sorted(set(range(self._info.world_size)).difference(rdzv.missing()))
+        rdzv.decide(self.ranks)
         return rdzv
+
+    def _are_enough(self, rdzv: RendezvousRound) -> bool:
+        if self.min_ranks is None or not self._deadline.is_over or rdzv.objection() is not None:
+            return False
+        return len(rdzv.present()) >= self.min_ranks
 
     def _find_objection(self, store: Store, rdzv: RendezvousRound) -> str | None:
         newest = RendezvousRound.find(store)
@@ -241,14 +275,26 @@ class Rendezvous:
                 if rdzv.is_open:
                     rdzv.join(self._info)
                     self._objection = rdzv.own_objection
-            if rdzv is not None and rdzv.is_open and rdzv.is_accepted(self._info):
-                return rdzv
+            if rdzv is not None and rdzv.is_open and (ranks := rdzv.ranks_for(self._info)) is not None:
+                if self._info.rank in ranks:
+                    self.ranks = ranks
+                    return rdzv
+                rdzv.is_open = False
+            if rdzv is not None and not rdzv.is_open and self._deadline.timeout_s < math.inf:
+                self._knock_if_left_out(store, rdzv)
             if (why_not := self._reason_to_give_up(rdzv)) is not None:
                 if rdzv is not None:
                     rdzv.object(why_not)
                     rdzv.leave(self._info)
                 raise StartError(why_not)
             self._deadline.pause()
+
+    def _knock_if_left_out(self, store: Store, rdzv: RendezvousRound) -> None:
+        is_of_run = isinstance(ranks := rdzv.outcome(), list) and rdzv.host.world_size == self._info.world_size
+        if is_of_run and self._info.rank not in ranks:
+            store.set(f"knock/{self._info.rank}", "")
+            self._deadline.timeout_s = math.inf
+            log.warning(f"bucketddp: the run goes on without rank {self._info.rank}, which waits for a checkpoint.")
 
     def _reason_to_give_up(self, rdzv: RendezvousRound | None) -> str | None:
         if self._deadline.failure is not None or not self._deadline.is_over:
@@ -261,6 +307,8 @@ class Rendezvous:
             what = f"{list_some_ranks(missing).capitalize()} of {self._info.world_size} did not join {where}."
         if present := [] if rdzv is None else rdzv.present():
             what += f" {len(present)} did, from host {list_some(sorted({printable(info.host) for info in present}))}."
+        if self.min_ranks is not None:
+            what += f" The run needs {self.min_ranks} of them (`min_ranks`)."
         return (
             f"{what} Look at the output of the missing ranks; check that every node was started, with the same"
             " `devices` and `num_nodes`, and reaches that address, and that no other run uses it. If it only takes"

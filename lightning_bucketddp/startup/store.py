@@ -86,6 +86,7 @@ class StoreAddress:
     world_size: int
     local_rank: int
     is_local: bool = False
+    num_fits: int = 0  # that have ended in the program of this rank
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"

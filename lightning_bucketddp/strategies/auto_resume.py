@@ -66,6 +66,7 @@ class AutoResume:
         self._is_over = False
         self._is_restart = False
         self._has_checkpoint = False
+        self.has_saved = False  # a checkpoint, since somebody has last looked
 
     @contextmanager
     def launched(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
@@ -152,6 +153,11 @@ class AutoResume:
         if self._record is not None:
             self._record.add_restart(failure.summary(), step=trainer.global_step)
 
+    def restarts(self) -> list[str]:
+        """Return when the run went on after a failure, and after which."""
+        noted = [] if self._record is None else self._record.restarts
+        return [f"Restart {n}, {it['at']}, at step {it['step']}: {it['why']}" for n, it in enumerate(noted, start=1)]
+
     def save_start(self, trainer: Trainer) -> None:
         """Save what the run begins with, for a failure before the first checkpoint. All ranks must call this."""
         if self._record is not None and not self._has_checkpoint:
@@ -176,6 +182,7 @@ class AutoResume:
                 loggers=_describe_loggers(trainer) if trainer.global_rank == 0 else None,
                 is_over=self._is_over,
             )
+            self.has_saved = True
 
     def remove(self, path: Any) -> None:
         """Note that the checkpoint at `path` was removed."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,13 +75,14 @@ class StrategyBase:
     trains_elsewhere: bool = False
     # Set when the weights may have been changed by gradients that were not whole (Note: partial step).
     has_partial_step: bool = False
-    # `max_restarts`; None: a failure ends the run. And where the ranks have met, if they may have to meet again.
+    # `max_restarts`; None: a failure ends the run.
     restarts: Any = None
-    store: Any = None
+    # Where the ranks have met, if they may have to meet again; and which of them, by the numbers that they were
+    # launched with, if not all. Of the process: a program may have several Trainers.
+    store: ClassVar[Any] = None
+    members: ClassVar[list[int] | None] = None
     if TYPE_CHECKING:
-        global_rank: int
         local_rank: int
-        world_size: int
         root_device: torch.device
         cluster_environment: Any
         launcher: Any
@@ -151,12 +153,12 @@ class StrategyBase:
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
             is_local=self._is_on_one_host,
+            num_fits=0 if self.restarts is None else self.restarts.num_fits,
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
-        timeouts, earlier = self.options.timeouts, self.store
-        rendezvous = Rendezvous(point, timeout_s=timeouts.start_s)
-        if earlier is not None:
-            rendezvous = Rendezvous(point, timeout_s=timeouts.rejoin_s, option="Timeouts(rejoin_s=...)")
+        is_restart = self.restarts is not None and self.restarts.count > 0
+        timeout_s = self.options.timeouts.start_s
+        rendezvous = self.restarts.rendezvous(point) if is_restart else Rendezvous(point, timeout_s=timeout_s)
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         backend, timeout = self._get_process_group_backend(), self._timeout
@@ -164,18 +166,22 @@ class StrategyBase:
         def find_failure() -> str | None:
             if isinstance(self.launcher, HoldsPort):
                 self.launcher.replace_ended()
-            return launched.find_failure()
+            return None if is_restart and self.options.max_restarts.min_ranks else launched.find_failure()
 
         with launched.ended_on_failure():
+            earlier = self.store if is_restart else None
             store = rendezvous.meet(listener=listener, find_failure=find_failure, earlier=earlier)
-            self.store = None if self.restarts is None else store
+            if self.restarts is not None:
+                self.restarts.set_members(store, rendezvous.ranks, num_launched=point.world_size)
+            point = replace(point, rank=rendezvous.ranks.index(point.rank), world_size=len(rendezvous.ranks))
             store.set_timeout(timeout or default_pg_timeout)
             if "nccl" in backend and timeout is not None:
                 timeout += _LAST_RESORT
             device = None if self.root_device.type == "cpu" else self.root_device
+            of_group = {"store": store, "timeout": timeout, "device_id": device}
             with self._nccl_settings(backend, store, point), gloo_interface(on_one_host=self._is_on_one_host):
                 # Lightning's, which does what else belongs to it.
-                self.root.init_dist_connection(environment, backend, store=store, timeout=timeout, device_id=device)
+                self.root.init_dist_connection(environment, backend, point.rank, point.world_size, **of_group)
 
     def _take_listener(self, *, port: int | None) -> socket.socket | None:
         """Return the socket that the launcher has opened for rank 0, if it is at `port`; otherwise close it."""
@@ -222,6 +228,15 @@ class StrategyBase:
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
+
+    @property
+    def global_rank(self) -> int:
+        rank: int = super().global_rank  # type: ignore[misc]
+        return rank if self.members is None else self.members.index(rank)
+
+    @property
+    def world_size(self) -> int:
+        return super().world_size if self.members is None else len(self.members)  # type: ignore[misc]
 
     def end_run(self) -> None:
         """Call when what was launched has ended well, and no progress bar is on the screen any more."""
@@ -306,11 +321,12 @@ class StrategyBase:
             directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
             return directory is None or claim_file(directory, run_id)
 
-        first_rank = self.global_rank - self.local_rank
+        launched_as = range(self.world_size) if self.members is None else self.members
+        first_rank = launched_as[self.global_rank] - self.local_rank
 
         def exit_status_of(rank: int) -> int | None:
             launcher: Any = None if (strategy := this()) is None else strategy._launcher
-            return None if launcher is None else launcher.exit_status_of(rank - first_rank)
+            return None if launcher is None else launcher.exit_status_of(launched_as[rank] - first_rank)
 
         # Who has started the ranks without being one; None: nobody, or a process that may end first.
         has_parent = self._start_method != "popen" or is_launched_by_torchrun()
@@ -338,7 +354,7 @@ class StrategyBase:
         reducers = self._active_reducers()
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.has_partial_step = not all(reducer.has_exchanged for reducer in reducers)
+        self.has_partial_step |= not all(reducer.has_exchanged for reducer in reducers)
 
     def release_graphs(self) -> None:
         """Let go of CUDA graphs with collectives in them, in another thread than the one that trains."""

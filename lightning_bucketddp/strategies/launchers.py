@@ -238,7 +238,7 @@ class ProcessLauncher(HoldsPort, _MultiProcessingLauncher):
                 self._open_port(strategy.cluster_environment)
                 if strategy.options.start_method == "fork":
                     end_openmp_threads()
-                at_most = strategy.options.max_restarts
+                at_most = strategy.options.max_restarts.number
                 replacing = partial(start_replaceable_processes, at_most=at_most)
                 try:
                     with processes_started_by(replacing, self) if at_most else nullcontext():

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.config import (
     NAME_OF_DTYPE,
     LocalSteps,
+    MaxRestarts,
     ReducerConfig,
     ReplicaChecks,
     Timeouts,
@@ -117,6 +118,7 @@ class StrategyOptions:
     timeouts: Timeouts
     async_checkpoints: bool
     shard_optimizer: ShardOption
+    max_restarts: MaxRestarts
     model_averaging_period: int | None = None
     rank_seeds: bool = False
     gradient_weight: GradientWeightOption = None
@@ -126,7 +128,6 @@ class StrategyOptions:
     gather_predictions: bool = False
     global_batch_size: int | None = None
     auto_resume: bool = False
-    max_restarts: int = 0
     local_steps: LocalSteps | None = None
     cuda_graphs: bool = False
 
@@ -151,6 +152,7 @@ class StrategyOptions:
                 " and with post-localSGD the weights differ between ranks. Pass one of them."
             )
         timeout, checks = _check_timeouts(given["timeout"], given["timeouts"]), given["replica_checks"]
+        restarts = given.get("max_restarts", 0)
         # In a notebook or interactive interpreter there is no script to run again.
         forks = given["start_method"] == "popen" and hasattr(sys, "ps1")
         kept = {field.name: given[field.name] for field in fields(cls) if field.name in given}
@@ -169,7 +171,10 @@ class StrategyOptions:
             timeout=timeout,
             start_method="fork" if forks else given["start_method"],
             local_steps=_check_local_steps(given),
+            max_restarts=restarts if isinstance(restarts, MaxRestarts) else MaxRestarts(restarts),
         )
+        if kept["max_restarts"].number and not given["auto_resume"]:
+            raise ValueError("`max_restarts` goes on from checkpoints of the run: pass `auto_resume=True` as well.")
         return cls(**kept)
 
 
@@ -253,9 +258,6 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     check("shard_optimizer", lambda it: isinstance(it, bool) or it == "parameters", "True, False or 'parameters'")
     check("model_averaging_period", is_count_or_none, "a positive number of steps")
     check("global_batch_size", is_count_or_none, "a positive number of samples")
-    check("max_restarts", lambda value: value == 0 or is_count(value), "0 or a positive number of restarts")
-    if given.get("max_restarts") and not given["auto_resume"]:
-        raise ValueError("`max_restarts` goes on from checkpoints of the run: pass `auto_resume=True` as well.")
     check(
         "gradient_weight",
         lambda value: value is None or value == "batch_size" or callable(value),

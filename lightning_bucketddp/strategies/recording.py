@@ -201,4 +201,5 @@ def describe_run(strategy: TrainerStrategy) -> Run:
             "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
         },
         codecs=codecs,
+        restarts=strategy._checkpoints.auto_resume.restarts() if strategy.global_rank == 0 else [],
     )

@@ -23,9 +23,15 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.process_group import abort_device_groups, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind
+from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
+from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
+from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
+from lightning_bucketddp.wording import list_some_ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 log = logging.getLogger(__name__)
@@ -66,10 +72,10 @@ class Restarts:
 
     def __init__(self, strategy: TrainerStrategy) -> None:
         self._strategy = strategy
-        self._at_most = strategy.options.max_restarts
+        self._option = strategy.options.max_restarts
         self._excepthook: Any = None
         self._has_trained = False
-        self._count = 0
+        self.count = 0
         self._at_start: ModuleAtStart | None = None
         # The last failure and where it was; how far the run had come then, in steps, and how often in a row it came no
         # further.
@@ -85,7 +91,7 @@ class Restarts:
         if module is None:
             return attempt()
         self._excepthook = sys.excepthook
-        self._has_trained, self._count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
+        self._has_trained, self.count, self._last, self._furthest, self._num_in_vain = False, 0, (), 0, 0
         self._at_start = ModuleAtStart(module)
         try:
             while True:
@@ -97,17 +103,55 @@ class Restarts:
                 # Here, where nothing holds the error any more.
                 self._begin()
         finally:
-            strategy.store = self._at_start = None
+            self._at_start = None
+
+    def rendezvous(self, address: StoreAddress) -> Rendezvous:
+        """Return the rendezvous of a restart."""
+        # Rank 0 decides when it has waited long enough. It may have paused before.
+        timeout_s = self._strategy.options.timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
+        rendezvous = Rendezvous(address, timeout_s=timeout_s, option="Timeouts(rejoin_s=...)")
+        rendezvous.min_ranks = self._option.min_ranks
+        rendezvous.awaited.intersection_update(self._strategy.members or rendezvous.awaited)
+        return rendezvous
+
+    def set_members(self, store: PrefixStore, ranks: list[int], *, num_launched: int) -> None:
+        """Number `ranks`, which have met, anew. They may be fewer than were launched, or other ones than before."""
+        strategy = self._strategy
+        before = list(range(num_launched)) if strategy.members is None else strategy.members
+        StrategyBase.store, StrategyBase.members = store, ranks if len(ranks) < num_launched else None
+        if ranks == before or strategy.global_rank != 0:
+            return
+        text = f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, which are numbered anew."
+        if absent := sorted(set(range(num_launched)) - set(ranks)):
+            text += f" Nobody has brought {list_some_ranks(absent)} back."
+        if strategy.options.global_batch_size is None:
+            text += " The global batch is that of so many now, and the number of steps in an epoch follows: pass"
+            text += " `global_batch_size` to keep both."
+        log.warning(text)
+
+    def admit_returned(self) -> None:
+        """Raise if a rank that was left out is there again, and a checkpoint was just saved: nothing is lost."""
+        strategy, auto_resume = self._strategy, self._strategy._checkpoints.auto_resume
+        if strategy.members is not None and auto_resume.has_saved:
+            auto_resume.has_saved = False
+            left_out = set(range(strategy.cluster_environment.world_size())).difference(strategy.members)
+            if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
+                raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
+
+    @property
+    def num_fits(self) -> int:
+        """How many fits have ended in this program."""
+        return sum(self._strategy._checkpoints.auto_resume.num_fits_ended.values())
 
     def begin_training(self) -> None:
         """Take failures from now on for those of machines. What fails before is the program's."""
-        self._has_trained = True
+        self._has_trained, self._strategy.has_partial_step = True, False
         self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
 
     def _follows(self, error: Exception) -> bool:
         """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
         strategy = self._strategy
-        if not self._has_trained or isinstance(error, strategy.root.normal_ends):
+        if not self._has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
             return False
         handler = strategy._fault_handler
         failure = None if handler is None else handler.failure
@@ -115,7 +159,7 @@ class Restarts:
             failure = Failure.of(error, rank=strategy.global_rank, where=strategy._progress.describe_origin(error))
         if failure.kind is Kind.STOPPED or not self._is_agreed(failure):
             return False
-        self._count += 1
+        self.count += 1
         end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
         if handler is not None:
             handler.forget_at_exit()
@@ -152,8 +196,8 @@ class Restarts:
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
         phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
         this = (failure.rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        if self._count >= self._at_most:
-            return f"`max_restarts`, {self._at_most}, is reached"
+        if self.count >= self._option.number:
+            return f"`max_restarts`, {self._option.number}, is reached"
         if this == self._last:
             return "the same failure at the same batch twice is a defect of the program, or of its data"
         self._last = this
@@ -161,7 +205,7 @@ class Restarts:
         self._furthest = max(self._furthest, trainer.global_step)
         self._pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
         when = f"in {self._pause_s:g} s" if self._pause_s else "now"
-        log.warning(f"bucketddp: restart {self._count + 1} of {self._at_most} {when}. {failure.summary()}")
+        log.warning(f"bucketddp: restart {self.count + 1} of {self._option.number} {when}. {failure.summary()}")
         self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         return None
 
@@ -178,7 +222,7 @@ class Restarts:
             sys.excepthook = self._excepthook
         time.sleep(self._pause_s)
         self._at_start.restore()
-        strategy.has_partial_step = False
+        strategy.has_partial_step = True  # until the checkpoint is loaded
         strategy.launcher.begin_restart()
         strategy._checkpoints.auto_resume.begin_restart()
         gc.collect()

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_bucketddp.config import AUTO, LocalSteps, ReplicaChecks, Timeouts
+from lightning_bucketddp.config import AUTO, LocalSteps, MaxRestarts, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
 from lightning_bucketddp.faults.progress import FORWARD
@@ -78,7 +78,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
         max_restarts: How often a fit goes on after a failure, from the newest checkpoint: in the processes that are
-            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`.
+            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` also says
+            with how few ranks it may go on.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         local_steps: How many steps each host takes without the others, before all ranks average what these have changed
@@ -124,7 +125,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         timeouts: Timeouts = Timeouts(),
         async_checkpoints: bool = False,
         auto_resume: bool = False,
-        max_restarts: int = 0,
+        max_restarts: MaxRestarts | int = 0,
         on_nonfinite: Literal["warn", "raise", "skip"] | None = "warn",
         local_steps: LocalSteps | int | None = None,
         cuda_graphs: bool = False,
@@ -138,7 +139,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._loaders = LoaderPreparation()
         self._checkpoints = TrainerCheckpoints(self)
         self.recording = StepRecording()
-        self.restarts = Restarts(self) if self.options.max_restarts > 0 else None
+        self.restarts = Restarts(self) if self.options.max_restarts.number > 0 else None
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size = self.options.global_batch_size
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
@@ -153,7 +154,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands", "store"))
+        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands"))
         return {**super().__getstate__(), **absent, "_state": FitState()}
 
     @property
@@ -274,7 +275,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """What Lightning makes the sampler of a dataloader with (Note: all samples first)."""
-        ranks = {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        ranks = {"num_replicas": self.world_size, "rank": self.global_rank}
         return ranks if self._state.evaluation is None else self._state.evaluation.sampler_kwargs() or ranks
 
     def process_dataloader(self, dataloader: object) -> object:

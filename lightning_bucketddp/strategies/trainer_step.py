@@ -39,6 +39,8 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
     alerts = [part.take_alert() for part in strategy._parts]
     if any(alerts):
         strategy._checkpoints.raise_failure()
+    if strategy.restarts is not None:
+        strategy.restarts.admit_returned()
     module, replicas = strategy.lightning_module, strategy._state.replicas
     assert module is not None  # there is one as long as there is a run
     strategy._progress.epoch, strategy._progress.batch = module.current_epoch, batch_idx

@@ -187,7 +187,7 @@ def test_reasons_of_others_command_no_terminal() -> None:
     assert rdzv.objection() == "\\x1b[2J"
     rdzv.decide("\x1b[2J")
     with pytest.raises(StartError, match=r"^\\x1b\[2J$"):
-        rdzv.is_accepted(RankInfo(rank=1, world_size=2))
+        rdzv.ranks_for(RankInfo(rank=1, world_size=2))
 
 
 def test_names_of_hosts_command_no_terminal() -> None:

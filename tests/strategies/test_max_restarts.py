@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.ports import own_port
 from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.recording.reader import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
-from tests.support.programs import SCRIPTS, Run, run
+from tests.support.programs import SCRIPTS, Program, Run, run, run_together
 from tests.support.scripts.goes_on import NUM_SAMPLES
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -93,8 +96,13 @@ def test_before_the_first_checkpoint_a_run_goes_on_from_its_start(without_faults
 
 
 def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("raise", step=2), fault("raise", rank=0, step=5), within=TORCHRUN)
+    faults = [fault("raise", step=2), fault("raise", rank=0, step=5)]
+    finished = train(tmp_path, *faults, within=TORCHRUN, monitor=True)
     assert weights(finished) == without_faults, finished.output
+    # The page says how often, when and why.
+    first, second = read_run(tmp_path / "bucketddp").problems
+    assert re.match(r"Restart 1, 20\d\d-\d\d-\d\dT.*, at step 2: Rank 1 .* ValueError: by chance: raise", first)
+    assert re.match(r"Restart 2, 20\d\d-\d\d-\d\dT.*, at step 5: Rank 0 .* ValueError: by chance: raise", second)
     assert all(len({attempt["pid"] for attempt in notes(tmp_path, "attempts", rank)}) == 1 for rank in range(2))
 
 
@@ -121,12 +129,106 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     assert "[rank1]: [rank1]: " not in finished.output
 
 
+def test_restarts_that_come_no_further_wait_longer_and_longer(without_faults: Any, tmp_path: Path) -> None:
+    faults = [fault("raise", step=2), fault("raise", rank=0, step=2), fault("exit", step=2)]
+    finished = train(tmp_path, *faults)
+    assert weights(finished) == without_faults, finished.output
+    assert re.findall(r"restart \d of 10 (.*?)\.", finished.output) == ["now", "in 1 s", "in 2 s"]
+    times = [attempt["at"] for attempt in notes(tmp_path, "attempts", 0)]
+    assert times[2] - times[1] > 1
+    assert times[3] - times[2] > 2
+
+
+@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
+def test_signals_end_the_run_also_between_two_attempts(stop: str, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", step=2), fault("exit", step=2), fault(stop, rank=0, step=2))
+    assert finished.returncode != 0
+    assert "restart 3 of 10 in 2 s" in finished.output, finished.output
+    assert len(notes(tmp_path, "attempts", 0)) == 3
+
+
+def test_a_later_fit_of_a_program_goes_on_in_the_same_processes(without_faults: Any, tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("raise", step=3), fits=2)
+    assert weights(finished) == without_faults, finished.output
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 0, 3]
+
+
+def test_a_new_process_cannot_come_to_a_later_fit_of_a_program(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("kill", step=3), fits=2)
+    assert finished.returncode != 0
+    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, and rank 0 in fit 2: ", finished.output)
+    assert "resuming from" not in finished.output
+
+
 @pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])
 def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tmp_path: Path) -> None:
     finished = train(tmp_path, fault(fault_of_rank_zero, rank=0, step=3))
     assert finished.returncode != 0
     assert "bucketddp: restart " not in finished.output
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
+
+
+def by_hand(rank: int, text: str, variables: dict[str, str], *, within: str = '"$@"; exit 0') -> Program:
+    """One of three ranks that nobody starts again; that it was killed shall not end the others either."""
+    shell = ("sh", "-c", within, "sh")
+    return Program([SCRIPTS / "goes_on.py", text], {**variables, "LOCAL_RANK": str(rank), "RANKS": "3"}, within=shell)
+
+
+def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None = None, **plan: Any) -> Run:
+    """Train as a scheduler starts three ranks; the rank that `returns` is started again when rank 0 awaits it."""
+    directory.mkdir(exist_ok=True)
+    text = json.dumps({"faults": faults, "rejoin_s": 3, "batch_size": 4, **plan})
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    programs = [by_hand(rank, text, variables) for rank in range(3)]
+    if returns is not None:
+        within = 'until [ -e fault1.0 ]; do sleep 0.1; done; exec "$@"'
+        programs.append(by_hand(returns, text, variables, within=within))
+    return run_together(*programs, root="lightning.pytorch", directory=directory)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"global_batch_size": 12},
+        {"shard_optimizer": True},
+        pytest.param({"local_steps": {"steps": 2, "islands": "rank"}}, marks=pytest.mark.long),
+    ],
+    ids=lambda it: next(iter(it), "plain"),
+)
+def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str, Any], tmp_path: Path) -> None:
+    went_on = train_by_hand(tmp_path / "went_on", fault("kill", step=3), min_ranks=2, every=2, options=options)
+    assert "going on with 2 of 3 ranks" in went_on.output, went_on.output
+    assert "Nobody has brought rank 1 back." in went_on.output
+    assert ("pass `global_batch_size`" in went_on.output) == ("global_batch_size" not in options)
+    ends = [went_on.results[f"end.rank{rank}"] for rank in range(2)]
+    assert [end["world_size"] for end in ends] == [2, 2]
+    assert ends[0]["weights"] == ends[1]["weights"]
+    # Two ranks that are started with the same checkpoint end alike.
+    [path] = re.findall(r"resuming from `(.*?)`", went_on.output)
+    resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=path, options=options)
+    assert weights(resumed) == ends[0]["weights"], resumed.output
+    assert resumed.results["end.rank0"]["steps"] == ends[0]["steps"]
+
+
+def test_a_run_does_not_go_on_with_fewer_ranks_than_it_needs(tmp_path: Path) -> None:
+    ended = train_by_hand(tmp_path, fault("kill", step=3), min_ranks=3)
+    assert "Rank 1 of 3 did not join" in ended.output, ended.output
+    assert "The run needs 3 of them (`min_ranks`)." in ended.output
+    assert ended.output.count("bucketddp: restart ") == 1
+    assert not ended.results
+    # What was begun again, and has not loaded anything, is not saved.
+    assert [it.name for it in (tmp_path / "checkpoints").iterdir()] == ["epoch=0-step=3.ckpt"]
+
+
+def test_a_rank_that_comes_back_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
+    faults = [fault("kill", step=3), fault("await", rank=0, step=5)]
+    finished = train_by_hand(tmp_path, *faults, returns=1, min_ranks=2, every=4, stall_s=200)
+    assert "going on with 3 of 3 ranks" in finished.output, finished.output
+    assert [finished.results[f"end.rank{rank}"]["world_size"] for rank in range(3)] == [3, 3, 3]
+    attempts = notes(tmp_path, "attempts", 0)
+    assert [attempt["step"] for attempt in attempts] == [0, 3, 8]
+    assert len({attempt["pid"] for attempt in attempts}) == 1
 
 
 @pytest.mark.parametrize("num_restarts", [6, pytest.param(50, marks=pytest.mark.long)])

@@ -2,8 +2,11 @@
 
 RESULTS=directory python goes_on.py '{"start_method": "popen", "faults": [{"what": "kill", "rank": 1, "step": 3}]}'
 
+What is in the command makes a run: its number of ranks is in RANKS, if another number shall go on with it.
+
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise`, `stuck` (in Python), `exit`,
-`validation` (an exception there); rank None means every rank.
+`validation` (an exception there), `await` (of a rank that knocks),
+`SIGINT` or `SIGTERM` (an exception, and the signal in the pause of 2 s before a restart); rank None means every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp import BucketDDPStrategy, Timeouts
+from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy, LocalSteps, MaxRestarts, Timeouts
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 STEPS_PER_EPOCH = 8
@@ -72,6 +75,7 @@ class Learner(LightningModule):
             "attempts",
             {
                 "step": self.global_step,
+                "at": time.monotonic(),
                 "pid": os.getpid(),
                 "threads": threading.active_count(),
                 "files": len(os.listdir("/proc/self/fd")),
@@ -97,10 +101,22 @@ def meet(what: str) -> None:
         time.sleep(1000)
     elif what == "exit":
         sys.exit(3)
+    elif what in ("SIGINT", "SIGTERM"):
+        threading.Thread(target=kill_in_pause, args=(getattr(signal, what),)).start()
+        raise ValueError(f"by chance: {what}")
+    elif what == "await":
+        while "waits for a checkpoint" not in (RESULTS / "output.txt").read_text():
+            time.sleep(0.1)
     elif what == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     else:
         raise ValueError(f"by chance: {what}")
+
+
+def kill_in_pause(number: int) -> None:
+    while "of 10 in 2 s" not in (RESULTS / "output.txt").read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
 
 
 def note(name: str, value: Any, rank: int) -> None:
@@ -111,6 +127,12 @@ def note(name: str, value: Any, rank: int) -> None:
 def main() -> None:
     plan = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    for _ in range(plan.get("fits", 1) - 1):
+        fit({**plan, "faults": []})
+    fit(plan)
+
+
+def fit(plan: dict[str, Any]) -> None:
     seed_everything(1)
     checkpoint = ModelCheckpoint(
         RESULTS / "checkpoints",
@@ -119,19 +141,22 @@ def main() -> None:
         save_on_exception=plan.get("rescue", True),
     )
     options = plan.get("options", {})
+    if "local_steps" in options:
+        options["local_steps"] = LocalSteps(**options["local_steps"])
+    num_ranks = int(os.environ.get("RANKS", plan.get("ranks", 2)))
     trainer = Trainer(
         accelerator="cpu",
-        devices=plan.get("ranks", 2),
+        devices=num_ranks,
         strategy=BucketDDPStrategy(
             auto_resume=True,
-            max_restarts=plan.get("max_restarts", 10),
-            timeouts=Timeouts(stall_s=3),
+            max_restarts=MaxRestarts(plan.get("max_restarts", 10), plan.get("min_ranks")),
+            timeouts=Timeouts(stall_s=plan.get("stall_s", 3), rejoin_s=plan.get("rejoin_s", 300)),
             start_method=plan.get("start_method", "popen"),
             **options,
         ),
         max_epochs=plan.get("epochs", 2),
         default_root_dir=RESULTS,
-        callbacks=checkpoint,
+        callbacks=[checkpoint, *([BucketDDPMonitor(dirpath=RESULTS, every_n_steps=1)] if plan.get("monitor") else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -139,11 +164,13 @@ def main() -> None:
     module = Learner(plan["faults"])
     inputs = torch.linspace(-1, 1, 4 * NUM_SAMPLES).view(-1, 4)
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
-    size = len(inputs) // STEPS_PER_EPOCH // plan.get("ranks", 2)
+    size = plan.get("batch_size", len(inputs) // STEPS_PER_EPOCH // num_ranks)
     workers = plan.get("workers", 0)
-    trainer.fit(module, DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size))
+    loaders = DataLoader(data, size, shuffle=True, num_workers=workers), DataLoader(data, size)
+    trainer.fit(module, *loaders, ckpt_path=plan.get("ckpt_path"))
     weights = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
-    (RESULTS / f"end.rank{trainer.global_rank}.json").write_text(json.dumps({"weights": weights, "pid": os.getpid()}))
+    end = {"weights": weights, "pid": os.getpid(), "world_size": trainer.world_size, "steps": trainer.global_step}
+    (RESULTS / f"end.rank{trainer.global_rank}.json").write_text(json.dumps(end))
 
 
 if __name__ == "__main__":
