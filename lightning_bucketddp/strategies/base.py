@@ -18,8 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
-from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, FiniteCheckpoints
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import tried_nccl
