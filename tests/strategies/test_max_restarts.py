@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.ports import own_port
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.recording.reader import read_run
+from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
 from tests.support.programs import SCRIPTS, Program, Run, run, run_together
 from tests.support.scripts.goes_on import NUM_SAMPLES
