@@ -195,7 +195,9 @@ def _attach_ours(variant: Variant, model: nn.Module, device: torch.device) -> At
     replicas.broadcast()
     world_size = collectives.world_size
     if variant.reduces_alone and world_size == 1:
-        collectives.world_size = 2  # so that the reducer has something to do; nothing else shall believe it
+        # So that the reducer has something to do; nothing else shall believe it, nor make a group of two ranks.
+        collectives.world_size = 2
+        collectives.gradient_group = lambda: collectives  # type: ignore[method-assign]
     options = dict(variant.options)
     if variant.hook:
         options["comm_hook"], options["comm_state"] = HOOKS[variant.hook]()

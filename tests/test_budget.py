@@ -35,14 +35,14 @@ def null_classes() -> list[str]:
 
 # What there is at most, and where it shall end.
 BUDGET: dict[str, tuple[Callable[[], int], int, int]] = {
-    "files": (lambda: len(FILES), 116, 105),
-    "lines": (lambda: count_lines(with_commands=True), 24_280, 22_400),
-    "lines without commands": (lambda: count_lines(with_commands=False), 21_690, 18_900),
+    "files": (lambda: len(FILES), 106, 105),
+    "lines": (lambda: count_lines(with_commands=True), 24_210, 22_400),
+    "lines without commands": (lambda: count_lines(with_commands=False), 21_640, 18_900),
     "options": (lambda: len(inspect.signature(BucketDDPStrategy.__init__).parameters) - 1, 32, 32),
     "own classes of the strategy": (lambda: len(own_classes()), 3, 3),
     "files with Trainer internals": (lambda: 1 + len(outside_of_the_place_for_it()), 1, 1),
     "null classes": (lambda: len(null_classes()), 0, 0),
-    "notes": (lambda: sum(len(re.findall(r"^Note: ", text, re.MULTILINE)) for text in FILES.values()), 41, 40),
+    "notes": (lambda: sum(len(re.findall(r"^Note: ", text, re.MULTILINE)) for text in FILES.values()), 40, 40),
 }
 
 
