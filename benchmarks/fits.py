@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecision
 from torch.utils.data import DataLoader
 
 import lightning_bucketddp
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.loop import OPTIMIZERS, LoopSettings
-from benchmarks.models import Workload, build
+from benchmarks.models import Layer, Workload, build
 from benchmarks.ranks import NUM_RANKS, synchronize
 from benchmarks.variants import Variant
 
@@ -47,7 +48,7 @@ class Fits:
         # looks at them.
         key = repr(replace(variant, name="", records_every=None))
         if key not in self._modules:
-            self._modules[key] = _Module(build(settings.model, self._device), variant, settings)
+            self._modules[key] = self._module(variant)
         num_unmeasured = variant.steps_to_settle * settings.accumulate
         num_batches = num_unmeasured + settings.steps * settings.accumulate
         stopwatch = _Stopwatch(self._device, first=num_unmeasured, last=num_batches)
@@ -55,6 +56,11 @@ class Fits:
         self._trainer(variant, stopwatch).fit(self._modules[key], DataLoader(range(num_batches + 1)))
         start, end = stopwatch.times
         return (end - start) / settings.steps
+
+    def _module(self, variant: Variant) -> _Module:
+        workload = build(self._settings.model, self._device, samples=self._settings.samples)
+        kind = _FSDP2Module if variant.kind == "fsdp2" else _Module
+        return kind(workload, variant, self._settings)
 
     def _trainer(self, variant: Variant, callback: Any) -> Any:
         return pl.Trainer(
@@ -105,17 +111,40 @@ class OpenFits(Fits):
             self._open.pop(next(iter(self._open))).end()
 
     def _opened(self, variant: Variant) -> _Breaks:
-        module = _Module(build(self._settings.model, self._device), variant, self._settings)
+        module = self._module(variant)
         breaks = self._open[variant.name] = _Breaks(self._device)
         trainer = self._trainer(variant, breaks)
         breaks.begin(lambda: trainer.fit(module, DataLoader(range(_ENDLESS))))
         return breaks
 
 
+class MainThreadFit(Fits):
+    """One variant, in a fit that waits between its turns, in the main thread.
+
+    CUDA graphs of `torch.compile` fail in other threads before torch 2.13 (pytorch#123177).
+    """
+
+    pause: Callable[[Any], Any] = staticmethod(lambda value: None)
+
+    def turn(self, num_unmeasured: int, num_measured: int) -> Measured:
+        """Make the first turn, and the others from within it."""
+        [variant] = self._settings.variants
+        turns = _MainThreadTurns(self._device, _Turn(num_unmeasured, num_measured), self.pause)
+        self._trainer(variant, turns).fit(self._module(variant), DataLoader(range(_ENDLESS)))
+        raise SystemExit  # nobody waits for an answer
+
+
 def _strategy(variant: Variant, device: torch.device) -> Any:
     if variant.kind == "alone":
         return pl.strategies.SingleDeviceStrategy(device=device)
+    if variant.kind == "fsdp2":
+        return pl.strategies.ModelParallelStrategy()
     options = dict(variant.options)
+    if variant.kind == "fsdp":
+        weights, gradients = options.pop("wires")
+        return pl.strategies.FSDPStrategy(
+            auto_wrap_policy={Layer}, mixed_precision=MixedPrecision(weights, gradients, weights), **options
+        )
     if variant.hook:
         options["ddp_comm_hook"], options["ddp_comm_state"] = HOOKS[variant.hook]()
     kind = lightning_bucketddp.BucketDDPStrategy if variant.kind == "ours" else pl.strategies.DDPStrategy
@@ -126,8 +155,10 @@ class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
     def __init__(self, workload: Workload, variant: Variant, settings: LoopSettings) -> None:
         super().__init__()
         self.model = workload.model
-        self._workload = workload
+        if variant.compiled is not None:
+            self.model.compile(mode=variant.compiled)
         self._unused = variant.unused
+        self._workload = workload
         self._accumulate = settings.accumulate
         self._optimizer = settings.optimizer
 
@@ -138,6 +169,23 @@ class _Module(pl.LightningModule):  # type: ignore[name-defined,misc]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self._optimizer](self.parameters())
+
+
+class _FSDP2Module(_Module):
+    def __init__(self, workload: Workload, variant: Variant, settings: LoopSettings) -> None:
+        super().__init__(workload, variant, settings)
+        self._options = variant.options
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # not in the oldest torch
+
+        for module in [*(layer for layer in self.model.modules() if isinstance(layer, Layer)), self.model]:
+            fully_shard(
+                module,
+                mesh=self.device_mesh["data_parallel"],
+                mp_policy=MixedPrecisionPolicy(*self._options["wires"]),
+                reshard_after_forward=self._options["reshard_after_forward"],
+            )
 
 
 class _Stopwatch(pl.Callback):  # type: ignore[name-defined,misc]
@@ -162,15 +210,65 @@ class _Turn:
     num_measured: int
 
 
-class _Breaks(pl.Callback):  # type: ignore[name-defined,misc]
-    """A fit in a thread of its own that stops between two batches. One thread runs while the others wait."""
+@dataclass(frozen=True)
+class Measured:
+    """The seconds of a turn, and the most bytes of tensors that were on the GPU during it; 0 on a CPU."""
+
+    seconds: float
+    peak: int
+
+
+class _InTurns(pl.Callback):  # type: ignore[name-defined,misc]
+    """A fit that stops between two batches, when a turn is over."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._orders: SimpleQueue[_Turn | None] = SimpleQueue()
-        self._answers: SimpleQueue[float | BaseException | None] = SimpleQueue()
         self._first = self._last = 0  # batches of a turn that are measured
         self._began_at = 0.0
+
+    def next_turn(self, seconds: float | None) -> _Turn | None:
+        """Wait for the next turn, None: there is none. The last one took so long, None: there was none."""
+        raise NotImplementedError
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._last:
+            synchronize(self._device)
+            turn = self.next_turn(time.perf_counter() - self._began_at if batch_idx > 0 else None)
+            if turn is None:
+                trainer.should_stop = True
+                return
+            self._first = batch_idx + turn.num_unmeasured
+            self._last = self._first + turn.num_measured
+        if batch_idx == self._first:
+            synchronize(self._device)
+            self._began_at = time.perf_counter()
+
+
+class _MainThreadTurns(_InTurns):
+    """Turns that are asked for through `pause`."""
+
+    def __init__(self, device: torch.device, first: _Turn, pause: Callable[[Any], Any]) -> None:
+        super().__init__(device)
+        self._first_turn = first
+        self._pause = pause
+
+    def next_turn(self, seconds: float | None) -> _Turn | None:
+        if seconds is None:
+            return self._first_turn
+        uses_gpu = self._device.type == "cuda"
+        asked = self._pause(Measured(seconds, torch.cuda.max_memory_allocated() if uses_gpu else 0))
+        if uses_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        return None if asked is None else _Turn(*asked)
+
+
+class _Breaks(_InTurns):
+    """A fit in a thread of its own. One thread runs while the others wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._orders: SimpleQueue[_Turn | None] = SimpleQueue()
+        self._answers: SimpleQueue[float | BaseException | None] = SimpleQueue()
 
     def begin(self, fit: Callable[[], None]) -> None:
         """Start the thread; it waits for the first turn when it comes to the first batch."""
@@ -199,17 +297,7 @@ class _Breaks(pl.Callback):  # type: ignore[name-defined,misc]
             self.go_on(None)
             self._thread.join()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._last:
-            synchronize(self._device)
-            if batch_idx > 0:
-                self._answers.put(time.perf_counter() - self._began_at)
-            turn = self._orders.get()
-            if turn is None:
-                trainer.should_stop = True
-                return
-            self._first = batch_idx + turn.num_unmeasured
-            self._last = self._first + turn.num_measured
-        if batch_idx == self._first:
-            synchronize(self._device)
-            self._began_at = time.perf_counter()
+    def next_turn(self, seconds: float | None) -> _Turn | None:
+        if seconds is not None:
+            self._answers.put(seconds)
+        return self._orders.get()

@@ -17,18 +17,19 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, overlap
+from benchmarks import memory, overlap, sharding
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.command import turns_of
 from benchmarks.fits import OpenFits
 from benchmarks.limits import Limits
 from benchmarks.loop import Loop, LoopSettings
+from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import Bench, Place, Ranks
 from benchmarks.report import SPEED_UP, Table, about, is_ddp, table_of
@@ -37,6 +38,7 @@ from benchmarks.variants import (
     ALONE,
     Variant,
     captured_variant,
+    compiled,
     ddp_variants,
     our_variants,
     settling_in,
@@ -59,6 +61,7 @@ class Stage:
     """Groups of ranks that wait for their parts. All are started at once: it takes long, and they need not wait."""
 
     def __init__(self, device: str, directory: Path) -> None:
+        self.device = device
         self.directory = directory
         self.is_rehearsal = device == "cpu"
         self.most_rounds = 2 if self.is_rehearsal else 50
@@ -80,16 +83,27 @@ class Stage:
             if name in self._groups:
                 self._groups.pop(name).__exit__(None, None, None)
 
+    def make_room(self) -> None:
+        """End groups and free memory. One rank stays: MPS takes no clients while it ends for want of any."""
+        self.end("two ranks", BY_US)
+        if "one rank" in self._groups:
+            self._groups["one rank"].build(Loop, LoopSettings("tiny_layers", ()))
+
     def ranks(self, name: str, bench: Bench, settings: LoopSettings) -> Ranks:
         """The group of this name, with another bench than before."""
-        if self.is_rehearsal:
-            model, variants = SMALL.get(settings.model, settings.model), tuple(settling_in(3, settings.variants))
-            settings = replace(settings, model=model, variants=variants, steps=1)
+        settings = self.rehearsed(settings)
         if name not in self._groups:
             self._groups[name] = Ranks(bench, settings, self._places[name])
         else:
             self._groups[name].build(bench, settings)
         return self._groups[name]
+
+    def rehearsed(self, settings: LoopSettings) -> LoopSettings:
+        """As little of `settings` as shows that all of it runs, if this is a rehearsal."""
+        if not self.is_rehearsal:
+            return settings
+        model, variants = SMALL.get(settings.model, settings.model), tuple(settling_in(3, settings.variants))
+        return replace(settings, model=model, variants=variants, steps=1, samples=None)
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class Part:
     name: str
     title: str
     share: float
-    measure: Callable[[Stage, str, float], Sequence[Table]]
+    measure: Callable[[Stage, str, float], Iterable[Table]]
 
 
 def hidden(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
@@ -178,6 +192,70 @@ def captured(model: str, *, steps: int) -> LoopSettings:
     return LoopSettings(model, (*our_variants(), captured_variant(), *ddp_variants(), ALONE), steps=steps)
 
 
+def batch_sizes(
+    stage: Stage, title: str, seconds: float, *, settings: LoopSettings, samples: Sequence[int], on: str
+) -> Iterator[Table]:
+    """Steps through the Trainer with and without CUDA graphs, by the number of samples in a batch."""
+    rows = {}
+    for number in samples:
+        ranks = stage.ranks(on, OpenFits, replace(settings, samples=number))
+        turns = turns_of(ranks, settings.variants)
+        found = take_turns(turns, repetitions=stage.most_rounds, seconds=seconds / len(samples))
+        eager, graphs, ddp = (1000 * statistics.median(found[variant.name]) for variant in settings.variants)
+        rows[str(number)] = [ddp, eager, graphs, ddp / graphs, eager / graphs, len(found[settings.variants[0].name])]
+        names = [f"{name} ms" for name in ("ddp", "bucketddp", "captured")]
+        yield Table(title, [*names, "captured, x ddp", "captured, x bucketddp", "rounds"], dict(rows), plot="lines")
+
+
+def compiled_fits(stage: Stage, title: str, seconds: float, *, settings: LoopSettings) -> Iterator[Table]:
+    """Steps of compiled models through the Trainer, on one rank, and on two with our settings for the network."""
+    began = time.monotonic()
+    stage.make_room()
+    settings = stage.rehearsed(settings)
+    places = {
+        "1 rank": Place(stage.device, 1, COMPILE_ALONE),
+        "2 ranks": Place(stage.device, 2, SETTINGS | COMPILE_ALONE),
+    }
+    with OwnProcesses(settings, places) as fits:
+        ready = fits.first_steps()
+        for left, at in zip((2, 1), places, strict=True):
+            time_left = (began + seconds - time.monotonic()) / left
+            rounds = take_turns(fits.turns(at), repetitions=stage.most_rounds, seconds=max(time_left, 12.0))
+            samples = {name: [1000 * turn.seconds for turn in turns] for name, turns in without_failed(rounds).items()}
+            medians = {name: statistics.median(values) for name, values in samples.items()}
+            modes = {variant.name: variant.compiled for variant in settings.variants}
+            ddp = {modes[name]: median for name, median in medians.items() if is_ddp(name)}
+            nan = float("nan")
+            rows = {
+                name: [
+                    median,
+                    min(samples[name]),
+                    max(samples[name]),
+                    ddp.get(None, nan) / median,
+                    ddp.get(modes[name], nan) / median,
+                    ready[at, name],
+                ]
+                for name, median in medians.items()
+            }
+            columns = ["median ms", "min", "max", "x ddp", "x ddp in this mode", "ready after s"]
+            yield Table(f"{title}, {at}", columns, rows, samples=samples)
+
+
+def strategies(stage: Stage, title: str, seconds: float) -> Iterator[Table]:
+    """Steps through the Trainer and peak memory, with `shard_optimizer`, FSDP and FSDP2."""
+    stage.make_room()
+    settings = stage.rehearsed(LoopSettings("gpt2", sharding.strategies(stage.device), steps=3, optimizer="adamw"))
+    place = Place(stage.device, 2, SETTINGS)
+    # The processes need about half of the time to start.
+    yield from sharding.compare(settings, place, repetitions=stage.most_rounds, seconds=seconds / 2, title=title)
+
+
+def compiled_models(model: str, *, steps: int) -> LoopSettings:
+    [ours], best = our_variants(), ddp_variants()[-1]
+    both = [compiled(variant, mode) for mode in ("default", "reduce-overhead") for variant in (best, ours)]
+    return LoopSettings(model, (best, captured_variant(), *both), steps=steps)
+
+
 def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:
     """Steps with all layers, with the same ones unused in each step, and with others."""
     best = ddp_variants()[-2]  # without a static graph, which allows no others
@@ -197,6 +275,9 @@ def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Tabl
         tables.append(replace(table, columns=[*table.columns, "x all layers used"], rows=rows))
     return tables
 
+
+# Compilers of their own for each of many processes would need more memory than there is.
+COMPILE_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 # The shares are the seconds that five rounds or more take on an H200.
 PARTS = [
@@ -227,6 +308,35 @@ PARTS = [
         )
         for model, steps, share in (("tiny_layers", 20, 8), ("gpt2", 4, 16), ("resnet50", 8, 12))
         for ranks, on in (("1 rank", "one rank"), ("2 ranks", BY_US))
+    ),
+    *(
+        Part(
+            "batches",
+            f"{model}, {ranks}, through the Trainer, by samples in a batch",
+            share,
+            partial(
+                batch_sizes,
+                settings=LoopSettings(model, (*our_variants(), captured_variant(), ddp_variants()[-1]), steps=steps),
+                samples=samples,
+                on=on,
+            ),
+        )
+        for model, ranks, on, samples, steps, share in (
+            ("gpt2", "1 rank", "one rank", (1, 4, 16), 5, 26),
+            ("resnet50", "1 rank", "one rank", (1, 4, 16, 64), 8, 16),
+            ("resnet50", "2 ranks", BY_US, (1, 16, 64), 8, 20),
+            ("gpt2", "2 ranks", BY_US, (1, 8), 4, 24),
+        )
+    ),
+    Part("strategies", "gpt2, AdamW, 2 ranks, through the Trainer, sharded", 60, strategies),
+    *(
+        Part(
+            "compiled",
+            f"{model}, through the Trainer, compiled",
+            share,
+            partial(compiled_fits, settings=compiled_models(model, steps=steps)),
+        )
+        for model, steps, share in (("gpt2", 5, 85), ("tiny_layers", 20, 90))
     ),
     Part("loop", "gpt2, 2 ranks, fp32 wire", 50, partial(hidden, model="gpt2")),
     Part("loop", "resnet50, 2 ranks, fp32 wire", 22, partial(hidden, model="resnet50")),
@@ -323,14 +433,14 @@ class Results:
     def __init__(self, directory: Path, about: str) -> None:
         self._directory = directory
         self._about = about
-        self._tables: list[Table] = []
+        self._tables: dict[str, Table] = {}
         self.missing: dict[str, str] = {}
         self._began = time.monotonic()
         self._text = ""
         self._say(f"{about}\n")
 
     def add(self, table: Table) -> None:
-        self._tables.append(table)
+        self._tables[table.title] = table  # one that grows replaces what there was of it
         self._say(f"{table}after {time.monotonic() - self._began:.0f} s, {_rounds(table)} rounds\n")
 
     def miss(self, part: Part, why: str) -> None:
@@ -341,7 +451,8 @@ class Results:
         print(text, flush=True)
         self._text += f"{text}\n"
         (self._directory / "gpu_suite.txt").write_text(self._text)
-        found = {"about": self._about, "tables": [asdict(table) for table in self._tables], "missing": self.missing}
+        found = {"about": self._about, "tables": [asdict(table) for table in self._tables.values()]}
+        found["missing"] = self.missing
         (self._directory / "gpu_suite.json").write_text(json.dumps(found, indent=1))
 
 

@@ -30,6 +30,7 @@ class LoopSettings:
         accumulate: micro-batches in a step.
         steps: measured in a turn, one after the other; the device is waited for only at the ends.
         optimizer: a name in `OPTIMIZERS`.
+        samples: in a batch; None: as many as the model has by default.
     """
 
     model: str
@@ -37,6 +38,7 @@ class LoopSettings:
     accumulate: int = 1
     steps: int = 5
     optimizer: str = "sgd"
+    samples: int | None = None
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -50,7 +52,7 @@ class Training:
 
     def __init__(self, settings: LoopSettings, variant: Variant, device: torch.device) -> None:
         self.variant = variant
-        self.workload = build(settings.model, device)
+        self.workload = build(settings.model, device, samples=settings.samples)
         self.attached = attach(variant, self.workload.model, device)
         self._optimizer = OPTIMIZERS[settings.optimizer](self.workload.model.parameters())
         if self.attached.shards is not None:

@@ -60,8 +60,8 @@ def mlp(device: torch.device) -> Workload:
     return Workload(model, lambda model: model(x).square().mean())
 
 
-def resnet50(device: torch.device) -> Workload:
-    """ResNet-50, bf16 autocast, channels_last, 32 images."""
+def resnet50(device: torch.device, samples: int = 32) -> Workload:
+    """ResNet-50, bf16 autocast, channels_last."""
     from torchvision.models import resnet50  # only here: there is no build of torchvision for every machine
 
     model = resnet50()
@@ -69,15 +69,15 @@ def resnet50(device: torch.device) -> Workload:
         for index in range(1, len(stage)):
             stage[index] = Layer(stage[index])
     model = model.to(device, memory_format=torch.channels_last)
-    images = torch.randn(32, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(0, 1000, (32,), device=device)
+    images = torch.randn(samples, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (samples,), device=device)
     return Workload(model, lambda model: _autocast_cross_entropy(model, images, labels))
 
 
-def gpt2(device: torch.device) -> Workload:
-    """A transformer with GPT-2's shapes (124 M parameters, tied embeddings), bf16 autocast, 4 sequences of 1,024."""
+def gpt2(device: torch.device, samples: int = 4) -> Workload:
+    """A transformer with GPT-2's shapes (124 M parameters, tied embeddings), bf16 autocast, sequences of 1,024."""
     model = _GPT2().to(device)
-    ids = torch.randint(0, 50257, (4, 1024), device=device)
+    ids = torch.randint(0, 50257, (samples, 1024), device=device)
     return Workload(model, lambda model: _autocast_cross_entropy(model, ids, ids))
 
 
@@ -91,7 +91,7 @@ def gpt2_shapes(device: torch.device) -> Workload:
     return _shapes(device, _gpt2_sizes())
 
 
-WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
+WORKLOADS: dict[str, Callable[..., Workload]] = {
     "tiny_layers": tiny_layers,
     "mlp": mlp,
     "resnet50": resnet50,
@@ -103,11 +103,11 @@ WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
 SHRUNK_BY = 1024
 
 
-def build(name: str, device: torch.device) -> Workload:
-    """The workload of this name, with the same weights on every rank and each time."""
+def build(name: str, device: torch.device, *, samples: int | None = None) -> Workload:
+    """The workload of this name, with the same weights on every rank and each time, and as many samples in a batch."""
     torch.manual_seed(0)
     with device:  # so that a GPU makes the random numbers, not a core
-        return WORKLOADS[name](device)
+        return WORKLOADS[name](device) if samples is None else WORKLOADS[name](device, samples)
 
 
 def _shapes(device: torch.device, sizes: Sequence[int]) -> Workload:

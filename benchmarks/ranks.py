@@ -3,7 +3,8 @@
     with Ranks(Loop, settings, Place(device="cpu", num_ranks=2)) as ranks:
         seconds = ranks.slowest("turn", "ddp")      # Loop(settings, device).turn("ddp"), on all ranks at once
 
-A bench that has a method `close` is closed before another one takes its place.
+A bench that has a method `close` is closed before another one takes its place. One that has an attribute `pause` gets
+a function there, which answers a call from within its method and waits for the arguments of the next; None: no other.
 
 The process that asks decides whose turn it is. So variants can take turns within one group of ranks and between two.
 """
@@ -191,14 +192,27 @@ def _serve(pipe: Connection) -> None:
             _close(bench)
             bench, build = None, functools.partial(asked, args, device)
             gc.collect()  # what the last one leaves behind
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             for name in _SILENT:  # here, because Lightning sets its level when the bench's module imports it
                 logging.getLogger(name).setLevel(logging.ERROR)
             continue
         try:
             bench = build() if bench is None else bench
+            if hasattr(bench, "pause"):
+                bench.pause = functools.partial(_pause, pipe)
             pipe.send((getattr(bench, asked)(*args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+
+
+def _pause(pipe: Connection, value: Any) -> Any:
+    pipe.send((value, None))
+    try:
+        _, args = pipe.recv()
+    except EOFError:
+        return None
+    return args
 
 
 def _close(bench: Any) -> None:

@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comm_hooks import HOOKS
 from benchmarks.models import Unused
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import LocalSteps, ReducerConfig
 from lightning_bucketddp.local_steps.islands import OuterStep, make_islands
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reduction import MeanReduction
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import Shards
 
@@ -44,10 +43,11 @@ class Variant:
         steps_to_settle: after how many steps every further one is like the last.
         local_steps: how many a rank makes alone between two exchanges of weights; None: gradients are exchanged.
         records_every: after how many steps a `BucketDDPMonitor` records one, through the Trainer; None: there is none.
+        compiled: the mode of `torch.compile` for the model, through the Trainer; None: it is not compiled.
     """
 
     name: str
-    kind: Literal["alone", "ours", "local", "ddp"]
+    kind: Literal["alone", "ours", "local", "ddp", "fsdp", "fsdp2"]
     options: dict[str, Any] = field(default_factory=dict)
     wire: Wire = "fp32"
     hook: str = ""
@@ -56,6 +56,7 @@ class Variant:
     steps_to_settle: int = 5
     local_steps: int | None = None
     records_every: int | None = None
+    compiled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,39 @@ def our_variants(
 def captured_variant() -> Variant:
     """bucketddp with steps that are captured as CUDA graphs, and replayed."""
     return Variant("bucketddp, cuda_graphs=True", "ours", {"cuda_graphs": True}, steps_to_settle=40)
+
+
+def compiled(variant: Variant, mode: str) -> Variant:
+    """`variant` with a model that `torch.compile` has compiled in this mode; the first steps capture CUDA graphs."""
+    name = f"{variant.name}, compiled" + ("" if mode == "default" else f" {mode}")
+    return replace(variant, name=name, compiled=mode, steps_to_settle=max(variant.steps_to_settle, 10))
+
+
+def sharded_variants() -> list[Variant]:
+    """`shard_optimizer`, FSDP and FSDP2, through the Trainer, by what weights and gradients travel as.
+
+    Lightning's FSDP with `precision="bf16-mixed"` has both as bf16.
+    """
+    ours = {"fp32, fp32": our_variants(), "fp32, bf16": our_variants(wire="bf16")}
+    grad_op, full = {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "FULL_SHARD"}
+    theirs: list[tuple[str, Literal["fsdp", "fsdp2"], str, dict[str, Any]]] = [
+        ("FSDP SHARD_GRAD_OP", "fsdp", "fp32, fp32", grad_op),
+        ("FSDP SHARD_GRAD_OP", "fsdp", "fp32, bf16", grad_op),
+        ("FSDP SHARD_GRAD_OP", "fsdp", "bf16, bf16", grad_op),
+        ("FSDP FULL_SHARD", "fsdp", "bf16, bf16", full),
+        ("FSDP2 reshard_after_forward=False", "fsdp2", "bf16, bf16", {"reshard_after_forward": False}),
+        ("FSDP2", "fsdp2", "bf16, bf16", {"reshard_after_forward": True}),
+    ]
+    return [
+        *(
+            replace(variant, name=f"shard_optimizer ({wires})", options={**variant.options, "shard_optimizer": True})
+            for wires, [variant] in ours.items()
+        ),
+        *(
+            Variant(f"{name} ({wires})", kind, {**options, "wires": [WIRES[wire] for wire in wires.split(", ")]})  # type: ignore[index]
+            for name, kind, wires, options in theirs
+        ),
+    ]
 
 
 def ddp_variants(*, wire: Wire = "fp32") -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Processes of this host: whether they run, which is which, who started this one, their variables, and forks."""
+"""Processes of this host: whether they run, which is which, who started this one, their variables; worker threads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from lightning_utilities.core import rank_zero
 
@@ -127,3 +132,52 @@ def rank_zero_info(text: str) -> None:
     """Log `text` where Lightning logs, unless the user has set the logger `lightning_bucketddp` to a higher level."""
     if _log.level <= logging.INFO:
         rank_zero.rank_zero_info(text)
+
+
+_Result = TypeVar("_Result")
+
+
+class WorkerThread(threading.Thread):
+    """The thread of a `Worker`: what it exchanges with other ranks follows from what was started elsewhere."""
+
+
+class Worker:
+    """Calls functions in a thread of its own, in the order in which they were given to it.
+
+    With `stops_at_error`, all functions after one that has failed fail by the same error: what they exchange with other
+    ranks would meet what these have not got to. A thread that waits for a rank that is gone ends with the process.
+    """
+
+    def __init__(self, name: str, *, stops_at_error: bool = True) -> None:
+        self._given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # Not a method, which would keep this object: garbage collection ends a worker that nobody has closed.
+        self._thread = WorkerThread(target=_work, args=(self._given, stops_at_error), name=name, daemon=True)
+        self._thread.start()
+        self._last: Future[Any] | None = None
+        self._end = weakref.finalize(self, self._given.put, None)
+
+    def submit(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Have `function` called when all before it have been."""
+        self._last = future = Future[_Result]()
+        self._given.put((function, future))
+        return future
+
+    def close(self) -> None:
+        """Take nothing more; end now if all is done, otherwise when it is."""
+        self._end()
+        if self._last is None or self._last.done():
+            self._thread.join()
+
+
+def _work(given: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None], stops_at_error: bool) -> None:
+    failure: BaseException | None = None
+    while (next_one := given.get()) is not None:
+        function, future = next_one
+        try:
+            if failure is not None and stops_at_error:
+                raise failure
+            future.set_result(function())
+        except Exception as error:
+            failure = error
+            future.set_exception(error)
+        del next_one, function, future  # tensors hang on them

@@ -34,7 +34,12 @@ FOLDERS = [
 ]
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Before there is a process group, about it, and in it.
-TALK_TO_OTHER_RANKS = {"startup/store.py", "comm/process_group.py", "comm/collectives.py", "comm/trial.py"}
+TALK_TO_OTHER_RANKS = {
+    "startup/store.py",
+    "comm/process_group.py",
+    "comm/collectives.py",
+    "callbacks/batch_size_finder.py",
+}
 # What has to be checked, because it knows torch and must not know more.
 _BELOW_LIGHTNING = FOLDERS[: FOLDERS.index("checkpoint")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from benchmarks import (
 from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
+from benchmarks.own_processes import OwnProcesses, without_failed
 from benchmarks.peaks import Memory, Peaks
 from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
@@ -44,7 +46,17 @@ from benchmarks.quality_training import DDP, LOCAL_STEPS, PLAIN, WIRES, Run, Tra
 from benchmarks.ranks import Place, RankFailed, Ranks
 from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
-from benchmarks.variants import ALONE, Variant, attach, ddp_variants, our_variants, settling_in, with_hook, with_unused
+from benchmarks.variants import (
+    ALONE,
+    Variant,
+    attach,
+    ddp_variants,
+    our_variants,
+    settling_in,
+    sharded_variants,
+    with_hook,
+    with_unused,
+)
 from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support import warm
 from tests.support.cases import for_each
@@ -324,6 +336,20 @@ def test_a_fit_goes_on_where_it_was_when_its_turn_comes_again() -> None:
     counting.remove()
     assert counts == [3 + 2, 3 + 2 + 1 + 2]
     assert threading.active_count() == threads - 1
+
+
+@pytest.mark.usefixtures("warm_programs")
+def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = next(variant for variant in sharded_variants() if variant.kind == "fsdp")  # which needs a GPU
+    settings = LoopSettings("tiny_layers", (replace(ALONE, steps_to_settle=2), failing), steps=2)
+    with OwnProcesses(settings, {"here": Place(num_ranks=1)}) as fits:
+        seconds = fits.first_steps()
+        rounds = take_turns(fits.turns("here"), repetitions=2)
+    assert seconds["here", ALONE.name] > 0
+    assert math.isnan(seconds["here", failing.name])
+    assert re.search(r"SHARD_GRAD_OP.*: Rank 0 failed in `turn`:(.|\n)*requires a GPU", capsys.readouterr().out)
+    assert list(without_failed(rounds)) == [ALONE.name]
+    assert all(turn.seconds > 0 for turn in without_failed(rounds)[ALONE.name])
 
 
 def test_a_fit_that_fails_tells_whoever_has_asked_for_the_turn() -> None:

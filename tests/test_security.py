@@ -34,9 +34,8 @@ from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, introduce, place
 from lightning_bucketddp.recording.schema import path_of
 from lightning_bucketddp.strategies.launchers import SavedPredictions
 from lightning_bucketddp.wording import printable
@@ -98,7 +97,7 @@ class Siege(Callback):
             write(self._directory / f"listening{trainer.global_rank}.json", {"at": _listening()})
         # Not beside the failure: who overwrites what is there keeps others from reading it.
         if batch_idx in range(2, 2 + len(HOSTILE) + 1) and trainer.global_rank == 0:
-            self._attack(trainer.strategy._fault_handler._watchdog._channel, batch_idx)  # type: ignore[attr-defined]
+            self._attack(trainer.strategy._fault_handler.watchdog._channel, batch_idx)  # type: ignore[attr-defined]
         if batch_idx == 2 + len(HOSTILE) + 1 and trainer.global_rank == 1:
             raise ValueError(f"boom{COMMANDS}")
 

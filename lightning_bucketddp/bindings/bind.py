@@ -18,8 +18,8 @@ from lightning_bucketddp.trainer_internals import known
 _CALLBACKS = {
     "BatchSizeFinder": ("batch_size_finder", "SharedBatchSizeFinder", "callbacks", "BatchSizeFinder"),
     "BucketDDPMonitor": ("monitor", "StepMonitoring", "callbacks", "Callback"),
-    "ScaleLearningRate": ("scale_learning_rate", "LearningRateScaling", "callbacks", "Callback"),
-    "ScalingMonitor": ("scaling_monitor", "ScalingMeasurement", "callbacks", "Callback"),
+    "ScaleLearningRate": ("scaling", "LearningRateScaling", "callbacks", "Callback"),
+    "ScalingMonitor": ("scaling", "ScalingMeasurement", "callbacks", "Callback"),
     "Tuner": ("batch_size_finder", "SharedTuner", "tuner", "Tuner"),
 }
 

@@ -13,8 +13,7 @@ import torch
 
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.processes import rank_zero_info
-from lightning_bucketddp.recording.reader import read_run
-from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning, read_run
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import (
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_bucketddp.commands.report.page import InlinePage
+    from lightning_bucketddp.commands.report import InlinePage
 else:
     _Callback = object
 
@@ -213,7 +212,7 @@ class StepMonitoring(_Callback):
 
     def show(self, height: int = 900) -> InlinePage:
         """Return the page of the last fit, of which `height` pixels are visible, for the last line of a cell."""
-        from lightning_bucketddp.commands.report.page import InlinePage, make_page
+        from lightning_bucketddp.commands.report import InlinePage, make_page
 
         if self.recorded_in is None:
             raise RuntimeError(f"`{_NAME}.show()` shows the last fit, and there was none that was recorded.")

@@ -28,8 +28,6 @@ from lightning_bucketddp.comm.process_group import ForeignCollectives
 
 # Broadcasting thousands of small tensors one by one costs a round trip each; larger chunks only cost memory.
 _BROADCAST_CHUNK_BYTES = 64 * 2**20
-# What JSON travels in: its size, and with it all of a text that is short.
-_SIZE_CHARS, _FIRST_CHARS = 12, 244
 # Since torch 2.13 under other names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -281,26 +279,20 @@ class Collectives:
         self._exchange(dist.irecv, tensor, other=source)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return this JSON value of every rank, by rank: in one round trip if all are short, otherwise in two."""
-        text = json.dumps(value)
-        firsts = [_to_text(raw) for raw in self.gather(_to_bytes(_first_message(text), self.device))]
-        longest = max(int(first[:_SIZE_CHARS]) for first in firsts)
-        if longest <= _FIRST_CHARS:
-            return [json.loads(first[_SIZE_CHARS:]) for first in firsts]
-        return [json.loads(_to_text(raw)) for raw in self.gather(_to_bytes(text.ljust(longest), self.device))]
+        """Return this JSON value of every rank, by rank."""
+        return [_from_json(raw) for raw in self.gather_rows(self._to_json(value))]
 
     def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
-        """Return the JSON value that `source` has; the others' values are ignored. Round trips as in `gather_json`."""
-        text = json.dumps(value if self.rank == source else None)
-        raw = _to_bytes(_first_message(text), self.device)
+        """Return the JSON value that `source` has; the others' values are ignored."""
+        raw = self._to_json(value if self.rank == source else None)
+        size = torch.tensor([raw.numel()], device=self.device)
+        self._broadcast(size, source)
+        raw = raw if self.rank == source else raw.new_empty(int(size))
         self._broadcast(raw, source)
-        first = _to_text(raw)
-        size = int(first[:_SIZE_CHARS])
-        if size <= _FIRST_CHARS:
-            return json.loads(first[_SIZE_CHARS:])
-        raw = _to_bytes(text.ljust(size), self.device)
-        self._broadcast(raw, source)
-        return json.loads(_to_text(raw))
+        return _from_json(raw)
+
+    def _to_json(self, value: Any) -> Tensor:
+        return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
         """Overwrite `tensors` with those of `source`, many at a time."""
@@ -406,14 +398,5 @@ def chunks_of_one_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-def _first_message(text: str) -> str:
-    """Return the size of a JSON `text`, and of the text what fits. Spaces behind it change nothing."""
-    return f"{len(text):<{_SIZE_CHARS}}{text[:_FIRST_CHARS]:<{_FIRST_CHARS}}"
-
-
-def _to_bytes(text: str, device: torch.device) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-
-
-def _to_text(raw: Tensor) -> str:
-    return bytes(raw.tolist()).decode()
+def _from_json(raw: Tensor) -> Any:
+    return json.loads(bytes(raw.tolist()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+import threading
 import time
 import uuid
 import weakref
@@ -16,6 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_bucketddp.processes import agent_holds_store, variables_by_default
+
+_ABORTED_WITHIN_S = 5.0
+_LEFT_BEHIND: list[Any] = []  # groups that were aborted
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ def access_store() -> StoreAccess:
     return StoreAccess(connection, host, port, f"{group_name}/{identity}", is_held_by_rank_zero=not agent_holds_store())
 
 
+def surviving_nccl() -> AbstractContextManager[None]:
+    """Have a process outlive a failure in a group that is made in the block: torch would end it a minute later."""
+    return variables_by_default({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
+
+
 def tried_nccl() -> AbstractContextManager[None]:
     """Have `nccl` mean ProcessGroupNCCL in torch 2.15 and later, too, if it is first used in the block.
 
@@ -67,19 +76,38 @@ def tried_nccl() -> AbstractContextManager[None]:
     return variables_by_default({"TORCH_DIST_USE_NCCL2": "0"})
 
 
-def abort_device_groups() -> None:
-    """Abort the collectives on a device, in every group of this process. Those of gloo end when connections are cut."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if "nccl" in dist.get_backend(group):
+def _device_groups() -> list[Any]:
+    return [group for group in dist.distributed_c10d._world.pg_map if "nccl" in dist.get_backend(group)]
+
+
+def abort_device_groups(release_graphs: Callable[[], None] = lambda: None) -> None:
+    """Abort the collectives on a device, in every group of this process. Those of gloo end when connections are cut.
+
+    NCCL waits for the end of all CUDA graphs that have its kernels: `release_graphs` lets go of them, at the same time,
+    because one that is being replayed ends when its kernels are aborted. The program may have graphs of its own: what
+    has not ended after a while is left to the end of the process.
+    """
+
+    def abort() -> None:
+        for group in groups:
             group.abort()
+
+    if groups := _device_groups():
+        threads = [threading.Thread(target=it, name="bucketddp-abort", daemon=True) for it in (abort, release_graphs)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _ABORTED_WITHIN_S
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0))
 
 
 def leave_process_group() -> None:
     """Take this process out of its process group, without waiting for ranks that are gone."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        # Destroying the group would wait for NCCL's watchdog, and that for ranks that are gone.
-        dist.distributed_c10d._update_default_pg(None)
-    elif dist.is_initialized():
+    if dist.is_initialized():
+        # To destroy one of these is to wait for NCCL's watchdog, and that for ranks that are gone.
+        for group in _device_groups():
+            _LEFT_BEHIND.append(group)
+            del dist.distributed_c10d._world.pg_names[group]  # those that are shut down
         dist.destroy_process_group()
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from lightning_bucketddp.comm.connections import SILENT_AFTER_S
 from lightning_bucketddp.faults.failure import Failure, Kind, this_process
-from lightning_bucketddp.faults.local_ranks import GuardedStore
 from lightning_bucketddp.faults.progress import Progress
+from lightning_bucketddp.faults.side_channel import GuardedStore
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Where this rank is in the run: written by the training thread, read by the watchdog.
+"""Where this rank is in the run, written by the training thread and read by the watchdog, and how that thread is ended.
 
 Note: no garbage collection
     To look at the frames of another thread, Python makes objects for them. Before Python 3.12 this may collect garbage,
@@ -10,6 +10,8 @@ Note: no garbage collection
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import re
 import sys
 import threading
@@ -17,10 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
-from lightning_bucketddp.faults.failure import format_stack
+from lightning_bucketddp.faults.failure import Failure, format_stack
 
+_INTERRUPT_AFTER_S = 1.0
+_EXIT_AFTER_S = 2.5
 # Phases that several files name.
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -172,3 +177,58 @@ def _frames_of(thread: int | None) -> list[FrameType]:
         finally:
             if was_on:
                 gc.enable()
+
+
+@dataclass(eq=False)
+class Shutdown:
+    """Ends the thread that trains, with more and more force (docs/design/failure-protocol.md).
+
+    It ends, in this order: at its next collective, which fails; at the beginning of its next phase; by an exception
+    that a signal raises wherever its program is; by leaving the process at once. The last two spare a rank that is
+    writing a checkpoint or in the middle of an optimizer's step. Callbacks may take `timeout_s`.
+    """
+
+    progress: Progress
+    cut: Callable[[], None]
+    interrupt: Callable[[], None]
+    rank: int
+    timeout_s: float
+    has_aborted: bool = False  # this rank no longer waits for others
+    # When the thread has raised, so that only callbacks run still, and since when it could have; None: neither.
+    raised_at: float | None = None
+    _pressed_at: float | None = None
+
+    def abort(self, failure: Failure) -> None:
+        """End every collective, and have the thread end."""
+        if not self.has_aborted:
+            if self.raised_at is None:
+                self.progress.end_with = lambda: failure.error_for(self.rank)
+            self.has_aborted = True  # before, because a device may take its time
+            self.cut()
+
+    def press(self, failure: Failure) -> None:
+        """Make the thread end, with the next means if it has had its time."""
+        now = time.monotonic()
+        if not self.has_aborted:
+            return  # all have raised together: what the program does then is its own affair
+        if self.raised_at is not None:
+            if now - self.raised_at > self.timeout_s:
+                self._exit(failure, why="its callbacks take too long")
+        elif not self.progress.may_be_interrupted:
+            self._pressed_at = None
+        else:
+            self._pressed_at = now if self._pressed_at is None else self._pressed_at
+            if now - self._pressed_at > _EXIT_AFTER_S:
+                self._exit(failure, why="it cannot be interrupted")
+            elif now - self._pressed_at > _INTERRUPT_AFTER_S:
+                self.interrupt()
+
+    def _exit(self, failure: Failure, *, why: str) -> None:
+        sys.stderr.write(
+            f"bucketddp: rank {self.rank} exits at once in {self.progress.describe()}, because {why}."
+            f" {failure.describe()}\nThe stack of rank {self.rank}, innermost call last:\n{self.progress.stack()}"
+        )
+        sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.kill()  # data workers, which might wait for us for ever
+        os._exit(1)

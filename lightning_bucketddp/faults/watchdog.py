@@ -19,10 +19,15 @@ from dataclasses import dataclass, field, replace
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind, RankFailedError
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
-from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.shutdown import SaverElection, Shutdown
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.progress import Progress, Shutdown
+from lightning_bucketddp.faults.side_channel import (
+    GuardedStore,
+    LocalRanks,
+    SaverElection,
+    SideChannel,
+    introduce,
+    place,
+)
 
 log = logging.getLogger(__name__)
 

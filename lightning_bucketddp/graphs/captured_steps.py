@@ -24,6 +24,7 @@ Note: memory of graphs
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -59,6 +60,7 @@ _NUM_BEFORE = 3
 _ASK_IN_FIRST, _ASK_EVERY = 64, 64
 _COMPARE_EVERY = 4096
 _MOST_GRAPHS = 8
+_LAUNCHED_WITHIN_S = 1.0
 # What ranks do together.
 _PROVE, _COMPARE = "prove", "compare"
 _HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
@@ -90,6 +92,9 @@ class CUDAGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
 
 
 def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
@@ -153,6 +158,8 @@ class CapturedSteps(RunPart):
     _seen: Counter[Any] = field(default_factory=Counter)
     _num_recaptured: int = 0
     _num_closures: int = 0
+    # Whoever holds it may use graphs, and nobody else: an abort lets go of them.
+    _use: threading.Lock = field(default_factory=threading.Lock)
     _stream_before: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
@@ -179,8 +186,6 @@ class CapturedSteps(RunPart):
                 self._give_up(f"`{type(owner).__name__}.{names[0]}` runs within it")
         if self._reducer.uses_hook:
             self._give_up("a communication hook may do other things in each step")
-        if self.trainer.strategy.shards is not None:
-            self._give_up("`shard_optimizer` divides gradients among the ranks")
         self._agree()
         if not self._reason:
             self._undo = replace_closures(self.trainer, self.run)
@@ -198,6 +203,14 @@ class CapturedSteps(RunPart):
             self._stream_before.wait_stream(torch.cuda.current_stream(self.collectives.device))
             torch.cuda.set_stream(self._stream_before)
             self._stream_before = None
+
+    def release(self) -> None:
+        """Let go of all graphs while the thread that trains may be waiting for one: NCCL is being aborted."""
+        # Not while it launches one. If that takes long, it is the end of the process that lets go of them.
+        if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
+            for step in list(self._steps.values()):
+                step.graph.reset()
+            self._use.release()
 
     def describe(self) -> str:
         return f"{self.num_replayed} of {self._num_closures} steps were replayed" if self.num_replayed else ""
@@ -218,7 +231,9 @@ class CapturedSteps(RunPart):
 
     def _agree(self, wish: str = "") -> str:
         """Return the wish of all ranks, or to prove if one wants that; if one has given up, all do, and say why."""
-        ranks = self.collectives.gather_json([wish, self._reason])
+        # Between hosts: whoever waits for a device does so for ever if another rank does not come.
+        group = self.collectives if self.collectives.world_size == 1 else self.collectives.host_group()
+        ranks = group.gather_json([wish, self._reason])
         for rank, (_, reason) in enumerate(ranks):
             if reason:
                 self._give_up(reason)
@@ -295,7 +310,8 @@ class CapturedSteps(RunPart):
         self.host.before_forward()
 
         def run() -> None:
-            step.graph.replay()
+            with self._use:
+                step.graph.replay()
             for param, gradient in zip(step.params, step.gradients, strict=True):
                 param.grad = gradient
             if self._reducer.is_alone:
@@ -332,12 +348,14 @@ class CapturedSteps(RunPart):
             if step is None:
                 self._run_as_captured(closure, dict(closure.arguments), start.loss_digest)
             else:
-                step.graph.replay()
+                with self._use:
+                    step.graph.replay()
                 replayed = Outcome(step.values, step.gradients, list(self._module.buffers()))
                 if self._accept(replayed, kept.outcome(values), when="first"):
                     self._steps[key] = step
         finally:
             kept.restore()
+            self._reducer.take_gradients()
         return result
 
     def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
@@ -346,7 +364,8 @@ class CapturedSteps(RunPart):
         start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         with torch.no_grad():
             step.read(tensors)
-            step.graph.replay()
+            with self._use:
+                step.graph.replay()
             replayed = Outcome.of(self._module, step.values, step.gradients)
         self._steps.clear()
         del step
@@ -429,7 +448,7 @@ class CapturedSteps(RunPart):
         return result
 
     def _accept(self, with_graph: Outcome, without: Outcome, *, when: str) -> bool:
-        if different := with_graph.find_difference(without, self._module):
+        if different := with_graph.scaled(self._reducer.factor).find_difference(without, self._module):
             self._give_up(f"{different} differs with a graph, when it was compared {when}")
         return not different
 

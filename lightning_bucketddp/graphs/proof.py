@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.sharding.gradient import copy_of, own_part
 from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -223,8 +224,15 @@ class Outcome:
     @classmethod
     def of(cls, module: nn.Module, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Outcome:
         """Copy it."""
-        copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+        copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
         return cls([value.clone() for value in values], copies, [buffer.clone() for buffer in module.buffers()])
+
+    def scaled(self, factor: float) -> Outcome:
+        """Return it with its gradients multiplied by `factor`."""
+        if factor == 1:
+            return self
+        gradients = [None if gradient is None else own_part(gradient) * factor for gradient in self.gradients]
+        return Outcome(self.values, gradients, self.buffers)
 
     def find_difference(self, other: Outcome, module: nn.Module) -> str:
         """Return what is another there, in words; empty: nothing is, but for rounding."""
@@ -244,6 +252,7 @@ class Outcome:
 def _are_alike(one: Tensor | None, another: Tensor | None) -> bool:
     if one is None or another is None:
         return one is another
+    one, another = own_part(one), own_part(another)
     if one.shape != another.shape or one.dtype != another.dtype:
         return False
     if torch.equal(one, another) or not one.numel():
@@ -266,7 +275,7 @@ class StepStart:
         self.loss_digest = reducer.finiteness.loss_digest
         zeroed = {id(param) for group in closure.optimizer.param_groups for param in group["params"]}
         self._gradients = [
-            (param, param.grad, param.grad.clone())
+            (param, param.grad, copy_of(param.grad))
             for param in module.parameters()
             if param.grad is not None and not (self._zeroes and id(param) in zeroed)
         ]
@@ -283,7 +292,8 @@ class StepStart:
             self._optimizer.zero_grad()
         for param, gradient, copied in self._gradients:
             param.grad = gradient
-            gradient.copy_(copied)
+            if gradient is not copied:
+                gradient.copy_(copied)
         for buffer, copied in self._buffers:
             buffer.copy_(copied)
         if self._device.type == "cuda":
@@ -303,7 +313,7 @@ class StepStart:
         kept._gradients = [
             (param, copied, copied)
             for param in self._module.parameters()
-            if param.grad is not None and (copied := param.grad.clone()) is not None
+            if param.grad is not None and (copied := copy_of(param.grad)) is not None
         ]
         kept._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         kept._random_state = self._get_random_state()

@@ -25,9 +25,9 @@ from typing import Any, TextIO
 import torch
 
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.plan import BucketSpec, ParameterSpec
+from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.recording.schema import (
     ALL_REDUCE,
     BucketTimes,

@@ -126,6 +126,14 @@ class BucketSet:
             if isinstance(bucket, BufferedBucket):
                 bucket.give_back()
 
+    @torch.no_grad()
+    def take_gradients(self, factor: float) -> None:
+        for bucket in self.buckets:
+            bucket.collect()
+            if factor != 1:
+                bucket.numbers.mul_(factor)
+            bucket.release()
+
     def __str__(self) -> str:
         sizes = ["sparse" if isinstance(one, SparseBucket) else f"{one.num_bytes / MIB:.2f}" for one in self.buckets]
         buckets = pluralize(len(sizes), "bucket")

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.config import BLOCK_NUMEL, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import Codec, Codecs
 from lightning_bucketddp.planning.plan import Shares
+from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.reducer.bucket import DenseBucket
 from lightning_bucketddp.reducer.reduction import CommHookReduction, MeanReduction, PendingReduction, Reduction
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.process_group import ForeignCollectives
+from lightning_bucketddp.comm.step_exchange import Weighting
 from lightning_bucketddp.config import MIB, ReducerConfig
 from lightning_bucketddp.planning.cost import Profile
 from lightning_bucketddp.reducer.bucket_set import BucketMaker, BucketSet
@@ -40,7 +41,6 @@ from lightning_bucketddp.reducer.observer import (
 )
 from lightning_bucketddp.reducer.plan_cache import PlanCache
 from lightning_bucketddp.reducer.quantization import reduction_of
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Reducer:
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
         self._captured: CapturedBackward | None = None
+        self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
         self._failure = ""
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
@@ -272,18 +273,21 @@ class Reducer:
             return
         factor = self._factor(captured.trainable) if factor is None else factor
         assert captured.bucket_set is not None
-        buckets = captured.bucket_set.buckets
-        self.stats.num_reductions += len(buckets)
+        self.bucket_set = captured.bucket_set
+        self.stats.num_reductions += len(captured.bucket_set.buckets)
         self.stats.bytes_sent += captured.bytes_sent
         with torch.no_grad():
             if weighting is not None:
                 weighting.compare_missing([], some_miss=some_miss)
-            if factor != 1:
-                for bucket in buckets:
-                    bucket.numbers.mul_(factor)
+            self.take_gradients(factor)
             if weighting is not None:
                 weighting.end()
             self._read_digests(captured.bucket_set)
+
+    def take_gradients(self, factor: float = 1.0) -> None:
+        """Take over averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
+        if self.bucket_set is not None and self.is_synchronised and (factor != 1 or self._maker is not None):
+            self.bucket_set.take_gradients(factor)
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple([param.requires_grad for param in self._params])
@@ -339,6 +343,7 @@ class Reducer:
         captured = self._captured
         with self._foreign.left_out():
             if captured is None:
+                self.factor = 1.0
                 self.finiteness.begin(self.stats)
             self.give_back_memory()
             if self._maker is not None and captured is None:
@@ -393,7 +398,8 @@ class Reducer:
         """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
         if self._weighting is None:
             return 1.0
-        factor = self._weighting.factor(self.stats)
+        factor, num_skipped = self._weighting.factor()
+        self.stats.num_skipped += num_skipped
         if self._weighting.trainable_differs:
             self.replicas.refuse_trainable(trainable)
         return factor
@@ -418,6 +424,7 @@ class Reducer:
                 self._reduce_rest(backward, factor)
             if backward.captured is not None:
                 return
+            self.factor = factor
             if self._weighting is not None:
                 self._weighting.end()
         backward.observer.gradients_final()

@@ -15,7 +15,6 @@ Note: checksum
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, id_of
 from lightning_bucketddp.config import ReplicaChecks
 from lightning_bucketddp.wording import list_ranks
 
@@ -224,16 +223,12 @@ class TrainingState:
             self.owners[name] = (owner, key)
 
     def start_digest(self, checksums: Checksums) -> Callable[[], int]:
-        """Start to compute one number for everything, which may change afterwards; return what waits for the number.
-
-        It is below 2**48, so that a float holds it exactly.
-        """
+        """Start to compute one `id_of` everything, which may change afterwards; return what waits for the number."""
         described = json.dumps([sorted(self.tensors), self.numbers], sort_keys=True)
         wait = checksums.start(units_of([self.tensors[name] for name in sorted(self.tensors)]))
 
         def digest() -> int:
-            text = json.dumps([described, wait()])
-            return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+            return id_of(json.dumps([described, wait()]).encode())
 
         return digest
 

@@ -114,6 +114,12 @@ class ShardedGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
+    def copied(self) -> ShardedGradient:
+        whole = self.plain().clone()
+        start = (self.own.data_ptr() - self.data_ptr()) // self.itemsize if len(self.own) else 0
+        own = whole.as_strided(self.own.shape, (1,), start)
+        return ShardedGradient.over(whole, own=own, division=self.division, name=self.param_name)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -154,6 +160,16 @@ class ShardedGradient(Tensor):
         if self.division.is_divided:
             refuse(self, "pickle")
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def copy_of(gradient: Tensor) -> Tensor:
+    """Return a copy of a gradient, which is divided if the gradient is."""
+    return gradient.copied() if isinstance(gradient, ShardedGradient) else gradient.clone()
+
+
+def own_part(gradient: Tensor) -> Tensor:
+    """Return what this rank has of a gradient: its share, if it is divided."""
+    return gradient.own if isinstance(gradient, ShardedGradient) and gradient.division.is_divided else gradient
 
 
 def _sharded_in(values: Any) -> Iterator[ShardedGradient]:
@@ -225,8 +241,7 @@ def _norm(
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Do a GradScaler's part on this rank's shares; what one rank finds holds for all."""
     divided = [one for one in gradients if isinstance(one, ShardedGradient) and one.division.is_divided]
-    parts = [one.own if isinstance(one, ShardedGradient) and one.division.is_divided else one for one in gradients]
-    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(map(own_part, gradients)), found_inf, inv_scale)
     divided[0].division.collectives.maximum(found_inf)
     divided[0].division.norms.forget()
 

@@ -25,7 +25,7 @@ from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import abort_device_groups, tried_nccl
+from lightning_bucketddp.comm.process_group import abort_device_groups, surviving_nccl, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_info
@@ -36,6 +36,7 @@ from lightning_bucketddp.sharding.optimizer import gather_optimizer_state
 from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
+from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import FaultHandler
 from lightning_bucketddp.strategies.launchers import HoldsPort, make_launcher
 from lightning_bucketddp.strategies.options import (
@@ -153,7 +154,7 @@ class StrategyBase:
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
             is_local=self._is_on_one_host,
-            num_fits=0 if self.restarts is None else self.restarts.num_fits,
+            num_fits=0 if self.restarts is None else sum(AutoResume.num_fits_ended.values()),
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         is_restart = self.restarts is not None and self.restarts.count > 0
@@ -162,10 +163,11 @@ class StrategyBase:
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         backend, timeout = self._get_process_group_backend(), self._timeout
+        of_failed_run = tuple(getattr(self.launcher, "children", ())) if is_restart else ()
 
         def find_failure() -> str | None:
-            if isinstance(self.launcher, HoldsPort):
-                self.launcher.replace_ended()
+            if of_failed_run:
+                self.launcher.replace_ended(of_failed_run)
             return None if is_restart and self.options.max_restarts.min_ranks else launched.find_failure()
 
         with launched.ended_on_failure():
@@ -203,7 +205,8 @@ class StrategyBase:
             yield
             return
         tried = nullcontext() if self.options.process_group_backend else tried_nccl()
-        with tried, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
+        surviving = nullcontext() if self.restarts is None else surviving_nccl()
+        with tried, surviving, more_sockets(store, rank=point.rank, world_size=point.world_size) as num_hosts:
             if num_hosts > 0:
                 settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
                 rank_zero_info(
@@ -310,9 +313,11 @@ class StrategyBase:
         this = weakref.ref(self)  # the watch must not keep alive what it watches
 
         def abort_device() -> None:
-            if (strategy := this()) is not None:
+            if (strategy := this()) is None:
+                abort_device_groups()
+            else:
                 strategy.note_partial_step()
-            abort_device_groups()
+                abort_device_groups(strategy.release_graphs)
 
         def claim(run_id: str) -> bool:
             directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
@@ -352,6 +357,9 @@ class StrategyBase:
         while not all(reducer.has_exchanged for reducer in reducers) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.has_partial_step |= not all(reducer.has_exchanged for reducer in reducers)
+
+    def release_graphs(self) -> None:
+        """Let go of CUDA graphs with collectives in them, in another thread than the one that trains."""
 
     def _end_watching(self) -> None:
         if self._fault_handler is not None:

@@ -79,7 +79,7 @@ class FaultHandler:
             cut_connections(except_port=access.port)
             abort_device()
 
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             SideChannel(access.store, name=name, rank=rank, world_size=world_size),
             progress,
             WatchdogActions(
@@ -99,7 +99,7 @@ class FaultHandler:
 
     def begin(self) -> None:
         self._wakeup.install()
-        self._watchdog.start()
+        self.watchdog.start()
         # A thread that still talks to the store when Python goes down would take the process with it. Nearly the last
         # thing to be done then, because nearly the first to be registered.
         atexit.register(self._end_with_python)
@@ -112,8 +112,8 @@ class FaultHandler:
         self._wakeup.uninstall()
         self._take_out_hook()
         self._is_over = True
-        self._watchdog.stop()
-        if not self._watchdog.have_aborted:
+        self.watchdog.stop()
+        if not self.watchdog.have_aborted:
             self.forget_at_exit()
 
     def forget_at_exit(self) -> None:
@@ -121,33 +121,23 @@ class FaultHandler:
         atexit.unregister(self._end_with_python)
 
     def _end_with_python(self) -> None:
-        self._watchdog.stop()
-        if self._watchdog.have_aborted:
+        self.watchdog.stop()
+        if self.watchdog.have_aborted:
             nowhere = open(os.devnull, "w")  # noqa: SIM115  (needed to the end; there is nothing to see of Python's)
             faulthandler.dump_traceback_later(_LIBRARIES_END_WITHIN_S, exit=True, file=nowhere)
 
-    @property
-    def has_raised(self) -> bool:
-        """Whether this rank has raised."""
-        return self._watchdog.is_ending
-
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return ranks that will not come to `phase`, where this one is, because they wait elsewhere."""
-        return [] if self._is_over else self._watchdog.waiting_elsewhere(what, phase=phase)
+        return [] if self._is_over else self.watchdog.waiting_elsewhere(what, phase=phase)
 
     @property
     def failure(self) -> Failure | None:
         """What has ended the run first, on whichever rank; None: nothing has, as far as this rank knows."""
-        return self._watchdog.failure
-
-    @property
-    def failed_rank(self) -> int | None:
-        """The rank that has failed first; None: none has, or a signal has stopped all."""
-        return self._watchdog.failed_rank
+        return self.watchdog.failure
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""
-        self.signals = StopSignals(trainer, self._watchdog, self._progress, self._wakeup)
+        self.signals = StopSignals(trainer, self.watchdog, self._progress, self._wakeup)
         self.signals.replace_handlers(callback)
 
     def handle_end_of_program(self) -> None:
@@ -179,19 +169,19 @@ class FaultHandler:
         is_sigterm = sigterm_exception is not None and isinstance(error, sigterm_exception)
         stopped_by = 0
         if isinstance(error, KeyboardInterrupt) or is_sigterm:
-            stopped_by = self._watchdog.stop_signal or signal.SIGINT
-        failure = self._watchdog.end_by(error, stopped_by=stopped_by)
-        if self._watchdog.have_aborted:
+            stopped_by = self.watchdog.stop_signal or signal.SIGINT
+        failure = self.watchdog.end_by(error, stopped_by=stopped_by)
+        if self.watchdog.have_aborted:
             # Whatever asks for other ranks from now on, ours or a metric's or the user's, finds that there are none.
             leave_process_group()
-            self.is_saver = self._watchdog.is_saver
+            self.is_saver = self.watchdog.is_saver
         if failure.kind is Kind.STOPPED:
             if failure.signal == signal.SIGINT:
                 return None if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             # As a shell reports a process that a signal has ended. Lightning's would end with 0.
             return (sigterm_exception or SystemExit)(128 + failure.signal)
         # Where all have raised, each knows best what it has raised.
-        is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self._watchdog.have_aborted
+        is_own = (failure.rank == self._rank and failure.kind is not Kind.LOST) or not self.watchdog.have_aborted
         return None if is_own else failure.error_for(self._rank)
 
     def _interrupt(self) -> None:

@@ -140,7 +140,7 @@ def run_parts(strategy: TrainerStrategy) -> list[RunPart]:
     parts = [
         strategy._batch_size,
         state.sharding,
-        strategy._position if strategy._trials is None else None,
+        None if strategy.is_searching else strategy._position,
         state.first_batches,
         state.buffers,
         state.unfinished,  # after the buffers: copies those that are shared
@@ -149,7 +149,7 @@ def run_parts(strategy: TrainerStrategy) -> list[RunPart]:
         state.layers,  # after the weighting: asks whether this rank is idle
         state.comparison,
         state.evaluation,
-        state.graphs if strategy._trials is None else None,
+        None if strategy.is_searching else state.graphs,
     ]
     return [part for part in parts if isinstance(part, RunPart)]
 
@@ -288,6 +288,19 @@ def set_up_model(strategy: TrainerStrategy, model: nn.Module) -> None:
         state.buffers = BufferSync(state.replicas, stats, once=state.is_fit and is_manual)
 
 
+def divide_optimizers(strategy: TrainerStrategy, model: nn.Module) -> None:
+    """Divide the state of the optimizers, which are new, among the ranks (`shard_optimizer`)."""
+    state = strategy._state
+    if state.shards is not None and state.shards.optimizers:
+        # Others in their place: what was divided belongs to the old ones.
+        state.shards.close()
+        state.shards = strategy.new_shards()
+        set_up_model(strategy, model)
+    if state.shards is not None:
+        for optimizer in strategy.optimizers:
+            state.shards.add(optimizer)
+
+
 def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replicas) -> None:
     state, trainer = strategy._state, strategy.trainer
 
@@ -326,7 +339,7 @@ def _make_reducer(strategy: TrainerStrategy, model: nn.Module, replicas: Replica
 
     state.comparison = None
     # In a search some ranks may make a step that others do not. It ends with what it began with.
-    may_differ = strategy.differs_by_design or strategy._trials is not None
+    may_differ = strategy.differs_by_design or strategy.is_searching
     if state.exchange is not None and replicas.collectives.world_size > 1 and not may_differ:
         checks = strategy.options.replica_checks
         state.comparison = ScheduledComparison(

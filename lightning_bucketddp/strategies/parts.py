@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange
+from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, Weighting
 from lightning_bucketddp.data.uneven_data import UnevenData
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.observer import ReducerStats
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.replicas.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, set_idle
@@ -25,33 +24,29 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+@dataclass(eq=False)
 class BufferSync(RunPart):
-    """Gives the ranks rank 0's buffers before something reads them.
+    """Gives the ranks rank 0's buffers before something reads them."""
 
-    Args:
-        stats: what the reducer has done since; None if nothing trains.
-        once: only before the first forward, and when training ends. So it is under `ddp` with manual optimization:
-            Lightning has torch DDP take no forward for one that a synchronised backward follows.
-    """
-
-    def __init__(self, replicas: Replicas, stats: ReducerStats | None, *, once: bool) -> None:
-        self._replicas = replicas
-        self._stats = stats
-        self._once = once
-        self._num_backwards_shared = -1
-        self._validation_has_begun = False
+    replicas: Replicas
+    stats: ReducerStats | None  # what the reducer has done since; None if nothing trains
+    # Only before the first forward, and when training ends. So it is under `ddp` with manual optimization: Lightning
+    # has torch DDP take no forward for one that a synchronised backward follows.
+    once: bool
+    _num_backwards_shared: int = -1
+    _validation_has_begun: bool = False
 
     def before_forward(self) -> None:
         # Before the first forward after a synchronised backward, as torch DDP does.
-        if self._stats is not None and self._num_backwards_shared != self._stats.num_backwards:
+        if self.stats is not None and self._num_backwards_shared != self.stats.num_backwards:
             self.before_evaluation()
 
     def before_evaluation(self) -> None:
-        if self._once and self._num_backwards_shared >= 0:
+        if self.once and self._num_backwards_shared >= 0:
             return
-        if self._stats is not None:
-            self._num_backwards_shared = self._stats.num_backwards
-        self._replicas.broadcast_buffers()
+        if self.stats is not None:
+            self._num_backwards_shared = self.stats.num_backwards
+        self.replicas.broadcast_buffers()
 
     def begin_validation(self) -> None:
         # As torch DDP does: until its first step callbacks exchange weights and statistics.
@@ -68,45 +63,33 @@ class BufferSync(RunPart):
 
     def shared_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are equal on all ranks now, by name."""
-        if self._once:
+        if self.once:
             return {}
         self.before_forward()
-        return self._replicas.buffers()
+        return self.replicas.buffers()
 
 
+@dataclass(eq=False)
 class ScheduledComparison(RunPart):
-    """Compares replicas: when training begins and ends, between steps, and before each checkpoint.
+    """Compares replicas: when training begins and ends, between steps, and before each checkpoint."""
 
-    Args:
-        trained_state: what training changes in the same way on every rank.
-        shared_state: that and the buffers.
-    """
-
-    def __init__(
-        self,
-        checks: ReplicaComparison,
-        *,
-        trained_state: Callable[[], TrainingState],
-        shared_state: Callable[[], TrainingState],
-        stats: ReducerStats,
-    ) -> None:
-        self._checks = checks
-        self._trained_state = trained_state
-        self._shared_state = shared_state
-        self._stats = stats
+    checks: ReplicaComparison
+    trained_state: Callable[[], TrainingState]  # what training changes in the same way on every rank
+    shared_state: Callable[[], TrainingState]  # that and the buffers
+    stats: ReducerStats
 
     def begin_training(self) -> None:
-        if self._checks.are_periodic:
+        if self.checks.are_periodic:
             self.compare(when="before the first step")
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._checks.between_steps(self._shared_state, num_backwards=self._stats.num_backwards)
+        self.checks.between_steps(self.shared_state, num_backwards=self.stats.num_backwards)
 
     def compare(self, *, when: str) -> bool:
-        return self._checks.compare(self._trained_state, when=when)
+        return self.checks.compare(self.trained_state, when=when)
 
     def end_training(self) -> None:
-        if self._checks.are_periodic:
+        if self.checks.are_periodic:
             self.compare(when="at the end of training")
 
 
@@ -158,51 +141,34 @@ def _with_skips(result_class: Any) -> Any:
     return ResultOrSkip
 
 
+@dataclass(eq=False)
 class BatchWeighting(RunPart):
-    """The weight of each backward of this rank in a fit.
+    """The weight of each backward of this rank in a fit."""
 
-    Args:
-        exchange: with the ranks that take each step together; None: there are no others, and batches count the same.
-        weight_of: the weight of a batch; None: every batch counts the same.
-        extends_uneven_data: a rank that has run out of data goes on, with weight zero, until all have.
-        uneven_data: who knows about the data of ranks that do not take steps together; None: there are no such ranks.
-        has_alert: asked whether something has gone wrong, where there is no `exchange` to ask all ranks.
+    trainer: Trainer
+    exchange: StepExchange | None  # with the ranks that take each step together; None: there are no others, nor weights
+    collectives: Collectives
+    weight_of: Callable[[Any], Any] | None = None  # the weight of a batch; None: every batch counts the same
+    extends_uneven_data: bool = False  # a rank that has run out of data goes on, with weight zero, until all have
+    uneven_data: UnevenData | None = None  # of ranks that do not take steps together; None: there are no such ranks
+    # Asked whether something has gone wrong, where there is no `exchange` to ask all ranks.
+    has_alert: Callable[[], bool] = lambda: False
+    weighting: Weighting | None = None  # what the reducer is given; None: it takes plain means
+    _weight: float | None = None
+    _reference_weight: float | None = None
+    _skipped_loss: Tensor | None = None
 
-    Attributes:
-        weighting: what the reducer is given; None: it takes plain means.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        exchange: StepExchange | None,
-        collectives: Collectives,
-        *,
-        weight_of: Callable[[Any], Any] | None = None,
-        extends_uneven_data: bool = False,
-        uneven_data: UnevenData | None = None,
-        has_alert: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._trainer = trainer
-        self._collectives = collectives
-        self._weight_of = weight_of
-        self._exchange = exchange
-        self._withholds_empty_steps = uneven_data is not None
-        self._has_alert = has_alert
-        self._uneven_data = uneven_data
-        self.weighting: Weighting | None = None
-        if exchange is not None:
-            self._uneven_data = uneven_data or UnevenData(exchange, extends=extends_uneven_data)
-            self.weighting = Weighting(exchange, by_weight=weight_of is not None)
-        self._weight: float | None = None
-        self._reference_weight: float | None = None
-        self._skipped_loss: Tensor | None = None
-        replace_result_class(trainer, _with_skips)
+    def __post_init__(self) -> None:
+        self._withholds_empty_steps = self.uneven_data is not None
+        if self.exchange is not None:
+            self.uneven_data = self.uneven_data or UnevenData(self.exchange, extends=self.extends_uneven_data)
+            self.weighting = Weighting(self.exchange, by_weight=self.weight_of is not None)
+        replace_result_class(self.trainer, _with_skips)
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank has run out of data and only keeps the others company."""
-        return self._uneven_data is not None and self._uneven_data.is_repeating
+        return self.uneven_data is not None and self.uneven_data.is_repeating
 
     @property
     def nobody_trained(self) -> bool:
@@ -214,31 +180,31 @@ class BatchWeighting(RunPart):
         return self.weighting is not None and self.weighting.nobody_contributed
 
     def take_alert(self) -> bool:
-        if self._exchange is None:
-            return self._has_alert()
-        is_alerted, self._exchange.is_alerted = self._exchange.is_alerted, False
+        if self.exchange is None:
+            return self.has_alert()
+        is_alerted, self.exchange.is_alerted = self.exchange.is_alerted, False
         return is_alerted
 
     def prepare_loader(self, loader: Any, *, is_training: bool) -> Any:
-        if self._uneven_data is None or not is_training:
+        if self.uneven_data is None or not is_training:
             return loader
-        return self._uneven_data.prepare(loader, is_only_loader=lambda it: self._trainer.train_dataloader is it)
+        return self.uneven_data.prepare(loader, is_only_loader=lambda it: self.trainer.train_dataloader is it)
 
     def see_batch(self, batch: Any) -> None:
-        if self._weight_of is None:
+        if self.weight_of is None:
             return
-        self._weight = float(self._weight_of(batch))
+        self._weight = float(self.weight_of(batch))
         if not (math.isfinite(self._weight) and self._weight >= 0):
             raise ValueError(
-                f"`gradient_weight` gave {self._weight} for a batch on rank {self._collectives.global_rank}. A weight"
+                f"`gradient_weight` gave {self._weight} for a batch on rank {self.collectives.global_rank}. A weight"
                 " must be a finite number that is not negative, such as a number of samples or tokens."
             )
 
     def begin_batch(self, batch_idx: int) -> None:
-        if self._exchange is not None and self._uneven_data is not None:
-            self._exchange.epoch = self._trainer.current_epoch
-            self._exchange.num_batches = batch_idx + 1
-            self._uneven_data.begin_batch()
+        if self.exchange is not None and self.uneven_data is not None:
+            self.exchange.epoch = self.trainer.current_epoch
+            self.exchange.num_batches = batch_idx + 1
+            self.uneven_data.begin_batch()
 
     def forget_step(self) -> None:
         """Drop what belongs to a step that does not end."""
@@ -248,16 +214,16 @@ class BatchWeighting(RunPart):
 
     def skip(self) -> SkippedStep | None:
         """Return what stands for a loss of None, if the other ranks need a backward of this one; else leave it None."""
-        if self._trainer.world_size == 1:
+        if self.trainer.world_size == 1:
             return None  # left to Lightning
-        self._skipped_loss = torch.zeros((), device=self._collectives.device, requires_grad=True)
+        self._skipped_loss = torch.zeros((), device=self.collectives.device, requires_grad=True)
         return SkippedStep(self._skipped_loss)
 
     def weigh(self, loss: Tensor) -> Tensor:
         if self.weighting is None:
             return loss
         # First of all, because it may need all ranks.
-        weight = 1.0 if self._weight_of is None else self._relative_weight()
+        weight = 1.0 if self.weight_of is None else self._relative_weight()
         if loss is self._skipped_loss:
             self._skipped_loss = None
             self.weighting.add(0, skipped=True)
@@ -269,16 +235,16 @@ class BatchWeighting(RunPart):
     @property
     def loss_factor(self) -> float:
         """What `weigh` multiplies the loss of this batch by."""
-        if self.is_idle or self._weight_of is None:
+        if self.is_idle or self.weight_of is None:
             return 0.0 if self.is_idle else 1.0
         # Lightning has divided the loss by the number of micro-batches.
-        automatic = self._trainer.lightning_module.automatic_optimization
-        return self._relative_weight() * (self._trainer.accumulate_grad_batches if automatic else 1)
+        automatic = self.trainer.lightning_module.automatic_optimization
+        return self._relative_weight() * (self.trainer.accumulate_grad_batches if automatic else 1)
 
     def agree(self, loss: Any) -> Any:
         """Return None, which means "no backward took place" to Lightning, on all ranks or on none."""
         is_without = loss is None and self.weighting is not None and not self._nobody_contributed
-        return torch.zeros((), device=self._collectives.device) if is_without else loss
+        return torch.zeros((), device=self.collectives.device) if is_without else loss
 
     def _relative_weight(self) -> float:
         """Return the weight in units of a typical one, so that weighing moves no loss out of the range of its dtype."""
@@ -288,9 +254,9 @@ class BatchWeighting(RunPart):
                 " iterator by itself. Use `training_step(self, batch, batch_idx)`."
             )
         if self._reference_weight is None:
-            assert self._exchange is not None  # or nothing is weighed
-            self._exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
-            mean = self._exchange.receive().weight / self._collectives.world_size
+            assert self.exchange is not None  # or nothing is weighed
+            self.exchange.send(MessageKind.REFERENCE_WEIGHT, weight=self._weight)
+            mean = self.exchange.receive().weight / self.collectives.world_size
             # A power of two, which no rounding depends on.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight

@@ -133,9 +133,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-_LARGE_BYTES = 2**20
-
-
 class UnfinishedBatch(RunPart):
     """Copies what changes before a step, and takes it back.
 
@@ -153,13 +150,16 @@ class UnfinishedBatch(RunPart):
         counts: Callable[[], Any],
         repeats_micro_batches: Callable[[], bool],
     ) -> None:
-        self._buffers = [
-            _Buffer(owner, key)
+        # By the module that has it, and its name there: modules replace their buffers.
+        self._places = [
+            (owner, key)
             for owner in module.modules()
             for key, _ in owner.named_buffers(recurse=False)
             # A scripted module does not say which of its buffers it saves.
             if key not in getattr(owner, "_non_persistent_buffers_set", ())
         ]
+        # By place: the buffer, as it was found last, and its copy.
+        self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
         self._device = device
         self._counts = counts
         self._repeats_micro_batches = repeats_micro_batches
@@ -183,9 +183,14 @@ class UnfinishedBatch(RunPart):
         if self._has_copies:
             return
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for kept in self._buffers:
-            if kept.is_due():
-                buffer, copy = kept.pair()
+        before, self._kept = self._kept, {}
+        for place in self._places:
+            buffer: Tensor | None = getattr(*place, None)
+            if buffer is not None:
+                known, copy = before.get(place, (None, None))
+                if copy is None or known is not buffer or copy.shape != buffer.shape:
+                    copy = torch.empty_like(buffer)
+                self._kept[place] = buffer, copy
                 copies, buffers = by_kind.setdefault((buffer.device, buffer.dtype), ([], []))
                 copies.append(copy)
                 buffers.append(buffer)
@@ -215,62 +220,11 @@ class UnfinishedBatch(RunPart):
     @torch.no_grad()
     def undo(self) -> None:
         """Give buffers and random numbers the state that they had before the batch."""
-        for kept in self._buffers:
-            kept.restore()
+        for (owner, key), (buffer, copy) in self._kept.items():
+            if getattr(owner, key, None) is buffer:
+                buffer.copy_(copy)
+            else:
+                setattr(owner, key, copy.clone())
         if self._random_state is not None and self._device is not None:
             set_random_state(self._random_state, self._device)
         self._has_copies = False
-
-
-class _Buffer:
-    """A buffer, looked up at each use because modules replace their buffers, and its copy."""
-
-    def __init__(self, owner: nn.Module, key: str) -> None:
-        self._owner = owner
-        self._key = key
-        # As it was when `is_due` was asked last.
-        self._seen: Tensor | None = None
-        self._version = 0
-        self._changes = False
-        self._copy: Tensor | None = None
-
-    def is_due(self) -> bool:
-        """Return whether to copy it now: always, but for large buffers that training never changes (a mask, a table).
-
-        `Tensor._version` shows neither changes through `Tensor.data` nor those of BatchNorm's statistics, so large ones
-        are copied in the first batch, and later if that batch has changed them, or their version has.
-        """
-        before, version = self._seen, self._version
-        buffer: Tensor | None = getattr(self._owner, self._key, None)
-        self._seen = buffer
-        if buffer is None:
-            return False
-        self._version = 0 if buffer.is_inference() else buffer._version
-        if buffer is not before:
-            self._copy = None  # it may have another dtype or device
-        if before is None or self._changes:
-            return True
-        is_same = buffer is before and version == self._version
-        if buffer.nbytes > _LARGE_BYTES and is_same and (self._copy is None or torch.equal(self._copy, buffer)):
-            self._copy = None
-            return False
-        self._changes = True
-        return True
-
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """Return the buffer and room for its copy."""
-        buffer, copy = self._seen, self._copy
-        assert buffer is not None
-        if copy is None or copy.shape != buffer.shape:
-            self._copy = copy = torch.empty_like(buffer)
-        return buffer, copy
-
-    def restore(self) -> None:
-        seen = self._seen
-        if seen is None or self._copy is None:
-            return
-        is_there = getattr(self._owner, self._key, None) is seen
-        if is_there:
-            seen.copy_(self._copy)
-        else:
-            setattr(self._owner, self._key, self._copy.clone())

@@ -30,8 +30,6 @@ from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
 from lightning_bucketddp.wording import list_some_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 log = logging.getLogger(__name__)
@@ -108,26 +106,24 @@ class Restarts:
     def rendezvous(self, address: StoreAddress) -> Rendezvous:
         """Return the rendezvous of a restart."""
         # Rank 0 decides when it has waited long enough. It may have paused before.
-        timeout_s = self._strategy.options.timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
+        timeouts, members = self._strategy.options.timeouts, self._strategy.members
+        timeout_s = timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
         rendezvous = Rendezvous(address, timeout_s=timeout_s, option="Timeouts(rejoin_s=...)")
-        rendezvous.min_ranks = self._option.min_ranks
-        rendezvous.awaited.intersection_update(self._strategy.members or rendezvous.awaited)
+        rendezvous.min_ranks, rendezvous.awaited = self._option.min_ranks, set(members or range(address.world_size))
         return rendezvous
 
-    def set_members(self, store: PrefixStore, ranks: list[int], *, num_launched: int) -> None:
+    def set_members(self, store: Any, ranks: list[int], *, num_launched: int) -> None:
         """Number `ranks`, which have met, anew. They may be fewer than were launched, or other ones than before."""
         strategy = self._strategy
         before = list(range(num_launched)) if strategy.members is None else strategy.members
         StrategyBase.store, StrategyBase.members = store, ranks if len(ranks) < num_launched else None
-        if ranks == before or strategy.global_rank != 0:
-            return
-        text = f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, which are numbered anew."
-        if absent := sorted(set(range(num_launched)) - set(ranks)):
-            text += f" Nobody has brought {list_some_ranks(absent)} back."
-        if strategy.options.global_batch_size is None:
-            text += " The global batch is that of so many now, and the number of steps in an epoch follows: pass"
-            text += " `global_batch_size` to keep both."
-        log.warning(text)
+        if ranks != before and strategy.global_rank == 0:
+            absent = [rank for rank in range(num_launched) if rank not in ranks]
+            text = f" Nobody has brought {list_some_ranks(absent)} back." if absent else ""
+            if strategy.options.global_batch_size is None:
+                text += f" The global batch is that of {len(ranks)} now, and the steps of an epoch change with it: pass"
+                text += " `global_batch_size` to keep both."
+            log.warning(f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, numbered anew.{text}")
 
     def admit_returned(self) -> None:
         """Raise if a rank that was left out is there again, and a checkpoint was just saved: nothing is lost."""
@@ -137,11 +133,6 @@ class Restarts:
             left_out = set(range(strategy.cluster_environment.world_size())).difference(strategy.members)
             if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
-
-    @property
-    def num_fits(self) -> int:
-        """How many fits have ended in this program."""
-        return sum(self._strategy._checkpoints.auto_resume.num_fits_ended.values())
 
     def begin_training(self) -> None:
         """Take failures from now on for those of machines. What fails before is the program's."""
@@ -223,7 +214,6 @@ class Restarts:
         time.sleep(self._pause_s)
         self._at_start.restore()
         strategy.has_partial_step = True  # until the checkpoint is loaded
-        strategy.launcher.begin_restart()
         strategy._checkpoints.auto_resume.begin_restart()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

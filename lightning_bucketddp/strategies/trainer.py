@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,7 +14,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import AUTO, LocalSteps, MaxRestarts, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
@@ -25,20 +24,14 @@ from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
+from lightning_bucketddp.strategies import fit_state, trainer_step
 from lightning_bucketddp.strategies.base import StrategyBase
-from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation, prepare_run, run_parts, set_up_model
+from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation
 from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
 from lightning_bucketddp.strategies.rank_seeds import RankSeeds
-from lightning_bucketddp.strategies.recording import FitTally, StepRecording
+from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
-from lightning_bucketddp.strategies.trainer_step import (
-    begin_batch,
-    replayed_backward,
-    run_backward,
-    run_forward,
-    take_step,
-)
 from lightning_bucketddp.wording import wrap
 
 if TYPE_CHECKING:
@@ -85,8 +78,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
         max_restarts: How often a fit goes on after a failure, from the newest checkpoint: in the processes that are
-            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` also says
-            with how few ranks it may go on.
+            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` says more.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         local_steps: How many steps each host takes without the others, before all ranks average what these have changed
@@ -99,8 +91,8 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     # Fabric looks for one before it says that it is Fabric (see `follow_root`).
     _precision: ClassVar[Any] = None
-    # None: nobody searches for a batch size.
-    _trials: Trials | None = None
+    # Set while somebody searches for a batch size, by steps that do not count.
+    is_searching: bool = False
 
     def __init__(
         self,
@@ -161,12 +153,12 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process's group means nothing in the processes that a spawn pickles us for.
-        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands", "_trials"))
+        absent = dict.fromkeys(("_collectives", "_fault_handler", "_islands"))
         return {**super().__getstate__(), **absent, "_state": FitState()}
 
     @property
     def _parts(self) -> list[RunPart]:
-        return run_parts(self)
+        return fit_state.run_parts(self)
 
     @property
     def reducer(self) -> Reducer | None:
@@ -251,7 +243,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._checkpoints.end_restoring(is_fit=is_fit)
         # What is left of an earlier fit is told by `reducer`, also after an evaluation, and can be saved.
         self._state = FitState(is_fit=is_fit, reducer=self.reducer, shards=self.shards)
-        prepare_run(self, trainer)
+        fit_state.prepare_run(self, trainer)
         super().setup(trainer)
         if is_fit:
             if self.differs_by_design:
@@ -259,7 +251,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._log_start(self.reducer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        set_up_model(self, model)
+        fit_state.set_up_model(self, model)
         return model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -268,15 +260,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             assert self._collectives is not None
             self._rank_seeds.begin(step=trainer.global_step, collectives=self._collectives, device=self.root_device)
         super().setup_optimizers(trainer)
-        state = self._state
-        if state.shards is not None and state.shards.optimizers:
-            # Others in their place: what was divided belongs to the old ones.
-            state.shards.close()
-            state.shards = self.new_shards()
-            self._setup_model(trainer.lightning_module)
-        if state.shards is not None:
-            for optimizer in self.optimizers:
-                state.shards.add(optimizer)
+        fit_state.divide_optimizers(self, trainer.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # Called in each fit that resumes, after `setup`, and by nothing else that reads a checkpoint.
@@ -299,15 +283,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     # Training.
 
     def on_train_start(self) -> None:
-        for part in self._parts:
-            part.begin_training()
-        self._checkpoints.begin_training()
-        if self._rank_seeds is not None:
-            self._rank_seeds.continue_after_start(self.trainer, self.root_device)
-        assert self.reducer is not None  # there is one as long as there is a fit
-        self._state.tally = FitTally(self.trainer.global_step, self.reducer)
-        if self.restarts is not None:
-            self.restarts.begin_training()
+        trainer_step.begin_training(self)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # Validation has batches of its own.
@@ -321,14 +297,14 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        begin_batch(self, batch_idx)
+        trainer_step.begin_batch(self, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
-        return run_forward(self, lambda: step(*args, **kwargs))
+        return trainer_step.run_forward(self, lambda: step(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return run_backward(self, closure_loss, optimizer, *args, **kwargs)
+        return trainer_step.run_backward(self, closure_loss, optimizer, *args, **kwargs)
 
     def before_forward(self) -> None:
         """Do what comes before each `training_step`, also before a replay of one."""
@@ -347,18 +323,20 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         assert self._state.weighting is not None  # there is one as long as there is a fit
         return self._state.weighting.loss_factor
 
-    def replayed_backward(self) -> AbstractContextManager[None]:
-        return replayed_backward(self)
+    def release_graphs(self) -> None:
+        if self._state.graphs is not None:
+            self._state.graphs.release()
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def replayed_backward(self) -> AbstractContextManager[None]:
+        return trainer_step.replayed_backward(self)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Accumulate gradients on this rank only, in backwards that run inside."""
-        with nullcontext() if self.reducer is None else self.reducer.no_sync():
-            yield
+        return nullcontext() if self.reducer is None else self.reducer.no_sync()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         take = super().optimizer_step
-        return take_step(self, optimizer, closure, lambda before: take(optimizer, before, model, **kwargs))
+        return trainer_step.take_step(self, optimizer, closure, lambda before: take(optimizer, before, model, **kwargs))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the ranks: in place, but for a mean of integers, which is a fraction."""
@@ -440,23 +418,13 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
     # The end of a run.
 
     def on_train_end(self) -> None:
-        state = self._state
-        if state.reducer is not None:
-            state.reducer.finiteness.catch_up(state.reducer.stats)
-        for part in self._parts:
-            part.end_training()
-        self._checkpoints.end_training()
-        assert state.tally is not None
-        state.done = state.tally.describe(self)
+        trainer_step.end_training(self)
 
     def end_run_by(self, error: BaseException) -> None:
         try:
             super().end_run_by(error)
         finally:
-            unfinished, module = self._state.unfinished, self.lightning_module
-            if unfinished is not None and module is not None and not isinstance(error, self.root.normal_ends):
-                with suppress(RuntimeError):  # where the device has failed, nothing can be saved
-                    unfinished.undo_if_repeated(is_automatic=module.automatic_optimization)
+            trainer_step.undo_unfinished(self, error)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -466,7 +434,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._batch_size.end()
         self._loaders.close()
         self.model = self._state.close(self.model)
-        has_raised = self._fault_handler is not None and self._fault_handler.has_raised
+        has_raised = self._fault_handler is not None and self._fault_handler.watchdog.is_ending
         # Otherwise `on_fit_end` and `teardown` of the user's are still to come.
         if has_raised:
             self._end_watching()

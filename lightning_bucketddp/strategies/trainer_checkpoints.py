@@ -84,8 +84,7 @@ class TrainerCheckpoints:
         strategy = self._strategy
         if strategy.lightning_module is not None:
             assert strategy._collectives is not None
-            # Where ranks were left out, nobody knows who is the first.
-            is_first_of_host = strategy.local_rank == 0 or strategy.members is not None
+            is_first_of_host = strategy.local_rank == 0 or strategy.members is not None  # which may not have that one
             self.auto_resume.begin(strategy.trainer, strategy._collectives, is_first_of_host=is_first_of_host)
         self._is_restoring = True
 
@@ -93,7 +92,7 @@ class TrainerCheckpoints:
         strategy = self._strategy
         if self._in_background:
             self.wait()
-        if strategy._trials is not None:
+        if strategy.is_searching:
             # Lightning gives the file a name of its own on each rank.
             path = strategy.broadcast(path)
         if self._is_restoring and strategy._collectives is not None:
@@ -210,7 +209,7 @@ class TrainerCheckpoints:
             def write_there(content: dict[str, Any]) -> None:
                 with finite.known_unless_failing(place), raised_once(strategy.checkpoint_io):
                     write(content, place)
-                if place is path and strategy._trials is None:
+                if place is path and not strategy.is_searching:
                     self.auto_resume.add(place, content, strategy.trainer)
 
             strategy._writer.save(checkpoint, write_there, path=place, in_background=in_background)
@@ -245,7 +244,7 @@ class TrainerCheckpoints:
         if seeds is not None:
             state["rank_seeds"] = seeds.gather(collectives, strategy.root_device)
             if collectives is None and (left := strategy._collectives) is not None:
-                failed = None if strategy._fault_handler is None else strategy._fault_handler.failed_rank
+                failed = None if strategy._fault_handler is None else strategy._fault_handler.watchdog.failed_rank
                 state["rank_seeds"] |= {"saved_by": left.rank, "world_size": left.world_size, "failed_rank": failed}
         if collectives is not None and local_steps is not None:
             local = local_steps.gather_state(strategy.precision_plugin)

@@ -1,23 +1,36 @@
-"""What happens in a step of a fit, in this order; and steps of a search for a setting, which do not count."""
+"""What happens in a fit: when training begins, in a step, in this order, and when it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import graphs_split, outside_of_graphs
 from lightning_bucketddp.strategies.fit_state import set_up_model
+from lightning_bucketddp.strategies.recording import FitTally
 
 if TYPE_CHECKING:
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+
+def begin_training(strategy: TrainerStrategy) -> None:
+    """Begin to train: everything is restored."""
+    for part in strategy._parts:
+        part.begin_training()
+    strategy._checkpoints.begin_training()
+    if strategy._rank_seeds is not None:
+        strategy._rank_seeds.continue_after_start(strategy.trainer, strategy.root_device)
+    assert strategy.reducer is not None  # there is one as long as there is a fit
+    strategy._state.tally = FitTally(strategy.trainer.global_step, strategy.reducer)
+    if strategy.restarts is not None:
+        strategy.restarts.begin_training()
 
 
 def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
@@ -70,7 +83,7 @@ def run_backward(
             reducer.finiteness.see_loss(loss)
         loss = precision.pre_backward(strategy.weigh(loss), module)
         # In a trial the ranks fail together and go on.
-        is_guarded = strategy._trials is None
+        is_guarded = not strategy.is_searching
         with (
             strategy.ending_all_ranks(reducer) if is_guarded and reducer is not None else nullcontext(),
             nullcontext() if reducer is None else reducer.backward(),
@@ -154,26 +167,21 @@ def _check_own_gradients(strategy: TrainerStrategy, optimizer: Optimizer) -> Non
     rank_zero_warn(f"bucketddp: {reason} Weights differ between the ranks from now on.")
 
 
-@contextmanager
-def searching(strategy: TrainerStrategy) -> Iterator[Trials]:
-    """Search inside for a setting by trials; afterwards training begins as if there had been none."""
-    assert strategy._collectives is not None
-    if strategy._state.islands is not None:
-        raise ValueError(
-            "`BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search"
-            " without `local_steps`, and pass the batch size that was found."
-        )
-    strategy._trials = Trials(strategy._collectives, is_out_of_memory=strategy.root.is_oom_error)
-    try:
-        yield strategy._trials
-    finally:
-        strategy._trials = None
-    forget_step(strategy)
+def undo_unfinished(strategy: TrainerStrategy, error: BaseException) -> None:
+    """Undo what the batch has changed that `error` has interrupted, if a resumed run will see it again."""
+    unfinished, module = strategy._state.unfinished, strategy.lightning_module
+    if unfinished is not None and module is not None and not isinstance(error, strategy.root.normal_ends):
+        with suppress(RuntimeError):  # where the device has failed, nothing can be saved
+            unfinished.undo_if_repeated(is_automatic=module.automatic_optimization)
 
 
-def forget_step(strategy: TrainerStrategy) -> None:
-    """Drop what steps have left that do not count, or that were interrupted. All ranks must call this."""
-    if strategy._state.weighting is not None:
-        strategy._state.weighting.forget_step()
-    if strategy._state.is_fit:
-        set_up_model(strategy, strategy.trainer.lightning_module)
+def end_training(strategy: TrainerStrategy) -> None:
+    """End the training, and note what the log will say of it when all is over."""
+    state = strategy._state
+    if state.reducer is not None:
+        state.reducer.finiteness.catch_up(state.reducer.stats)
+    for part in strategy._parts:
+        part.end_training()
+    strategy._checkpoints.end_training()
+    assert state.tally is not None
+    state.done = state.tally.describe(strategy)

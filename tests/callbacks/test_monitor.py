@@ -16,10 +16,9 @@ import torch
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
-from lightning_bucketddp.commands.report.page import page_content
+from lightning_bucketddp.commands.report import page_content
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.recording.reader import read_run
-from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read, read_run
 from lightning_bucketddp.recording.writer import metrics_of
 from tests.recording.test_step_recorder import assert_ends_agree
 from tests.support.jobs.recording import assert_in_order

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import ScalingMonitor
-from lightning_bucketddp.callbacks import scaling_monitor
+from lightning_bucketddp.callbacks import scaling
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about
@@ -98,7 +98,7 @@ def measure(
         **options,
     )
     train_data = DataLoader(_Stream(), batch_size=batch_size) if streams else models.loader(batch_size=batch_size)
-    with patch.object(scaling_monitor, "_now", clock.read), said_about("ScalingMonitor", lines):
+    with patch.object(scaling, "_now", clock.read), said_about("ScalingMonitor", lines):
         trainer.fit(Timed(clock), train_data, models.loader())
     logged = _read(Path(logger.log_dir, "metrics.csv")) if trainer.is_global_zero else {}
     return Measured(logged, lines, clock.num_readings)

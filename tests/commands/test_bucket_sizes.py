@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bucketddp.commands.report.page import predict_sizes
+from lightning_bucketddp.commands.report import predict_sizes
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.planning.cost import AllReduceCost, Profile
 from lightning_bucketddp.planning.plan import ParameterSpec

@@ -22,7 +22,6 @@ from lightning_bucketddp.checkpoint.atomic_file import temporary_name
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.commands.doctor import (
     Diagnosis,
-    checkpoints,
     finding,
     host,
     network,
@@ -345,10 +344,10 @@ def test_a_directory_that_never_answers_does_not_hold_it_up(tmp_path: Path) -> N
     """Opening a pipe that nobody reads never ends; a process that is stuck ends all the same."""
     code = f"""if True:
         import os, sys
-        from lightning_bucketddp.commands.doctor import checkpoints
+        from lightning_bucketddp.commands.doctor import host
         from lightning_bucketddp.cli import main
         os.mkfifo({str(tmp_path / "pipe")!r})
-        checkpoints.find_temporary_files = lambda directory: open({str(tmp_path / "pipe")!r})
+        host.find_temporary_files = lambda directory: open({str(tmp_path / "pipe")!r})
         sys.exit(main(["doctor", "--processes", "1", "--json", "--timeout", "1", "--checkpoints", {str(tmp_path)!r}]))
     """
     [(status, printed, _)] = start(Program(["-c", code]), directory=tmp_path)
@@ -540,7 +539,7 @@ def test_directories_that_are_slow_small_or_not_shared_are_named(this_rank: dict
     seen = {"directory": "/ckpt", "exists": True, "free": 2**30, "file_system": "tmpfs", "num_leftovers": 0}
     ranks[0]["checkpoints"] = {**seen, "leftover_bytes": 0, "error": None, "num_bytes": 64 * MIB, "seconds": 64.0}
     ranks[1]["checkpoints"] = {"directory": "/ckpt", "exists": False}
-    slow, memory, space, shared = texts(checkpoints.judge(ranks), Severity.WARNING)
+    slow, memory, space, shared = texts(host.judge_directory(ranks), Severity.WARNING)
     assert "1 MiB/s. A checkpoint of 1 GiB holds training up for 1024 s. Pass `async_checkpoints=True`" in slow
     assert memory.startswith("The file system is tmpfs: checkpoints are lost when the machine stops.")
     assert space.startswith("Only 1.0 GiB are free in /ckpt.")

@@ -15,9 +15,8 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from lightning_bucketddp import BucketDDPMonitor
-from lightning_bucketddp.commands.report.page import make_page
-from lightning_bucketddp.recording.reader import RunRecord, find_folder, read_run
-from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan
+from lightning_bucketddp.commands.report import make_page
+from lightning_bucketddp.recording.schema import RecordedBucket, RecordedPlan, RunRecord, find_folder, read_run
 from tests.support.browser import browser, prefer_colour_scheme
 from tests.support.ranks import run_on_ranks
 from tests.support.recordings import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_bucketddp.commands.report.page import make_trace
-from lightning_bucketddp.recording.reader import read_run
+from lightning_bucketddp.commands.report import make_trace
+from lightning_bucketddp.recording.schema import read_run
 from tests.support.recordings import BACKWARD_S, DATA_S, FORWARD_S, STAGGER_S, Recording, with_weights
 
 RECORDING = Recording(num_ranks=3, num_buckets=4, slowness={2: 1.5}, clock_s={1: 1e4})

@@ -22,9 +22,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from lightning_bucketddp.comm import connections
 from lightning_bucketddp.config import Timeouts
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import SideChannel, StoreSilentError
+from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, StoreSilentError
 from lightning_bucketddp.processes import process_state
 from tests.support.doomed_ranks import TIMEOUT_S, Ended, doomed_ranks
 from tests.support.forks import PROCESSES

@@ -20,11 +20,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.atomic_file import atomic_file, claim_file, find_temporary_files
 from lightning_bucketddp.comm.connections import Connections
-from lightning_bucketddp.faults import shutdown
+from lightning_bucketddp.faults import side_channel
 from lightning_bucketddp.faults.failure import Failure, Kind
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks
-from lightning_bucketddp.faults.shutdown import SaverElection
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SaverElection, SideChannel
 from tests.support.forks import PROCESSES
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer
@@ -96,7 +94,7 @@ def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(mak
 
 
 def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, make_ranks: MakeRanks) -> None:
-    monkeypatch.setattr(shutdown, "_COMES_WITHIN_S", 0.3)
+    monkeypatch.setattr(side_channel, "_COMES_WITHIN_S", 0.3)
     ranks = make_ranks()
     # Rank 1 may be on the host of rank 0. All others believe that it is their turn.
     assert len(ranks.savers(come=[2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1

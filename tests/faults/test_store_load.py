@@ -12,9 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_bucketddp.comm.connections import Connections
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.faults.heartbeat import HeartbeatMonitor
-from lightning_bucketddp.faults.local_ranks import GuardedStore, LocalRanks, introduce, place
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import GuardedStore, LocalRanks, SideChannel, introduce, place
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
 from tests.support.cases import for_each
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import ReducerConfig, ReplicaChecks
 from lightning_bucketddp.recording.writer import StepRecorder, step_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.reducer.test_user_collectives import SumOverRanks

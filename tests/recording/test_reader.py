@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bucketddp.recording.reader import align, find_folder, read_run, shown_steps
-from lightning_bucketddp.recording.schema import FOLDER, path_of
+from lightning_bucketddp.recording.schema import FOLDER, align, find_folder, path_of, read_run, shown_steps
 from tests.support.recordings import STAGGER_S, Recording
 
 # --- Folders

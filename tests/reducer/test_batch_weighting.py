@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.cases import for_each
 from tests.support.jobs.parity import assert_equal_on_all_ranks

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_bucketddp.callbacks.batch_size_finder import Trials
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.trial import Trials
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.quantization import Blocks
 from lightning_bucketddp.reducer.reducer import Reducer

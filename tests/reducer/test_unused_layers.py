@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer import bucket, bucket_set
 from lightning_bucketddp.reducer.bucket_set import _GIVE_BACK_ON
 from lightning_bucketddp.reducer.launch_queue import LaunchQueue
 from lightning_bucketddp.reducer.observer import BackwardObserver
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.replicas import Replicas
 from tests.support.jobs.models import WIDTH, batch, mlp
 from tests.support.jobs.parity import average_by_hand, build_reducer

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.comm.step_exchange import StepExchange, Weighting
 from lightning_bucketddp.config import OnDivergence, ReducerConfig, ReplicaChecks
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.weighting import Weighting
 from lightning_bucketddp.replicas.consistency import (
     Checksums,
     ReplicaComparison,

@@ -14,15 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
 from lightning_bucketddp.config import LocalSteps
+from lightning_bucketddp.reducer.nonfinite import NonFiniteError
+from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.strategies import fit_state
 from tests.support.ranks import device, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
@@ -47,9 +51,10 @@ class RunAgain:
             return
         with torch.enable_grad():
             outputs = self._body()
-        for before, now in zip(self._outputs, outputs, strict=True):
-            if before is not now:
-                before.data.copy_(now)
+        with torch._C.DisableTorchFunctionSubclass():
+            for before, now in zip(self._outputs, outputs, strict=True):
+                if before is not now:
+                    before.data.copy_(now)
 
 
 class Network(LightningModule):
@@ -193,6 +198,38 @@ class LateHook(Callback):
         pl_module.first.register_forward_hook(lambda module, args, output: output * 2)
 
 
+class Poison(Callback):
+    """Gives rank 1 something that is not finite in two late steps."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in (17, 21) and trainer.global_rank == trainer.world_size - 1:
+            batch[0].fill_(torch.nan)
+
+
+class Checkpointed(Network):
+    """Computes activations again in the backward."""
+
+    preserves_random_numbers = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        def features(inputs: Tensor) -> Tensor:
+            return self.norm(self.first(inputs)).tanh()
+
+        hidden = checkpoint(features, inputs, use_reentrant=False, preserve_rng_state=self.preserves_random_numbers)
+        output: Tensor = self.last(self.dropout(hidden))
+        return output
+
+
+class CheckpointedDropout(Checkpointed):
+    preserves_random_numbers = True
+
+
+class Compiled(Network):
+    def configure_model(self) -> None:
+        if not isinstance(self.first, torch._dynamo.eval_frame.OptimizedModule):
+            self.first = torch.compile(self.first)  # type: ignore[assignment]
+
+
 class Outputs(Callback):
     """Keeps what each batch gives."""
 
@@ -200,9 +237,9 @@ class Outputs(Callback):
         self.seen: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
-        self.seen.append(({name: float(value) for name, value in outputs.items()}, metrics))
+        # As text: a nan equals no other.
+        self.seen.append([(name, str(float(one))) for name, one in {**outputs, **trainer.callback_metrics}.items()])
 
 
 def unequal_batches() -> DataLoader[Any]:
@@ -210,6 +247,10 @@ def unequal_batches() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(76, WIDTH, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True)), batch_size=4)
+
+
+def weight_of_rank(batch: list[Tensor]) -> float:
+    return 1.0 + 4 * dist.get_rank()
 
 
 @dataclass(frozen=True)
@@ -225,6 +266,7 @@ class Program:
     reason: str = ""
     needs_gpu: bool = False
     of_several_ranks: bool = False
+    all_alone: bool = False  # each gradient is treated as a large one
 
 
 PROGRAMS = {
@@ -239,14 +281,26 @@ PROGRAMS = {
     "bf16_wire": Program(options={"reduce_dtype": "bf16"}),
     "int8_wire": Program(options={"reduce_dtype": "int8"}),
     "weighted": Program(options={"gradient_weight": "batch_size"}, data=unequal_batches),
-    "skipping_nonfinite": Program(options={"on_nonfinite": "skip"}),
+    "skipping_nonfinite": Program(options={"on_nonfinite": "skip"}, callbacks=lambda: [Poison()]),
+    "warning_of_nonfinite": Program(options={"on_nonfinite": "warn"}, callbacks=lambda: [Poison()]),
+    "raising_nonfinite": Program(options={"on_nonfinite": "raise"}, callbacks=lambda: [Poison()], num_replayed=3),
+    "checkpointed": Program(Checkpointed),
+    "checkpointed_dropout": Program(CheckpointedDropout, needs_gpu=True),
+    "compiled": Program(Compiled, needs_gpu=True),
     "not_looking_for_nonfinite": Program(options={"on_nonfinite": None}),
     "unequal_batches": Program(data=unequal_batches),
     "heated": Program(callbacks=lambda: [Heating()]),
     "local_steps": Program(options={"local_steps": LocalSteps(3, "rank")}),
-    "sharded": Program(
-        options={"shard_optimizer": True}, reason="`shard_optimizer` divides gradients", of_several_ranks=True
+    "sharded": Program(options={"shard_optimizer": True}, trainer={"gradient_clip_val": 0.1}),
+    "sharded_alone": Program(options={"shard_optimizer": True}, all_alone=True),
+    "weighted_by_rank": Program(options={"gradient_weight": weight_of_rank}),
+    "weighted_alone": Program(options={"gradient_weight": weight_of_rank}, all_alone=True),
+    "sharded_parameters": Program(options={"shard_optimizer": "parameters"}),
+    "sharded_accumulating": Program(
+        options={"shard_optimizer": True}, trainer={"accumulate_grad_batches": 3, "max_epochs": 8}
     ),
+    "sharded_16-mixed": Program(options={"shard_optimizer": True}, trainer={"precision": "16-mixed"}, needs_gpu=True),
+    "sharded_int8_wire": Program(options={"shard_optimizer": True, "reduce_dtype": "int8"}),
     "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
     "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 2})]),
     "list_on_module": Program(Listing, callbacks=lambda: [Relisting()]),
@@ -274,17 +328,24 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures, **known.options)
     trainer = make_trainer(strategy, **{"max_epochs": 4, **known.trainer}, callbacks=[*known.callbacks(), outputs])
     with pytest.MonkeyPatch.context() as patch:
+        for key in _ALONE_FROM_BYTES if known.all_alone else ():
+            patch.setitem(_ALONE_FROM_BYTES, key, 0)
         patch.setattr(fit_state, "rank_zero_info", lines.append)
         if device().type == "cpu":
             patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
-        trainer.fit(module, known.data())
+        error = ""
+        try:
+            trainer.fit(module, known.data())
+        except NonFiniteError as raised:
+            error = str(raised)
     graphs = strategy._state.graphs
     return {
-        "state": {name: value.tolist() for name, value in module.state_dict().items()},
+        "state": {name: str(value.tolist()) for name, value in module.state_dict().items()},
         "optimizer": [list(map(str, state.values())) for state in trainer.optimizers[0].state.values()],
         "seen": outputs.seen,
         "num_replayed": 0 if graphs is None else graphs.num_replayed,
         "lines": lines,
+        "ended": (trainer.global_step, error),
     }
 
 
@@ -299,6 +360,7 @@ def compare(program: str, *, world_size: int) -> list[str]:
         assert ours["state"] == theirs["state"]
         assert ours["optimizer"] == theirs["optimizer"]
         assert ours["seen"] == theirs["seen"]
+        assert ours["ended"] == theirs["ended"]
         assert (ours["num_replayed"] >= known.num_replayed) == is_captured, lines
     assert len(lines) == (not is_captured), lines
     assert is_captured or known.reason in lines[0]

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPMonitor
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from lightning_bucketddp.comm.trial import _COLLECTIVES
+from lightning_bucketddp.callbacks.batch_size_finder import _COLLECTIVES
 from lightning_bucketddp.config import IslandsOption, LocalSteps
-from lightning_bucketddp.recording.reader import read_run
+from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.replicas.consistency import ReplicaDivergedError
 from tests.reducer.test_batch_weighting import make_loader
 from tests.support.doomed_ranks import doomed_ranks

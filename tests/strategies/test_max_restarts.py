@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.ports import own_port
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.recording.reader import read_run
+from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
 from tests.support.programs import SCRIPTS, Program, Run, run, run_together
 from tests.support.scripts.goes_on import NUM_SAMPLES
@@ -156,7 +156,7 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes(without_faults: 
 def test_a_new_process_cannot_come_to_a_later_fit_of_a_program(tmp_path: Path) -> None:
     finished = train(tmp_path, fault("kill", step=3), fits=2)
     assert finished.returncode != 0
-    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, and rank 0 in fit 2: ", finished.output)
+    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", finished.output)
     assert "resuming from" not in finished.output
 
 

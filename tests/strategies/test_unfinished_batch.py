@@ -109,16 +109,3 @@ def test_micro_batches_that_lightning_counts_as_done_stay() -> None:
         module(torch.randn(4, 2))
     batch.undo()
     assert module.num_batches_tracked == 1
-
-
-def test_large_buffers_are_copied_only_if_they_change() -> None:
-    module = Remembering()
-    batch = unfinished_batch(module)
-    for number in range(3):
-        batch.before_forward()
-        module.queue.data[number] = 1
-        batch.complete_step()
-    batch.before_forward()
-    copies = {kept._key for kept in batch._buffers if kept._copy is not None}
-    assert {"queue", "total", "running_mean"} <= copies
-    assert "table" not in copies

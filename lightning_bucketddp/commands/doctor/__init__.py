@@ -28,7 +28,7 @@ from rich.text import Text
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.connections import host_of, nccl_settings
 from lightning_bucketddp.commands import UsageError, trimmed_console
-from lightning_bucketddp.commands.doctor import checkpoints, host, network
+from lightning_bucketddp.commands.doctor import host, network
 from lightning_bucketddp.commands.doctor.finding import (
     Finding,
     NeverEnded,
@@ -155,7 +155,7 @@ class Diagnosis:
             "Limits": host.judge_limits(self.ranks),
             "Clocks": network.judge_clocks(self.ranks, self.clocks_s) if self.clocks_s else [],
             "All-reduce": speed,
-            "Checkpoints": checkpoints.judge(self.ranks),
+            "Checkpoints": host.judge_directory(self.ranks),
         }
         return [replace(finding, theme=theme) for theme, findings in by_theme.items() for finding in findings]
 
@@ -241,7 +241,7 @@ def _check_directory(diagnosis: Diagnosis, directory: Path | None, *, rank: int,
     if directory is None:
         return
     try:
-        found = within(timeout_s, lambda: checkpoints.observe(directory, rank=rank), what="a look at a directory")
+        found = within(timeout_s, lambda: host.observe_directory(directory, rank=rank), what="a look at a directory")
     except NeverEnded:
         diagnosis.is_stuck = True
         silence = f"it did not answer within {timeout_s:g} s"

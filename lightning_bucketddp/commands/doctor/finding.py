@@ -23,8 +23,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.connections import gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import tried_nccl
-from lightning_bucketddp.comm.worker import Worker
 from lightning_bucketddp.commands import UsageError
+from lightning_bucketddp.processes import Worker
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import LAUNCHER_PID, ChildProcesses, StoreAddress
 from lightning_bucketddp.wording import list_some_ranks

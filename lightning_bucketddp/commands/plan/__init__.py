@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lightning_bucketddp.commands import UsageError, trimmed_console
 from lightning_bucketddp.commands.plan.named_module import BackwardTimes, NamedModule, estimated, measured, recorded
-from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, codecs_on, find_network
+from lightning_bucketddp.commands.plan.scaling import MEASURED, ModulePlan, Scaling, find_network
 from lightning_bucketddp.config import AUTO, MIB, REDUCE_DTYPES, ReducerConfig
 from lightning_bucketddp.planning.cost import NO_CODECS, Timeline
 from lightning_bucketddp.planning.optimal_plan import (
@@ -134,10 +134,9 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     is_sharded: bool = arguments.shard_optimizer
     scalings: list[Scaling] = []
     for name in networks:
-        network, origin = find_network(name, profile, codecs)
+        network, origin, between = find_network(name, profile, codecs)
         if profile.backward_s <= 0:
             continue
-        between = codecs_on(name, codecs)
         by_ranks: dict[int, Timeline] = {}
         for n in sorted({*_NUMBERS_OF_RANKS, num_ranks}):
             shards = n if is_sharded else 1

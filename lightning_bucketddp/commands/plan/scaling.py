@@ -102,10 +102,13 @@ class ModulePlan:
         return draw_chart(title, lines)
 
 
-def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, str]:
-    """Return the network with this name or these figures (GBIT,LATENCY_US), or a measured one, and its origin."""
+def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, str, Codecs]:
+    """Return the network with this name or these figures (GBIT,LATENCY_US), or a measured one, and its origin.
+
+    And `codecs` with what `bucketddp doctor` has measured between ranks, if `text` is the file of its output.
+    """
     if text in NETWORKS:
-        return NETWORKS[text], f"nominal figures of {text}"
+        return NETWORKS[text], f"nominal figures of {text}", codecs
     if text == MEASURED:
         if profile.num_ranks < 2:
             raise UsageError(f"--network {MEASURED} needs a --profile that was recorded with two ranks or more.")
@@ -116,9 +119,9 @@ def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, 
             )
         wire = Wire.of(profile.reduce_dtype, profile.specs, codecs)
         network = Network.measured(wire.own_cost(profile.cost), num_ranks=profile.num_ranks)
-        return network, f"measured between {profile.num_ranks} ranks when the profile was recorded"
+        return network, f"measured between {profile.num_ranks} ranks when the profile was recorded", codecs
     if text.endswith(".json"):
-        return _network_of_doctor(Path(text))
+        return _network_of_doctor(Path(text), codecs)
     try:
         gbit, latency_us = (float(number) for number in text.split(","))
         if not (gbit > 0 and latency_us >= 0):
@@ -128,30 +131,21 @@ def find_network(text: str, profile: Profile, codecs: Codecs) -> tuple[Network, 
             f"--network {text!r} is not known: pass {', '.join([*NETWORKS, MEASURED])}, the .json that"
             " `bucketddp doctor --json` has printed, or GBIT,LATENCY_US, such as 25,10."
         ) from None
-    return Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it"
+    return Network(f"{gbit:g} Gbit", gbit * 1e9 / 8, latency_us * 1e-6), "as you gave it", codecs
 
 
-def codecs_on(network: str, codecs: Codecs) -> Codecs:
-    """Return `codecs` with what `bucketddp doctor` has measured between ranks, if `network` is its output."""
-    if not network.endswith(".json"):
-        return codecs
-    try:
-        wires = load_printable_json(Path(network).read_text(encoding="utf-8"))["wires"]
-        return measured_between({name: AllReduceCost(**cost) for name, cost in wires.items()}, codecs)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{network} holds no `wires` that `bucketddp doctor --json` has measured: {error}") from error
-
-
-def _network_of_doctor(path: Path) -> tuple[Network, str]:
+def _network_of_doctor(path: Path, codecs: Codecs) -> tuple[Network, str, Codecs]:
     try:
         content = load_printable_json(path.read_text(encoding="utf-8"))
         measured, num_ranks = content["all_reduce"], len(content["ranks"])
         network = Network(MEASURED, float(measured["link_bytes_per_s"]), float(measured["hop_seconds"]))
         if not (network.bytes_per_s > 0 and network.hop_s >= 0):
             raise ValueError("it has no speed")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        wires = {name: AllReduceCost(**cost) for name, cost in content["wires"].items()}
+        between = measured_between(wires, codecs)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} holds no all-reduce that `bucketddp doctor --json` has measured: {error}") from error
-    return network, f"measured between {num_ranks} ranks by `bucketddp doctor`"
+    return network, f"measured between {num_ranks} ranks by `bucketddp doctor`", between
 
 
 def _network_json(scaling: Scaling) -> dict[str, Any]:

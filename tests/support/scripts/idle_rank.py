@@ -8,8 +8,7 @@ from unittest.mock import patch
 from lightning.fabric import Fabric
 
 from lightning_bucketddp.faults import watchdog
-from lightning_bucketddp.faults.local_ranks import introduce
-from lightning_bucketddp.faults.side_channel import SideChannel
+from lightning_bucketddp.faults.side_channel import SideChannel, introduce
 
 
 def work(fabric: Fabric) -> None:

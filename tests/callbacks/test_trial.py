@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from lightning_bucketddp.callbacks.batch_size_finder import Trials
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.trial import Trials
 from tests.support.ranks import device, run_on_ranks
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
