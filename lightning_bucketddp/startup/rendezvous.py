@@ -10,7 +10,6 @@ Note: rendezvous
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import socket
@@ -23,13 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
-from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
+from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, log, part_of
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-
-log = logging.getLogger(__name__)
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0

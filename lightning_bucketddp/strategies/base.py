@@ -168,7 +168,7 @@ class StrategyBase:
         def find_failure() -> str | None:
             if of_failed_run:
                 self.launcher.replace_ended(of_failed_run)
-            return None if is_restart and self.options.max_restarts.min_ranks else launched.find_failure()
+            return launched.find_failure(of_children=not is_restart or not self.options.max_restarts.min_ranks)
 
         with launched.ended_on_failure():
             earlier = self.store if is_restart else None

@@ -2,9 +2,10 @@
 
 Note: a restart
     A restart is what `fit` does when it raises, and what it does when it is called again, without the program in
-    between. Rank 0 decides whether there is one, and writes that to the store: so the ranks need its process. The
-    launcher starts a new process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A
-    new process knows nothing of earlier attempts, so nothing that ranks must agree on may depend on them.
+    between. Rank 0 decides whether there is one, and writes that to the store. If the store has gone with its process,
+    the others wait at its address. The launcher starts a new process for a rank whose process is gone. All ranks meet,
+    and read the newest checkpoint. A new process knows nothing of earlier attempts, so nothing that ranks must agree on
+    may depend on them.
 """
 
 from __future__ import annotations
@@ -135,9 +136,10 @@ class Restarts:
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
 
     def begin_training(self) -> None:
-        """Take failures from now on for those of machines. What fails before is the program's."""
-        self._has_trained, self._strategy.has_partial_step = True, False
+        """Take failures from now on, when there is a checkpoint, for those of machines. What fails before is not."""
+        self._strategy.has_partial_step = False
         self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
+        self._has_trained = True
 
     def _follows(self, error: Exception) -> bool:
         """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
@@ -175,8 +177,9 @@ class Restarts:
                     while not store.check([_VERDICT]) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)
                     return store.check([_VERDICT]) and json.loads(store.get(_VERDICT)) is None
-            except RuntimeError:  # the store has gone with the process of rank 0
-                return False
+            except RuntimeError:  # the store has gone with the process of rank 0, which somebody may start again
+                StrategyBase.store = None
+                return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number
         if why_not is not None and is_rank_zero:
             log.error("bucketddp: no restart: %s.", why_not)
         return why_not is None
