@@ -160,7 +160,7 @@ class RecordedFit:
             assert self.strategy.reducer is not None
             self._known_profile = profile
             self._file.write(profile)
-            self._file.write(Tuning(self.strategy.reducer.tuning))
+            self._file.write(Tuning(self.strategy.reducer.plans.tuning))
 
 
 def _peak_memory(device: torch.device) -> int:

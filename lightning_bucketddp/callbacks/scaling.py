@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,22 +76,21 @@ class _AppliedRate:
         return self.group["lr"] is self.effective
 
 
+@dataclass(eq=False)
 class EffectiveRates:
-    """Multiplies the learning rates of `optimizer` during its steps: no scheduler and no checkpoint ever sees them.
+    """Multiplies the learning rates of `optimizer` during its steps: no scheduler and no checkpoint ever sees them."""
 
-    `multiplier` returns the multiplier for a step, by its number; `num_steps` is how many the optimizer has made.
-    """
+    optimizer: Optimizer
+    multiplier: Callable[[int], float]  # returns the multiplier for a step, by its number
+    num_steps: int  # that the optimizer has made
+    depth: int = 0  # of nested steps
+    _applied: list[_AppliedRate] = field(default_factory=list)
 
-    def __init__(self, optimizer: Optimizer, multiplier: Callable[[int], float], *, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self._optimizer = optimizer
-        self._multiplier = multiplier
-        self._applied: list[_AppliedRate] = []
-        self.depth = 0  # of nested steps
+    def __post_init__(self) -> None:
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._as_scheduled),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_state_dict_post_hook(self._as_scheduled),
         ]
 
     def follow(self) -> None:
@@ -119,8 +118,8 @@ class EffectiveRates:
     def apply(self) -> None:
         """Set the learning rates of the next step, until `restore`."""
         self.restore()  # in case the last step raised
-        multiplier = self._multiplier(self.num_steps)
-        for group in self._optimizer.param_groups:
+        multiplier = self.multiplier(self.num_steps)
+        for group in self.optimizer.param_groups:
             scheduled = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
             _set_rate(group, scheduled * multiplier)
             self._applied.append(_AppliedRate(group, scheduled, effective=group["lr"]))

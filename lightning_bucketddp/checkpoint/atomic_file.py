@@ -1,12 +1,11 @@
 """A file that appears under its name complete, or not at all.
 
-Note: whose file it is
-    Several runs may write into one directory, from several hosts, so a temporary file is removed only when its writer
-    is surely gone. Its name tells who that is: the process by its number and start time, and where that number means
-    something (one boot of one kernel, one container). A process of our own numbering that is not there any more has
-    ended. Files of others go when nobody has written to them for an hour. Should such a writer live all the same, its
-    save fails with an error that names the path; what it has saved before is not touched. Locks do not do: on network
-    file systems they may be missing or hang, and forked loader workers would hold one for a trainer that was killed.
+Several runs may write into one directory, from several hosts, so a temporary file is removed only when its writer is
+surely gone. Its name tells who that is: the process by its number and start time, and where that number means something
+(one boot of one kernel, one container). A process of our own numbering that is not there any more has ended. Files of
+others go when nobody has written to them for an hour. Should such a writer live all the same, its save fails with an
+error that names the path; what it has saved before is not touched. Locks do not do: on network file systems they may be
+missing or hang, and forked loader workers would hold one for a trainer that was killed.
 """
 
 from __future__ import annotations

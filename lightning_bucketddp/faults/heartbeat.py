@@ -59,32 +59,20 @@ class Wait:
     last_counts: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class HeartbeatMonitor:
-    """Sends this rank's heartbeats, and finds the rank that others wait for: behind, standing still, or on a lost host.
+    """Sends this rank's heartbeats, and finds the rank that others wait for: behind, standing still, or lost."""
 
-    Args:
-        warn_after_s: how long this rank may wait for others before it warns, once per wait.
-        timeout_s: how long a collective may take.
-        stall_timeout_s: how long a rank may stand still while others wait for it.
-    """
+    store: GuardedStore
+    progress: Progress
+    warn_after_s: float  # how long this rank may wait for others before it warns, once per wait
+    timeout_s: float  # how long a collective may take
+    stall_timeout_s: float = math.inf  # how long a rank may stand still while others wait for it
 
-    def __init__(
-        self,
-        store: GuardedStore,
-        progress: Progress,
-        *,
-        warn_after_s: float,
-        timeout_s: float,
-        stall_timeout_s: float = math.inf,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.wait = Wait(-1, 0.0, math.inf)
-        self._store = store
-        self._channel = store.channel
-        self._connections = store.connections
-        self._progress = progress
-        self._warn_after_s = warn_after_s
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self._channel = self.store.channel
+        self._connections = self.store.connections
         self._beat_every_s = self._channel.interval(_BEAT_EVERY_S)
         self._silence_s = _SILENCE * self._beat_every_s
         self._num_beats = 0
@@ -101,8 +89,8 @@ class HeartbeatMonitor:
             return
         self._last_beat_at = now
         self._num_beats += 1
-        here = self._progress
-        is_slow = here.seconds > min(self._warn_after_s, self._silence_s)
+        here = self.progress
+        is_slow = here.seconds > min(self.warn_after_s, self._silence_s)
         beat = {
             "count": self._num_beats,
             "where": here.describe(),
@@ -119,35 +107,35 @@ class HeartbeatMonitor:
         self.update_wait()
         if self.wait.phase != -1:
             waited_s = time.monotonic() - self.wait.since
-            if waited_s > self._warn_after_s and not self.wait.has_warned:
+            if waited_s > self.warn_after_s and not self.wait.has_warned:
                 self._warn()
             if self.nears_timeout():
-                self._store.ask(self.anticipate_timeout)
+                self.store.ask(self.anticipate_timeout)
             if self.looks_for_stall:
-                stalled = self._store.ask(self.find_stalled)
-                if not self._store.can_ask:
+                stalled = self.store.ask(self.find_stalled)
+                if not self.store.can_ask:
                     stalled = next(iter(self._stopped()), None)
                 if stalled is not None:
-                    waited = f"the others have waited for longer than `stall_s`, {self._stall_timeout_s:g} s"
+                    waited = f"the others have waited for longer than `stall_s`, {self.stall_timeout_s:g} s"
                     return replace(stalled, what=f"{stalled.what}; {waited}")
         return self._find_lost_host()
 
     def update_wait(self) -> None:
         """Begin another `Wait` if this rank does not wait, or in another phase."""
-        phase = self._progress.num_phases if self._progress.is_waiting else -1
+        phase = self.progress.num_phases if self.progress.is_waiting else -1
         if phase == -1 or phase != self.wait.phase:
             now = time.monotonic()
-            self.wait = Wait(phase, now, now + self._stall_timeout_s)
+            self.wait = Wait(phase, now, now + self.stall_timeout_s)
 
     def nears_timeout(self) -> bool:
         """Return whether it is time to `anticipate_timeout`."""
         waited_s = time.monotonic() - self.wait.since
-        is_near = waited_s > self._timeout_s - self._silence_s - _LISTEN_BEFORE_S
+        is_near = waited_s > self.timeout_s - self._silence_s - _LISTEN_BEFORE_S
         return self.wait.phase != -1 and is_near and self.wait.heard is None and self.wait.listens
 
     def anticipate_timeout(self) -> None:
         """Listen to the others shortly before the time-out, so that it is known then who has fallen silent."""
-        self.wait.listens = self._channel.is_among_first(_NUM_LISTENERS, f"listen in {self._progress.describe()}")
+        self.wait.listens = self._channel.is_among_first(_NUM_LISTENERS, f"listen in {self.progress.describe()}")
         if self.wait.listens:
             self.wait.heard = self._listen(), time.monotonic()
 
@@ -163,7 +151,7 @@ class HeartbeatMonitor:
         """
         now = time.monotonic()
         counts = self.wait.last_counts
-        what = f"stall in {self._progress.describe()}"
+        what = f"stall in {self.progress.describe()}"
         if not counts and not self._channel.is_among_first(_NUM_LISTENERS, what):
             self.wait.looks_at = math.inf
             return None
@@ -171,9 +159,9 @@ class HeartbeatMonitor:
         for rank, beat in self._listen().items():
             if counts.get(rank, (0, now))[0] != beat["count"]:
                 counts[rank] = beat["count"], now
-            if now - counts[rank][1] > max(self._silence_s, min(self._stall_timeout_s, _STANDS_STILL_S)):
+            if now - counts[rank][1] > max(self._silence_s, min(self.stall_timeout_s, _STANDS_STILL_S)):
                 return self._silent(rank, beat)
-            if not beat["waits"] and beat["seconds"] > self._stall_timeout_s:
+            if not beat["waits"] and beat["seconds"] > self.stall_timeout_s:
                 return _behind(rank, beat)
         return None
 
@@ -204,11 +192,11 @@ class HeartbeatMonitor:
         if own.kind is Kind.STALLED:
             stragglers: list[Failure] = []
             if self.wait.listens:
-                stragglers = self._store.ask(self.find_stragglers) or self._stopped()
-            elif (blamed := self._store.ask(self._await_failure)) is not None:
+                stragglers = self.store.ask(self.find_stragglers) or self._stopped()
+            elif (blamed := self.store.ask(self._await_failure)) is not None:
                 failure = blamed
             if stragglers:
-                waited = f"the others have waited for the time-out of {self._timeout_s:g} s"
+                waited = f"the others have waited for the time-out of {self.timeout_s:g} s"
                 failure = replace(stragglers[0], what=f"{stragglers[0].what}; {waited}")
         if failure.kind is Kind.LOST and failure.rank == self._channel.rank:
             lost = self._name_lost(_PEER.findall(failure.what), "its connection broke", has_broken=True)
@@ -218,10 +206,10 @@ class HeartbeatMonitor:
     def _warn(self) -> None:
         """Log which ranks this one waits for, unless another rank that waits has done so already."""
         self.wait.has_warned = True
-        where, rank = self._progress.describe(), self._channel.rank
-        if self._store.ask(lambda: self._channel.first(f"warned of {where}", rank)) not in (rank, None):
+        where, rank = self.progress.describe(), self._channel.rank
+        if self.store.ask(lambda: self._channel.first(f"warned of {where}", rank)) not in (rank, None):
             return
-        stragglers = self._store.ask(self.find_stragglers) or self._stopped()
+        stragglers = self.store.ask(self.find_stragglers) or self._stopped()
         named = "\n".join(map(Failure.describe, stragglers[:_NUM_NAMED])) or "No rank is known to be behind."
         num_more = len(stragglers) - _NUM_NAMED
         more = f"\n{num_more} more ranks are behind." if num_more > 0 else ""
@@ -232,14 +220,14 @@ class HeartbeatMonitor:
 
     def _find_lost_host(self) -> Failure | None:
         """Return the loss of a rank whose host no longer answers; None: there is none (or nobody is waited for)."""
-        if self._progress.seconds < _LOOKS_AT_HOSTS_AFTER_S:
+        if self.progress.seconds < _LOOKS_AT_HOSTS_AFTER_S:
             return None
         self._connections.look(every_s=self._channel.interval(1.0))
         hosts = self._connections.silent_hosts - self._foreign_hosts
         if not hosts:
             return None
         lost = self._name_lost(hosts, f"its host has not answered for {SILENT_AFTER_S:.0f} s", has_broken=False)
-        self._foreign_hosts |= hosts if lost is None and self._store.can_ask else set()
+        self._foreign_hosts |= hosts if lost is None and self.store.can_ask else set()
         return lost
 
     def _name_lost(self, hosts: Collection[str], why: str, *, has_broken: bool) -> Failure | None:
@@ -250,9 +238,9 @@ class HeartbeatMonitor:
                 return self._find_lost(hosts, why, has_broken=has_broken)
             return self._await_failure()
 
-        found = self._store.ask(find)
+        found = self.store.ask(find)
         store_host = self._connections.store_host
-        if self._store.can_ask or store_host is None:
+        if self.store.can_ask or store_host is None:
             return found
         what = (
             f"{why}, and the store there is lost to rank {self._channel.rank}, too: that host is gone, or the network"
@@ -297,10 +285,10 @@ class HeartbeatMonitor:
 
     def _stopped(self) -> list[Failure]:
         """Return the ranks whose processes are known to be stopped, also without the store."""
-        return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in self._store.frozen_ranks()]
+        return [Failure(rank=rank, kind=Kind.STALLED, what=_STOPPED) for rank in self.store.frozen_ranks()]
 
     def _silent(self, rank: int, beat: dict[str, Any]) -> Failure:
-        what = _STOPPED if rank in self._store.frozen_ranks() else "it no longer answers"
+        what = _STOPPED if rank in self.store.frozen_ranks() else "it no longer answers"
         what = f"{what}; it was last heard of in {beat['where']}"
         hosts = " ".join(map(str, beat["addresses"]))
         return Failure(rank=rank, kind=Kind.STALLED, what=what, process=beat["process"], hosts=hosts)

@@ -89,9 +89,9 @@ class Reducer:
         self._num_foreign = 0  # when the backward began
         self._device = self._collectives.device
         clock = clock or clock_of(self._device)
-        self._plan_cache = PlanCache(replicas, config, reduction, self.stats, clock, say, maker)
+        self.plans = PlanCache(replicas, config, reduction, self.stats, clock, say, maker)
         # What plans know of each parameter; a plan's members are indices into this.
-        self.specs = self._plan_cache.specs
+        self.specs = self.plans.specs
         self._new_queue = partial(
             LaunchQueue, reduction=reduction, finiteness=self.finiteness, stats=self.stats, foreign=self._foreign
         )
@@ -112,19 +112,16 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
         self._hooks.remove()
-        self._plan_cache.close()
+        self.plans.close()
         self._reduction.close()
         self.bucket_set = None
 
     def describe(self) -> str:
         stats = self.stats
         return (
-            f"{self._plan_cache.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
+            f"{self.plans.description}; {stats.num_reductions} reductions in {stats.num_backwards} synchronised"
             f" backwards, {stats.bytes_sent / MIB:.1f} MiB"
         )
-
-    def describe_outlook(self) -> str:
-        return self._plan_cache.describe_outlook()
 
     def describe_backward(self) -> str:
         queue = self._backward and self._backward.queue
@@ -133,11 +130,7 @@ class Reducer:
     @property
     def profile(self) -> Profile | None:
         """What was measured for `bucket_cap_mb="auto"`, once that has been decided upon; on rank 0 only."""
-        return self._plan_cache.profile
-
-    @property
-    def tuning(self) -> str:
-        return self._plan_cache.tuning
+        return self.plans.profile
 
     @property
     def has_exchanged(self) -> bool:
@@ -236,14 +229,14 @@ class Reducer:
     @property
     def is_settled(self) -> bool:
         """Whether what is trainable now has a plan, and no better one is being looked for."""
-        return self.is_alone or self._plan_cache.is_settled(self._trainable())
+        return self.is_alone or self.plans.is_settled(self._trainable())
 
     def can_replay(self, captured: CapturedBackward) -> bool:
         """Return whether the plan, and what is trainable, are what they were then."""
         trainable = self._trainable()
         if self.is_alone or trainable != captured.trainable:
             return trainable == captured.trainable
-        return self.is_settled and self._plan_cache.bucket_set(trainable) is captured.bucket_set
+        return self.is_settled and self.plans.bucket_set(trainable) is captured.bucket_set
 
     def num_hooks(self, param: Tensor) -> int:
         return int(not self.is_alone and id(param) in self._index_of)
@@ -330,7 +323,7 @@ class Reducer:
         bucket_index = bucket_set.index_of_bucket[index]
         bucket = bucket_set.buckets[bucket_index]
         if bucket.arrivals.launched:
-            raise self._plan_cache.late_gradient(index, bucket_index)
+            raise self.plans.late_gradient(index, bucket_index)
         if backward.queue is None:
             # Later micro-batches then accumulate into the buffer: no copy, and no second set of gradients.
             bucket.collect()
@@ -352,14 +345,14 @@ class Reducer:
         syncs = self._no_sync_depth == 0
         weighting = self._weighting if captured is None else None
         has_changed = weighting is not None and weighting.begin(self._params, syncs=syncs, trainable=trainable)
-        if self._plan_cache.will_change(trainable):
+        if self.plans.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
-        bucket_set = self._plan_cache.bucket_set(trainable)
+        bucket_set = self.plans.bucket_set(trainable)
         # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
         factor = self._factor(trainable) if has_changed and bucket_set is not None else None
-        tuner = self._plan_cache.tuner(trainable) if syncs else None
+        tuner = self.plans.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._device)
         observer = all_of(tuner, self.observer if is_recorded else None)
@@ -433,7 +426,7 @@ class Reducer:
         with torch.no_grad():
             self._read_digests(backward.bucket_set)
             if backward.is_tuned:
-                self._plan_cache.end_backward(backward.trainable)
+                self.plans.end_backward(backward.trainable)
 
     def _read_digests(self, bucket_set: BucketSet) -> None:
         """Count a backward whose gradients are final, and look for what is not finite in them."""
@@ -444,7 +437,7 @@ class Reducer:
 
     def _reduce_rest(self, backward: BackwardPass, factor: float) -> None:
         if backward.queue is None:
-            backward.bucket_set = self._plan_cache.make(backward.trainable, backward.arrived, backward.streams)
+            backward.bucket_set = self.plans.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(bucket_set=backward.bucket_set, observer=backward.observer)
         backward.queue.launch_rest()
         weighting, missing = self._weighting, backward.queue.missing

@@ -6,7 +6,6 @@ import inspect
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,15 +19,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter
-from lightning_bucketddp.checkpoint.atomic_file import claim_file
-from lightning_bucketddp.checkpoint.finite_weights import FiniteCheckpoints
+from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, CheckpointWriter, FiniteCheckpoints
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
-from lightning_bucketddp.comm.process_group import abort_device_groups, surviving_nccl, tried_nccl
+from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
-from lightning_bucketddp.processes import is_launched_by_torchrun, rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer import quantization, reduction
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding import bucket as sharded_bucket
@@ -310,39 +307,7 @@ class StrategyBase:
         self._launcher = make_launcher(self)
 
     def _begin_watching(self) -> FaultHandler:
-        this = weakref.ref(self)  # the watch must not keep alive what it watches
-
-        def abort_device() -> None:
-            if (strategy := this()) is None:
-                abort_device_groups()
-            else:
-                strategy.note_partial_step()
-                abort_device_groups(strategy.release_graphs)
-
-        def claim(run_id: str) -> bool:
-            directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
-            return directory is None or claim_file(directory, run_id)
-
-        launched_as = range(self.world_size) if self.members is None else self.members
-        first_rank = launched_as[self.global_rank] - self.local_rank
-
-        def exit_status_of(rank: int) -> int | None:
-            launcher: Any = None if (strategy := this()) is None else strategy._launcher
-            return None if launcher is None else launcher.exit_status_of(launched_as[rank] - first_rank)
-
-        # Who has started the ranks without being one; None: nobody, or a process that may end first.
-        has_parent = self._start_method != "popen" or is_launched_by_torchrun()
-        self._fault_handler = FaultHandler(
-            self._progress,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout or default_pg_timeout,
-            timeouts=self.options.timeouts,
-            abort_device=abort_device,
-            exit_status_of=exit_status_of,
-            launcher_pid=os.getppid() if has_parent else None,
-            claim_file=claim,
-        )
+        self._fault_handler = FaultHandler(self)
         self._fault_handler.begin()
         return self._fault_handler
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
+from lightning_bucketddp.checkpoint.async_writer import Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError, read_on_every_rank, write_on_rank_zero
-from lightning_bucketddp.checkpoint.finite_weights import Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import AUTO, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.evaluation import Part, divided

@@ -16,21 +16,24 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.comm.connections import Connections, cut_connections
-from lightning_bucketddp.comm.process_group import access_store, leave_process_group
-from lightning_bucketddp.config import Timeouts
+from lightning_bucketddp.comm.process_group import abort_device_groups, access_store, leave_process_group
 from lightning_bucketddp.faults.failure import Failure, Kind, show_error
-from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
+from lightning_bucketddp.processes import is_launched_by_torchrun
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_bucketddp.strategies.base import StrategyBase
 
 
 # What libraries may take to end after Python has. NCCL may wait for a rank that is gone.
@@ -38,34 +41,14 @@ _LIBRARIES_END_WITHIN_S = 3.0
 
 
 class FaultHandler:
-    """The end of one run, from the moment that there is a process group.
+    """The end of one run of `strategy`, from the moment that there is a process group."""
 
-    Args:
-        timeout: how long a collective may take.
-        abort_device: ends what waits on a device.
-        exit_status_of: how a process that this one has started for a rank ended.
-        launcher_pid: the process without which the ranks have nobody to end them; None: there is none.
-        claim_file: whether this rank is the first to make a file for the run of this name.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        *,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        timeouts: Timeouts,
-        abort_device: Callable[[], None],
-        exit_status_of: Callable[[int], int | None],
-        launcher_pid: int | None,
-        claim_file: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, strategy: StrategyBase) -> None:
         self.signals: StopSignals | None = None
         self._interrupts: InterruptSignals | None = None
         self._wakeup = SignalWakeup()
-        self._rank = rank
-        self._progress = progress
+        self._rank = rank = strategy.global_rank
+        self._progress = strategy._progress
         self._is_over = False
         self._take_out_hook: Callable[[], None] = lambda: None
         # Whether this rank saves for all (Note: one saver); None: the ranks have not aborted, so that rank zero does.
@@ -75,25 +58,44 @@ class FaultHandler:
         run = f"bucketddp/{access.name}"
         name = f"{run}/{access.store.add(f'{run}/num_runs/{rank}', 1)}"
 
+        this = weakref.ref(strategy)  # the watch must not keep alive what it watches
+        launched_as = range(strategy.world_size) if strategy.members is None else strategy.members
+        first_rank = launched_as[rank] - strategy.local_rank
+        # Who has started the ranks without being one; otherwise nobody has, or a process that may end first.
+        has_parent = strategy.options.start_method != "popen" or is_launched_by_torchrun()
+        timeouts = strategy.options.timeouts
+
         def cut() -> None:
             cut_connections(except_port=access.port)
-            abort_device()
+            if (strategy := this()) is None:
+                abort_device_groups()
+            else:
+                strategy.note_partial_step()
+                abort_device_groups(strategy.release_graphs)
+
+        def claim(run_id: str) -> bool:
+            directory = None if (strategy := this()) is None else strategy.directory_to_save_in()
+            return directory is None or claim_file(directory, run_id)
+
+        def exit_status_of(rank: int) -> int | None:
+            launcher: Any = None if (strategy := this()) is None else strategy._launcher
+            return None if launcher is None else launcher.exit_status_of(launched_as[rank] - first_rank)
 
         self.watchdog = Watchdog(
-            SideChannel(access.store, name=name, rank=rank, world_size=world_size),
-            progress,
+            SideChannel(access.store, name=name, rank=rank, world_size=strategy.world_size),
+            self._progress,
             WatchdogActions(
                 cut=cut,
                 interrupt=self._interrupt,
                 signals_received=self._signals_received,
                 exit_status_of=exit_status_of,
                 store_rank=0 if access.is_held_by_rank_zero else None,
-                launcher_pid=launcher_pid,
-                claim_file=claim_file,
+                launcher_pid=os.getppid() if has_parent else None,
+                claim_file=claim,
                 connections=Connections(access.port),
             ),
             stall_warning_s=timeouts.stall_warning_s,
-            timeout_s=timeout.total_seconds(),
+            timeout_s=(strategy.options.timeout or default_pg_timeout).total_seconds(),
             stall_timeout_s=timeouts.stall_s or math.inf,
         )
 

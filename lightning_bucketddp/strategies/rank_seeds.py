@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,46 +134,34 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+@dataclass(eq=False)
 class UnfinishedBatch(RunPart):
-    """Copies what changes before a step, and takes it back.
+    """Copies what changes before a step, and takes it back."""
 
-    Args:
-        device: has random numbers that checkpoints hold; None: they hold none.
-        counts: Lightning's counts of the batches of the epoch.
-        repeats_micro_batches: whether a resumed run begins after the last step.
-    """
+    module: nn.Module
+    device: torch.device | None  # has random numbers that checkpoints hold; None: they hold none
+    counts: Callable[[], Any]  # Lightning's, of the batches of the epoch
+    repeats_micro_batches: Callable[[], bool]  # whether a resumed run begins after the last step
+    _random_state: dict[str, Any] | None = None
+    _has_copies: bool = False  # since they were made there was no step
+    _num_batches: int = 0  # of the epoch, with this one
+    _has_seen_step: bool = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        device: torch.device | None,
-        counts: Callable[[], Any],
-        repeats_micro_batches: Callable[[], bool],
-    ) -> None:
+    def __post_init__(self) -> None:
         # By the module that has it, and its name there: modules replace their buffers.
         self._places = [
             (owner, key)
-            for owner in module.modules()
+            for owner in self.module.modules()
             for key, _ in owner.named_buffers(recurse=False)
             # A scripted module does not say which of its buffers it saves.
             if key not in getattr(owner, "_non_persistent_buffers_set", ())
         ]
         # By place: the buffer, as it was found last, and its copy.
         self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
-        self._device = device
-        self._counts = counts
-        self._repeats_micro_batches = repeats_micro_batches
-        self._random_state: dict[str, Any] | None = None
-        # Since the copies were made there was no step.
-        self._has_copies = False
-        # Of the epoch, with this one.
-        self._num_batches = 0
-        self._has_seen_step = False
 
     def begin_batch(self, batch_idx: int) -> None:
-        self._num_batches = self._counts().ready
-        is_after_micro_batch = self._has_copies and not self._repeats_micro_batches()
+        self._num_batches = self.counts().ready
+        is_after_micro_batch = self._has_copies and not self.repeats_micro_batches()
         if is_after_micro_batch or self._random_state is None:
             self._note_random_state()
         if is_after_micro_batch:
@@ -206,15 +195,15 @@ class UnfinishedBatch(RunPart):
 
     def _note_random_state(self) -> None:
         # Before the next batch is loaded, which draws as well.
-        if self._device is not None:
-            self._random_state = random_state(self._device)
+        if self.device is not None:
+            self._random_state = random_state(self.device)
 
     def undo_if_repeated(self, *, is_automatic: bool) -> None:
         """Undo what a batch has changed that a resumed run will see again."""
         # With manual optimization the user may call optimizers that we do not see.
         if not self._has_copies or not (self._has_seen_step or is_automatic):
             return
-        if self._repeats_micro_batches() or self._counts().completed < self._num_batches:
+        if self.repeats_micro_batches() or self.counts().completed < self._num_batches:
             self.undo()
 
     @torch.no_grad()
@@ -225,6 +214,6 @@ class UnfinishedBatch(RunPart):
                 buffer.copy_(copy)
             else:
                 setattr(owner, key, copy.clone())
-        if self._random_state is not None and self._device is not None:
-            set_random_state(self._random_state, self._device)
+        if self._random_state is not None and self.device is not None:
+            set_random_state(self._random_state, self.device)
         self._has_copies = False

@@ -106,7 +106,7 @@ def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | N
         parts.append("no gradients to exchange")
     else:
         wire = _describe_wire(options.reducer, reducer)
-        gradients = "gradients" if reducer is None else reducer.describe_outlook()
+        gradients = "gradients" if reducer is None else reducer.plans.describe_outlook()
         parts += [f"{gradients} sent{wire}"] if wire else []
     listed = [name for name in given if name not in _NOT_LISTED and name not in options.without_effect]
     parts += [", ".join(f"{name}={_describe_value(given[name])}" for name in listed)] if listed else []
@@ -152,7 +152,7 @@ class FitTally:
             lines.append(f"{mib:.1f} MiB sent per rank in {pluralize(num_reductions, 'reduction')}")
         if reducer.bucket_set is not None and stats.num_plans > 1:
             lines.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
-        lines += [reducer.tuning, *(part.describe() for part in strategy._parts)]
+        lines += [reducer.plans.tuning, *(part.describe() for part in strategy._parts)]
         if strategy.shards is not None:
             lines.append(strategy.shards.describe())
         if strategy.checkpoint_stats.num_saves:

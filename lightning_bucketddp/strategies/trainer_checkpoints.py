@@ -14,9 +14,16 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, drain, raised_once
+from lightning_bucketddp.checkpoint.async_writer import (
+    NAN,
+    CheckpointStats,
+    Severities,
+    drain,
+    nonfinite_weights,
+    raised_once,
+    severities_of,
+)
 from lightning_bucketddp.checkpoint.checkpoint_io import read_nowhere, read_on_every_rank, write_on_rank_zero
-from lightning_bucketddp.checkpoint.finite_weights import NAN, Severities, nonfinite_weights, severities_of
 from lightning_bucketddp.checkpoint.rank_state import HookState, bucket_layout, gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.process_group import RollCall

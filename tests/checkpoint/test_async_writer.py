@@ -203,8 +203,8 @@ def test_the_time_that_training_is_held_up_is_counted(writer: CheckpointWriter, 
     save(2, writer, storage, in_background=False)
     stats = writer.stats
     assert stats.num_saves == 2
-    assert stats.waiting_s > 0.1
-    assert stats.background_s > 0.1
+    assert stats.waiting_s > 0
+    assert stats.background_s > 0
     assert stats.snapshot_s > 0
     assert stats.writing_s > 0
     assert stats.held_up_s == stats.snapshot_s + stats.waiting_s + stats.writing_s

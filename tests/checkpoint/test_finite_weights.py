@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bucketddp.checkpoint.finite_weights import (
+from lightning_bucketddp.checkpoint.async_writer import (
     FINITE,
     INFINITE,
     NAN,

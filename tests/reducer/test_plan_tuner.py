@@ -245,7 +245,7 @@ def _ended(outcome: Tuned, reducer: Reducer) -> Tuned:
     outcome.description = reducer.describe().partition(";")[0]
     outcome.num_plans = reducer.stats.num_plans
     outcome.profile = None if reducer.profile is None else reducer.profile.to_json()
-    outcome.tuning = reducer.tuning
+    outcome.tuning = reducer.plans.tuning
     reducer.close()
     return outcome
 

@@ -82,7 +82,7 @@ def test_ranks_that_are_missing_are_named_on_every_rank_that_is_there() -> None:
 
 
 def test_the_first_rank_to_run_out_of_time_ends_all() -> None:
-    for outcome in outcomes(ranks=[0, 1], world_sizes=[3, 3], start_timeout_s=3, late_s=[1, 0]):
+    for outcome in outcomes(ranks=[0, 1], world_sizes=[3, 3], start_timeout_s=8, late_s=[1, 0]):
         assert outcome.startswith("Rank 2 of 3 did not join")
 
 

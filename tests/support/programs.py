@@ -160,7 +160,7 @@ def processes_of(run_id: str) -> list[int]:
 
 def _wait_for_end(run_id: str) -> list[int]:
     """The processes that do not end by themselves."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + 3 * GRACE_S
     while (processes := processes_of(run_id)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return processes
