@@ -40,7 +40,7 @@ class Run:
     gradient_bytes: int
     options: dict[str, Any] = field(default_factory=dict)  # of the strategy, which affect communication
     codecs: Codecs = field(default_factory=dict)  # what encoding takes on this device
-    restarts: Sequence[str] = ()  # when the run went on after a failure, and after which; on rank 0
+    restarts: list[str] = field(default_factory=list)  # when the run went on, after which failure; on rank 0
 
 
 @dataclass(frozen=True, slots=True)

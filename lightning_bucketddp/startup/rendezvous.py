@@ -10,7 +10,6 @@ Note: rendezvous
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import socket
@@ -23,13 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
-from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, part_of
+from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, log, part_of
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-
-log = logging.getLogger(__name__)
 
 # How long rank 0 keeps the store open, so that the others can read why nothing starts.
 _OUTCOME_READ_WITHIN_S = 2.0
@@ -96,9 +93,8 @@ class RendezvousRound:
             )
         elif info.num_fits != self.host.num_fits:
             self.object(
-                f"Rank {info.rank} ({info}) is in fit {info.num_fits + 1} of its program, and rank 0 in fit"
-                f" {self.host.num_fits + 1}: a process that takes the place of another runs the program from its"
-                " beginning. Fit once in a program, or pass `start_method='spawn'`."
+                f"Rank {info.rank} ({info}) is in fit {info.num_fits + 1} of its program, rank 0 in fit"
+                f" {self.host.num_fits + 1}: a new process begins with the first. Start with `start_method='spawn'`."
             )
         else:
             there = RankInfo.from_json(self._keys.compare_set(f"joined/{info.rank}", "", info.to_json()))
@@ -242,9 +238,8 @@ class Rendezvous:
         return rdzv
 
     def _are_enough(self, rdzv: RendezvousRound) -> bool:
-        if self.min_ranks is None or not self._deadline.is_over or rdzv.objection() is not None:
-            return False
-        return len(rdzv.present()) >= self.min_ranks
+        is_due = self.min_ranks is not None and self._deadline.is_over and rdzv.objection() is None
+        return is_due and len(rdzv.present()) >= (self.min_ranks or 0)
 
     def _find_objection(self, store: Store, rdzv: RendezvousRound) -> str | None:
         newest = RendezvousRound.find(store)

@@ -206,9 +206,9 @@ class ChildProcesses:
     def _processes(self) -> Sequence[subprocess.Popen[bytes]]:
         return getattr(self._launcher, "children", ())
 
-    def find_failure(self) -> str | None:
+    def find_failure(self, *, of_children: bool = True) -> str | None:
         """Return in words which process has ended that the start needs; None if none has."""
-        for rank, process in enumerate(self._processes, start=self._rank + 1):
+        for rank, process in enumerate(self._processes if of_children else (), start=self._rank + 1):
             if process.poll() is not None:
                 return describe_end(rank, process, when=" before all ranks had joined")
         pid = self._launcher_pid

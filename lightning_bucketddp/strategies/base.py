@@ -33,6 +33,7 @@ from lightning_bucketddp.sharding.optimizer import gather_optimizer_state
 from lightning_bucketddp.sharding.shards import Shards
 from lightning_bucketddp.startup.rendezvous import Rendezvous
 from lightning_bucketddp.startup.store import ChildProcesses, StoreAddress, is_on_this_host
+from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import FaultHandler
 from lightning_bucketddp.strategies.launchers import HoldsPort, make_launcher
 from lightning_bucketddp.strategies.options import (
@@ -150,7 +151,7 @@ class StrategyBase:
             world_size=environment.world_size(),
             local_rank=environment.local_rank(),
             is_local=self._is_on_one_host,
-            num_fits=0 if self.restarts is None else self.restarts.num_fits,
+            num_fits=0 if self.restarts is None else sum(AutoResume.num_fits_ended.values()),
         )
         os.environ.update(MASTER_ADDR=point.address, MASTER_PORT=str(point.port))
         is_restart = self.restarts is not None and self.restarts.count > 0
@@ -159,11 +160,12 @@ class StrategyBase:
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         backend, timeout = self._get_process_group_backend(), self._timeout
+        of_failed_run = tuple(getattr(self.launcher, "children", ())) if is_restart else ()
 
         def find_failure() -> str | None:
-            if isinstance(self.launcher, HoldsPort):
-                self.launcher.replace_ended()
-            return None if is_restart and self.options.max_restarts.min_ranks else launched.find_failure()
+            if of_failed_run:
+                self.launcher.replace_ended(of_failed_run)
+            return launched.find_failure(of_children=not is_restart or not self.options.max_restarts.min_ranks)
 
         with launched.ended_on_failure():
             earlier = self.store if is_restart else None

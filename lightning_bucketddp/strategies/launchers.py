@@ -47,12 +47,6 @@ class HoldsPort:
     guarding_strategy: Any
     _listener: socket.socket | None = None
 
-    def begin_restart(self) -> None:
-        """Start processes for ranks that were lost, from now until all ranks have met, where this one starts them."""
-
-    def replace_ended(self) -> None:
-        """Start a process for each rank of this host whose process is gone, during a restart."""
-
     def take_listener(self) -> socket.socket | None:
         """Return the socket that is open at the main port, if there is one. It is the caller's to close."""
         listener, self._listener = self._listener, None
@@ -307,11 +301,10 @@ class Children:
     directory: str
     connections_before: set[int]  # that this process had before there were other ranks
     has_failed: bool = False  # this process has raised itself, which tells more
-    of_failed_run: Sequence[subprocess.Popen[bytes]] = ()  # that may be replaced
 
-    def replace_ended(self) -> None:
+    def replace_ended(self, processes: Sequence[Any]) -> None:
         for index, process in enumerate(self.processes):
-            if process in self.of_failed_run and process.poll() is not None:
+            if process in processes and process.poll() is not None:
                 environment = {**self.environment, "LOCAL_RANK": str(index + 1)}
                 self.processes[index] = subprocess.Popen(process.args, env=environment, cwd=self.directory)
                 rank = self.first_rank + index + 1
@@ -337,14 +330,10 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         """The processes that this one has started."""
         return () if self._children is None else self._children.processes
 
-    def begin_restart(self) -> None:
+    def replace_ended(self, processes: Sequence[Any]) -> None:
+        """Start another process for each rank of this host whose process was one of `processes`, and is gone."""
         if self._children is not None:
-            self._children.of_failed_run = tuple(self._children.processes)
-            self._children.replace_ended()
-
-    def replace_ended(self) -> None:
-        if self._children is not None:
-            self._children.replace_ended()
+            self._children.replace_ended(processes)
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self.guarding_strategy

@@ -2,9 +2,10 @@
 
 Note: a restart
     A restart is what `fit` does when it raises, and what it does when it is called again, without the program in
-    between. Rank 0 decides whether there is one, and writes that to the store: so the ranks need its process. The
-    launcher starts a new process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A
-    new process knows nothing of earlier attempts, so nothing that ranks must agree on may depend on them.
+    between. Rank 0 decides whether there is one, and writes that to the store. If the store has gone with its process,
+    the others wait at its address. The launcher starts a new process for a rank whose process is gone. All ranks meet,
+    and read the newest checkpoint. A new process knows nothing of earlier attempts, so nothing that ranks must agree on
+    may depend on them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
 from lightning_bucketddp.wording import list_some_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
 
 log = logging.getLogger(__name__)
@@ -108,26 +107,24 @@ class Restarts:
     def rendezvous(self, address: StoreAddress) -> Rendezvous:
         """Return the rendezvous of a restart."""
         # Rank 0 decides when it has waited long enough. It may have paused before.
-        timeout_s = self._strategy.options.timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
+        timeouts, members = self._strategy.options.timeouts, self._strategy.members
+        timeout_s = timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
         rendezvous = Rendezvous(address, timeout_s=timeout_s, option="Timeouts(rejoin_s=...)")
-        rendezvous.min_ranks = self._option.min_ranks
-        rendezvous.awaited.intersection_update(self._strategy.members or rendezvous.awaited)
+        rendezvous.min_ranks, rendezvous.awaited = self._option.min_ranks, set(members or range(address.world_size))
         return rendezvous
 
-    def set_members(self, store: PrefixStore, ranks: list[int], *, num_launched: int) -> None:
+    def set_members(self, store: Any, ranks: list[int], *, num_launched: int) -> None:
         """Number `ranks`, which have met, anew. They may be fewer than were launched, or other ones than before."""
         strategy = self._strategy
         before = list(range(num_launched)) if strategy.members is None else strategy.members
         StrategyBase.store, StrategyBase.members = store, ranks if len(ranks) < num_launched else None
-        if ranks == before or strategy.global_rank != 0:
-            return
-        text = f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, which are numbered anew."
-        if absent := sorted(set(range(num_launched)) - set(ranks)):
-            text += f" Nobody has brought {list_some_ranks(absent)} back."
-        if strategy.options.global_batch_size is None:
-            text += " The global batch is that of so many now, and the number of steps in an epoch follows: pass"
-            text += " `global_batch_size` to keep both."
-        log.warning(text)
+        if ranks != before and strategy.global_rank == 0:
+            absent = [rank for rank in range(num_launched) if rank not in ranks]
+            text = f" Nobody has brought {list_some_ranks(absent)} back." if absent else ""
+            if strategy.options.global_batch_size is None:
+                text += f" The global batch is that of {len(ranks)} now, and the steps of an epoch change with it: pass"
+                text += " `global_batch_size` to keep both."
+            log.warning(f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, numbered anew.{text}")
 
     def admit_returned(self) -> None:
         """Raise if a rank that was left out is there again, and a checkpoint was just saved: nothing is lost."""
@@ -138,15 +135,11 @@ class Restarts:
             if knocks := knocks_of(part_of(strategy.store.underlying_store, START), left_out):
                 raise RuntimeError(f"{list_some_ranks(knocks)} can be taken in again")
 
-    @property
-    def num_fits(self) -> int:
-        """How many fits have ended in this program."""
-        return sum(self._strategy._checkpoints.auto_resume.num_fits_ended.values())
-
     def begin_training(self) -> None:
-        """Take failures from now on for those of machines. What fails before is the program's."""
-        self._has_trained, self._strategy.has_partial_step = True, False
+        """Take failures from now on, when there is a checkpoint, for those of machines. What fails before is not."""
+        self._strategy.has_partial_step = False
         self._strategy._checkpoints.auto_resume.save_start(self._strategy.trainer)
+        self._has_trained = True
 
     def _follows(self, error: Exception) -> bool:
         """Return whether there is a restart after `error`, which has ended the run; then the failed fit is over."""
@@ -184,8 +177,9 @@ class Restarts:
                     while not store.check([_VERDICT]) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)
                     return store.check([_VERDICT]) and json.loads(store.get(_VERDICT)) is None
-            except RuntimeError:  # the store has gone with the process of rank 0
-                return False
+            except RuntimeError:  # the store has gone with the process of rank 0, which somebody may start again
+                StrategyBase.store = None
+                return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number
         if why_not is not None and is_rank_zero:
             log.error("bucketddp: no restart: %s.", why_not)
         return why_not is None
@@ -223,7 +217,6 @@ class Restarts:
         time.sleep(self._pause_s)
         self._at_start.restore()
         strategy.has_partial_step = True  # until the checkpoint is loaded
-        strategy.launcher.begin_restart()
         strategy._checkpoints.auto_resume.begin_restart()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -78,8 +78,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         auto_resume: Have `trainer.fit` without `ckpt_path` continue from the newest intact checkpoint of this run,
             within an epoch with the samples that it has not trained on.
         max_restarts: How often a fit goes on after a failure, from the newest checkpoint: in the processes that are
-            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` also says
-            with how few ranks it may go on.
+            well, and in a new one for a rank that died (docs/restart.md). Needs `auto_resume`. `MaxRestarts` says more.
         on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
             on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
         local_steps: How many steps each host takes without the others, before all ranks average what these have changed

@@ -91,8 +91,7 @@ class TrainerCheckpoints:
         strategy = self._strategy
         if strategy.lightning_module is not None:
             assert strategy._collectives is not None
-            # Where ranks were left out, nobody knows who is the first.
-            is_first_of_host = strategy.local_rank == 0 or strategy.members is not None
+            is_first_of_host = strategy.local_rank == 0 or strategy.members is not None  # which may not have that one
             self.auto_resume.begin(strategy.trainer, strategy._collectives, is_first_of_host=is_first_of_host)
         self._is_restoring = True
 

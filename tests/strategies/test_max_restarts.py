@@ -130,7 +130,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 
 def test_restarts_that_come_no_further_wait_longer_and_longer(without_faults: Any, tmp_path: Path) -> None:
-    faults = [fault("raise", step=2), fault("raise", rank=0, step=2), fault("exit", step=2)]
+    faults = [fault(what, step=2) for what in ("raise", "OSError", "exit")]
     finished = train(tmp_path, *faults)
     assert weights(finished) == without_faults, finished.output
     assert re.findall(r"restart \d of 10 (.*?)\.", finished.output) == ["now", "in 1 s", "in 2 s"]
@@ -141,7 +141,7 @@ def test_restarts_that_come_no_further_wait_longer_and_longer(without_faults: An
 
 @pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
 def test_signals_end_the_run_also_between_two_attempts(stop: str, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("raise", step=2), fault("exit", step=2), fault(stop, rank=0, step=2))
+    finished = train(tmp_path, *(fault(what, rank=0, step=2) for what in ("raise", "OSError", stop)))
     assert finished.returncode != 0
     assert "restart 3 of 10 in 2 s" in finished.output, finished.output
     assert len(notes(tmp_path, "attempts", 0)) == 3
@@ -156,7 +156,7 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes(without_faults: 
 def test_a_new_process_cannot_come_to_a_later_fit_of_a_program(tmp_path: Path) -> None:
     finished = train(tmp_path, fault("kill", step=3), fits=2)
     assert finished.returncode != 0
-    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, and rank 0 in fit 2: ", finished.output)
+    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", finished.output)
     assert "resuming from" not in finished.output
 
 
@@ -175,13 +175,13 @@ def by_hand(rank: int, text: str, variables: dict[str, str], *, within: str = '"
 
 
 def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None = None, **plan: Any) -> Run:
-    """Train as a scheduler starts three ranks; the rank that `returns` is started again when rank 0 awaits it."""
+    """Train as a scheduler starts three ranks; the rank that `returns` is started again at the last fault, rank 0's."""
     directory.mkdir(exist_ok=True)
     text = json.dumps({"faults": faults, "rejoin_s": 3, "batch_size": 4, **plan})
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     programs = [by_hand(rank, text, variables) for rank in range(3)]
     if returns is not None:
-        within = 'until [ -e fault1.0 ]; do sleep 0.1; done; exec "$@"'
+        within = f'until [ -e fault{len(faults) - 1}.0 ]; do sleep 0.1; done; exec "$@"'
         programs.append(by_hand(returns, text, variables, within=within))
     return run_together(*programs, root="lightning.pytorch", directory=directory)
 
@@ -223,12 +223,21 @@ def test_a_run_does_not_go_on_with_fewer_ranks_than_it_needs(tmp_path: Path) -> 
 
 def test_a_rank_that_comes_back_is_taken_in_after_a_checkpoint(tmp_path: Path) -> None:
     faults = [fault("kill", step=3), fault("await", rank=0, step=5)]
-    finished = train_by_hand(tmp_path, *faults, returns=1, min_ranks=2, every=4, stall_s=200)
+    finished = train_by_hand(tmp_path, *faults, returns=1, min_ranks=2, every=4)
     assert "going on with 3 of 3 ranks" in finished.output, finished.output
     assert [finished.results[f"end.rank{rank}"]["world_size"] for rank in range(3)] == [3, 3, 3]
     attempts = notes(tmp_path, "attempts", 0)
     assert [attempt["step"] for attempt in attempts] == [0, 3, 8]
     assert len({attempt["pid"] for attempt in attempts}) == 1
+
+
+def test_survivors_wait_for_a_rank_zero_that_is_started_again(tmp_path: Path) -> None:
+    finished = train_by_hand(tmp_path / "with", fault("kill", rank=0, step=3), returns=0, rejoin_s=200)
+    without = train_by_hand(tmp_path / "without")
+    assert weights(finished) == weights(without), finished.output
+    attempts = [notes(tmp_path / "with", "attempts", rank) for rank in range(3)]
+    assert [[attempt["step"] for attempt in of_rank] for of_rank in attempts] == [[0, 3]] * 3
+    assert [len({attempt["pid"] for attempt in of_rank}) for of_rank in attempts] == [2, 1, 1]
 
 
 @pytest.mark.parametrize("num_restarts", [6, pytest.param(50, marks=pytest.mark.long)])
