@@ -216,7 +216,7 @@ def test_the_time_that_training_is_held_up_is_counted(writer: CheckpointWriter, 
     )
 
 
-def test_the_memory_of_the_snapshot_is_given_back(writer: CheckpointWriter, storage: HeldStorage) -> None:
+def test_no_thread_is_left_when_all_is_written(writer: CheckpointWriter, storage: HeldStorage) -> None:
     storage.released.set()
     save(1, writer, storage)
     writer.drain()
