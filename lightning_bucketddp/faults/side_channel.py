@@ -335,7 +335,7 @@ class GuardedStore:
 
 # Longer than a rank that hangs may take to end.
 _COMES_WITHIN_S = 5.0
-_COMES_LOOK_S = 0.05
+_ASKS_FOR_SAVER_EVERY_S = 0.05
 
 
 class SaverElection:
@@ -363,7 +363,7 @@ class SaverElection:
             return False
         deadline = time.monotonic() + _COMES_WITHIN_S
         while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
-            time.sleep(self._channel.interval(_COMES_LOOK_S))
+            time.sleep(self._channel.interval(_ASKS_FOR_SAVER_EVERY_S))
             self._store.ask(self.look)
         if self.is_own is None:
             saver = self._store.ask(lambda: self._channel.first("saver", rank))
