@@ -30,8 +30,8 @@ def list_some_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return "1 rank" or "2,000 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def wrap(text: str) -> str:

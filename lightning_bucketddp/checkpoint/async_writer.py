@@ -47,51 +47,31 @@ log = logging.getLogger(__name__)
 Path = str | os.PathLike[str]
 
 
-class Snapshots:
-    """Takes snapshots, one after the other, in the same memory: the next one overwrites the one before."""
+def snapshot_of(checkpoint: Any) -> Any:
+    """Return a copy of `checkpoint` with all tensors in host memory, which saves to the same file.
 
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def take(self, checkpoint: Any) -> Any:
-        """Return a copy of `checkpoint` with all tensors in host memory, which saves to the same file.
-
-        It goes through pickle as in `torch.save`, and each storage is replaced by a copy. So tensors still share
-        storages, a view has all of its storage behind it, and what cannot be saved is refused at once.
-        """
-        without_storages = io.BytesIO()
-        # The protocol is that of `torch.save`: an object may answer differently to another one.
-        pickler = _Pickler(without_storages, protocol=2)
-        pickler.dump(checkpoint)
-        # Not as inference tensors, which a save after a validation would make: those cannot be overwritten later.
-        with torch.inference_mode(False), torch.no_grad():
-            copies = self._copy(pickler.storages)
-            without_storages.seek(0)
-            return _Unpickler(without_storages, copies).load()
-
-    def free(self) -> None:
-        """Free the memory. Snapshots that were taken are invalid from now on."""
-        self._buffers = []
-
-    def _copy(self, storages: dict[int, UntypedStorage]) -> dict[int, UntypedStorage]:
-        free: dict[tuple[int, bool], list[Tensor]] = {}
-        for buffer in self._buffers:
-            free.setdefault((buffer.nbytes, buffer.is_pinned()), []).append(buffer)
-        # Buffers that this checkpoint has no use for are freed first.
-        self._buffers = []
-        sizes = {key: (storage.nbytes(), storage.device.type == "cuda") for key, storage in storages.items()}
-        chosen = {key: free[size].pop() for key, size in sizes.items() if free.get(size)}
-        free.clear()
-        for key, storage in storages.items():
-            nbytes, is_pinned = sizes[key]
-            if key not in chosen:
-                chosen[key] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            chosen[key].copy_(source, non_blocking=is_pinned)
-        for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
+    It goes through pickle as in `torch.save`, and each storage is replaced by a copy. So tensors still share storages,
+    a view has all of its storage behind it, and what cannot be saved is refused at once.
+    """
+    without_storages = io.BytesIO()
+    # The protocol is that of `torch.save`: an object may answer differently to another one.
+    pickler = _Pickler(without_storages, protocol=2)
+    pickler.dump(checkpoint)
+    # Not as inference tensors, which a save after a validation would make.
+    with torch.inference_mode(False), torch.no_grad():
+        copies = {key: _copied(storage) for key, storage in pickler.storages.items()}
+        for device in {one.device for one in pickler.storages.values() if one.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
-        self._buffers = list(chosen.values())
-        return {key: buffer.untyped_storage() for key, buffer in chosen.items()}
+        without_storages.seek(0)
+        return _Unpickler(without_storages, copies).load()
+
+
+def _copied(storage: UntypedStorage) -> UntypedStorage:
+    # In pinned memory, which torch keeps for the next snapshot.
+    is_pinned = storage.device.type == "cuda"
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    return copy.copy_(source, non_blocking=is_pinned).untyped_storage()
 
 
 class _Pickler(pickle.Pickler):
@@ -175,7 +155,6 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self.stats = CheckpointStats()
-        self._snapshots = Snapshots()
         self._thread: ThreadPoolExecutor | None = None
         self._in_flight: Future[None] | None = None
 
@@ -196,7 +175,7 @@ class CheckpointWriter:
             failure = self._finish()
         if in_background:
             with self.stats.timing("snapshot_s"), CheckpointWriteError.raised_for(path):
-                snapshot = self._snapshots.take(checkpoint)
+                snapshot = snapshot_of(checkpoint)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketddp checkpoints")
             self._in_flight = self._thread.submit(self._write, snapshot, write, path)
@@ -219,13 +198,12 @@ class CheckpointWriter:
             raise failure
 
     def drain(self) -> None:
-        """Wait for what is in flight, free thread and memory, and raise what has gone wrong."""
+        """Wait for what is in flight, end the thread, and raise what has gone wrong."""
         with self.stats.timing("waiting_s"):
             failure = self._finish()
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-        self._snapshots.free()
         if failure is not None:
             raise failure
 

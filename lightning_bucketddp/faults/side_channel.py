@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_bucketddp.comm.connections import Connections
@@ -214,31 +214,31 @@ class LocalProcess:
         return process_state(self.pid) in ("T", "t") and not self.has_ended
 
 
+@dataclass(eq=False)
 class LocalRanks:
     """The processes of the other ranks on this host, found as they `introduce` themselves in the side channel."""
 
-    def __init__(self, channel: SideChannel, *, exit_status_of: Callable[[int], int | None]) -> None:
-        self._channel = channel
-        self._exit_status_of = exit_status_of
-        self.are_known = False  # all ranks have introduced themselves
-        self._known: set[int] = set()
-        self._processes: dict[int, LocalProcess] = {}
-        self._ended_at: dict[int, float] = {}
+    channel: SideChannel
+    exit_status_of: Callable[[int], int | None]
+    are_known: bool = False  # all ranks have introduced themselves
+    _known: set[int] = field(default_factory=set)
+    _processes: dict[int, LocalProcess] = field(default_factory=dict)
+    _ended_at: dict[int, float] = field(default_factory=dict)
 
     def discover(self) -> None:
         """Look for ranks on this host that have introduced themselves since the last call."""
         if self.are_known:
             return
-        world_size = self._channel.world_size
-        are_all_there = self._channel.add("num_introduced", 0) == world_size
-        for number in range(1, min(self._channel.add(f"num_at/{place()}", 0), world_size) + 1):
+        world_size = self.channel.world_size
+        are_all_there = self.channel.add("num_introduced", 0) == world_size
+        for number in range(1, min(self.channel.add(f"num_at/{place()}", 0), world_size) + 1):
             if number in self._known:
                 continue
-            if (introduced := self._channel.get(f"identity/{place()}/{number}", dict)) is None:
+            if (introduced := self.channel.get(f"identity/{place()}/{number}", dict)) is None:
                 continue  # not written yet
             self._known.add(number)
             rank, pid = introduced.get("rank"), introduced.get("pid")
-            if type(rank) is int and type(pid) is int and rank not in (self._channel.rank, *self._processes):
+            if type(rank) is int and type(pid) is int and rank not in (self.channel.rank, *self._processes):
                 with suppress(OSError, OverflowError, AttributeError):  # it is gone, or the system has no handles
                     self._processes[rank] = LocalProcess(pid, os.pidfd_open(pid))
         self.are_known = are_all_there
@@ -250,7 +250,7 @@ class LocalRanks:
                 continue
             ended_at = self._ended_at.setdefault(rank, time.monotonic())
             status = process.exit_status
-            status = self._exit_status_of(rank) if status is None else status
+            status = self.exit_status_of(rank) if status is None else status
             if has_left(rank, status):
                 continue
             if status is not None or time.monotonic() - ended_at > _STATUS_WITHIN_S:
@@ -280,26 +280,22 @@ class LocalRanks:
         self._processes.clear()
 
 
+@dataclass(eq=False)
 class GuardedStore:
-    """Asks the store only while it answers.
+    """Asks the store only while it answers."""
 
-    `store_rank` is the rank whose process holds the store; None if no rank's does.
-    """
+    channel: SideChannel
+    local_ranks: LocalRanks
+    connections: Connections
+    store_rank: int | None  # whose process holds the store; None if no rank's does
+    is_lost: bool = False  # the connection to the store is broken, for good
 
-    def __init__(
-        self, channel: SideChannel, local_ranks: LocalRanks, connections: Connections, *, store_rank: int | None
-    ) -> None:
-        self.channel = channel
-        self.local_ranks = local_ranks
-        self.connections = connections
-        self.is_lost = False  # the connection to the store is broken, for good
-        self._store_rank = store_rank
-
+    def __post_init__(self) -> None:
         def is_silent() -> bool:
-            connections.look()
+            self.connections.look()
             return self.is_silent
 
-        channel.is_silent = is_silent
+        self.channel.is_silent = is_silent
 
     @property
     def can_ask(self) -> bool:
@@ -310,14 +306,14 @@ class GuardedStore:
         """Return whether the store does not answer now: its process is frozen, or its host cannot be reached."""
         store_host = self.connections.store_host
         is_unreachable = store_host is not None and store_host in self.connections.silent_hosts
-        return is_unreachable or self._store_rank in self.frozen_ranks()
+        return is_unreachable or self.store_rank in self.frozen_ranks()
 
     def frozen_ranks(self) -> list[int]:
         """Return the ranks that are known to be frozen: on this host, and the one whose store does not answer."""
         frozen = self.local_ranks.frozen()
         is_silent = self.channel.silent_for_s > self.channel.interval(_ANSWERS_WITHIN_S)
-        if is_silent and self._store_rank is not None and self._store_rank not in (self.channel.rank, *frozen):
-            frozen.append(self._store_rank)
+        if is_silent and self.store_rank is not None and self.store_rank not in (self.channel.rank, *frozen):
+            frozen.append(self.store_rank)
         return frozen
 
     def ask(self, exchange: Callable[[], _Answer]) -> _Answer | None:
@@ -335,7 +331,7 @@ class GuardedStore:
 
 # Longer than a rank that hangs may take to end.
 _COMES_WITHIN_S = 5.0
-_COMES_LOOK_S = 0.05
+_ASKS_FOR_SAVER_EVERY_S = 0.05
 
 
 class SaverElection:
@@ -363,7 +359,7 @@ class SaverElection:
             return False
         deadline = time.monotonic() + _COMES_WITHIN_S
         while self.is_own is None and time.monotonic() < deadline and self._may_lower_rank_come(failure):
-            time.sleep(self._channel.interval(_COMES_LOOK_S))
+            time.sleep(self._channel.interval(_ASKS_FOR_SAVER_EVERY_S))
             self._store.ask(self.look)
         if self.is_own is None:
             saver = self._store.ask(lambda: self._channel.first("saver", rank))

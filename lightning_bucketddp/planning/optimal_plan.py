@@ -4,8 +4,7 @@ Predictions compare plans and networks (Note: cost of an all-reduce, Note: timel
 
 Note: optimum
     f(j) is the earliest time at which the first j gradients are reduced: f(j) = min over i of max(f(i), ready(j)) +
-    cost(i..j). Among the i with f(i) <= ready(j) the largest is best, among the others the smallest. Of plans that end
-    equally early, the one with the fewest buckets is found backwards (docs/design/optimal-plan.md has the proof).
+    cost(i..j). Of plans that end equally early, the one with the fewest buckets is found backwards.
 
     Gradients that travel alone leave when they are ready, and take a time from the network that is the same in all
     plans. So the others are planned as if it did not exist: each is ready as much earlier as those before it take.
@@ -16,11 +15,11 @@ Note: optimum
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_bucketddp.config import AUTO, MIB, BucketCaps, ReducerConfig
@@ -103,47 +102,34 @@ def _stretches(
 
     Stretch (i, j) holds the gradients i, ..., j - 1.
     """
-    num_bytes = list(accumulate((spec.num_bytes for spec in specs), initial=0))
-    # By number of gradients: f, where its last stretch begins and could begin at the earliest, and behind which
-    # gradient each kind was seen last.
-    ends_s, begins, earliest_begins = [0.0], [0], [0]
-    last_of_kinds: list[tuple[int, ...]] = [()]
+    num_bytes = np.cumsum([0, *(spec.num_bytes for spec in specs)])
+    ends_s = np.zeros(len(specs) + 1)  # f, by number of gradients
+    # Likewise: where the last stretch could begin at the earliest, and behind which gradient each kind was seen last.
+    earliest = [0]
+    last_of_kinds: list[list[int]] = [[]]
 
-    def seconds(i: int, j: int) -> float:
+    def seconds(i: Any, j: int) -> Any:
         num_kinds = sum(last > i for last in last_of_kinds[j])
         return num_kinds * cost.latency_s + (num_bytes[j] - num_bytes[i]) * cost.s_per_byte
 
-    def end_s(i: int, j: int) -> float:
-        return max(ends_s[i], ready_s[j - 1]) + seconds(i, j)
+    def all_ends_s(j: int) -> Any:
+        """Return when the first j are reduced, by where their last stretch begins."""
+        return np.maximum(ends_s[earliest[j] : j], ready_s[j - 1]) + seconds(np.arange(earliest[j], j), j)
 
     last_of_kind: dict[str, int] = {}
-    last_done = earliest = 0
     for j, spec in enumerate(specs, start=1):
         last_of_kind[spec.kind] = j
-        last_of_kinds.append(tuple(last_of_kind.values()))
-        while earliest < j - 1 and num_bytes[j] - num_bytes[earliest] > ceiling_bytes:
-            earliest += 1
-        while last_done < j - 1 and ends_s[last_done + 1] <= ready_s[j - 1]:
-            last_done += 1
-        # Where the stretch gets one kind less, the argument begins anew.
-        candidates = {last_done, last_done + 1, earliest}.union(last_of_kind.values())
-        best_s, begin = min((end_s(i, j), i) for i in candidates if earliest <= i < j)
-        ends_s.append(best_s)
-        begins.append(begin)
-        earliest_begins.append(earliest)
+        last_of_kinds.append(list(last_of_kind.values()))
+        earliest.append(min(int(np.searchsorted(num_bytes, num_bytes[j] - ceiling_bytes)), j - 1))
+        ends_s[j] = all_ends_s(j).min()
 
     found: list[tuple[int, int]] = []
-    j, deadline_s = len(specs), max(ends_s[-1], until_s)
+    j, deadline_s = len(specs), max(float(ends_s[-1]), until_s)
     while j > 0:
-        # The earliest begin with which the last stretch ends in time.
-        latest_s = deadline_s + 1e-9 * deadline_s  # sums in another order differ in their last digits
-        earlier = range(earliest_begins[j], begins[j])
-        last = j
-        i = earlier.start + bisect_left(earlier, True, key=lambda i: ready_s[last - 1] + seconds(i, last) <= latest_s)
-        if end_s(i, j) > latest_s:
-            i = begins[j]
+        # The first begin with which the last stretch ends in time; sums in another order differ in their last digits.
+        i = earliest[j] + int(np.argmax(all_ends_s(j) <= deadline_s + 1e-9 * deadline_s))
         found.append((i, j))
-        deadline_s = max(deadline_s - seconds(i, j), ends_s[i])
+        deadline_s = max(deadline_s - float(seconds(i, j)), float(ends_s[i]))
         j = i
     return found[::-1]
 

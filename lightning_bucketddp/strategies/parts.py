@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,23 +93,23 @@ class ScheduledComparison(RunPart):
             self.compare(when="at the end of training")
 
 
+@dataclass(eq=False)
 class ConvertedLayers(RunPart):
-    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too. `is_idle`: this rank's batches do not count."""
+    """What `Trainer(sync_batchnorm=True)` does to a model, on CPU too."""
 
-    def __init__(self, collectives: Collectives, *, is_idle: Callable[[], bool]) -> None:
-        self._collectives = collectives
-        self._is_idle = is_idle
-        self._was_idle = False
-        self._model = nn.Module()
+    collectives: Collectives
+    is_idle: Callable[[], bool]  # this rank's batches do not count
+    _was_idle: bool = False
+    _model: nn.Module = field(default_factory=nn.Module)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise the layers."""
-        convert_sync_batchnorm(model, self._collectives)
+        convert_sync_batchnorm(model, self.collectives)
         self._model = model
         return model
 
     def begin_batch(self, batch_idx: int) -> None:
-        if (is_idle := self._is_idle()) != self._was_idle:
+        if (is_idle := self.is_idle()) != self._was_idle:
             set_idle(self._model, is_idle)
             self._was_idle = is_idle
 

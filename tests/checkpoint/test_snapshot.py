@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bucketddp.checkpoint.async_writer import Snapshots
+from lightning_bucketddp.checkpoint.async_writer import snapshot_of
 
 
 def saved(checkpoint: Any) -> tuple[list[bytes], str]:
@@ -42,18 +42,15 @@ def checkpoint_of_many_kinds() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # what a bare storage is loaded as
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_snapshot_saves_to_the_same_file(times: int) -> None:
-    checkpoint, snapshots = checkpoint_of_many_kinds(), Snapshots()
-    for _ in range(times):
-        snapshot = snapshots.take(checkpoint)
-    assert saved(snapshot) == saved(checkpoint)
+def test_a_snapshot_saves_to_the_same_file() -> None:
+    checkpoint = checkpoint_of_many_kinds()
+    assert saved(snapshot_of(checkpoint)) == saved(checkpoint)
 
 
 def test_later_changes_do_not_reach_a_snapshot() -> None:
     weight, scores, options = torch.ones(3), [1], {"lr": 0.1}
     expected = saved({"weight": weight, "scores": scores, "options": options})
-    snapshot = Snapshots().take({"weight": weight, "scores": scores, "options": options})
+    snapshot = snapshot_of({"weight": weight, "scores": scores, "options": options})
     weight.zero_()
     scores.append(2)
     options["lr"] = 0.2
@@ -62,28 +59,10 @@ def test_later_changes_do_not_reach_a_snapshot() -> None:
 
 def test_what_is_shared_is_copied_once() -> None:
     weight = torch.rand(100)
-    snapshot = Snapshots().take({"whole": weight, "half": weight[50:], "same": weight.view(10, 10)})
+    snapshot = snapshot_of({"whole": weight, "half": weight[50:], "same": weight.view(10, 10)})
     assert len({tensor.untyped_storage().data_ptr() for tensor in snapshot.values()}) == 1
-
-
-def test_the_next_snapshot_takes_the_same_memory_and_no_more() -> None:
-    snapshots = Snapshots()
-    first = snapshots.take([torch.rand(n) for n in (10, 20, 20, 30)])
-    second = snapshots.take([torch.rand(n) for n in (20, 10, 20)])
-    pointers = [{tensor.data_ptr() for tensor in snapshot} for snapshot in (first, second)]
-    assert pointers[1] < pointers[0]
-    assert sum(buffer.nbytes for buffer in snapshots._buffers) == 50 * 4
-    snapshots.free()
-    assert snapshots._buffers == []
-
-
-def test_a_snapshot_after_a_validation_can_be_followed_by_one_of_training() -> None:
-    snapshots = Snapshots()
-    with torch.inference_mode():
-        snapshots.take({"weight": torch.ones(3)})
-    assert snapshots.take({"weight": torch.zeros(3)})["weight"].tolist() == [0, 0, 0]
 
 
 def test_what_cannot_be_saved_is_refused_at_once() -> None:
     with pytest.raises(Exception, match="lambda"):
-        Snapshots().take({"weight": torch.ones(3), "fn": lambda: 0})
+        snapshot_of({"weight": torch.ones(3), "fn": lambda: 0})

@@ -35,7 +35,6 @@ from lightning_bucketddp.commands.doctor.finding import (
     Observation,
     ProbeGroup,
     Severity,
-    counted,
     error,
     ok,
     one_per_host,
@@ -44,6 +43,7 @@ from lightning_bucketddp.commands.doctor.finding import (
 from lightning_bucketddp.planning.cost import AllReduceCost
 from lightning_bucketddp.reducer.plan_cache import measure_wires
 from lightning_bucketddp.startup.store import StartError
+from lightning_bucketddp.wording import pluralize
 
 HELP = """Check this machine, or this cluster, before a long run.
 
@@ -140,7 +140,7 @@ class Diagnosis:
     is_stuck: bool = False  # a thread hangs, and the process must end without waiting for it
 
     def findings(self) -> list[Finding]:
-        met = ok(f"{len(self.ranks)} ranks on {counted(len(one_per_host(self.ranks)), 'host')} met.")
+        met = ok(f"{len(self.ranks)} ranks on {pluralize(len(one_per_host(self.ranks)), 'host')} met.")
         speed: list[Finding] = []
         if self.all_reduce is not None or not self.trouble:
             speed += network.judge_all_reduce(self.ranks, self.all_reduce, backend=self.backend)
@@ -253,7 +253,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print a table of all findings, the measured all-reduces, and a conclusion."""
     findings = diagnosis.findings()
     numbers = Counter(finding.severity for finding in findings)
-    parts = [counted(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
+    parts = [pluralize(numbers[bad], str(bad)) for bad in (Severity.ERROR, Severity.WARNING) if numbers[bad]]
     what = " and ".join(parts) or "Nothing is wrong"
     end = ": do not start a long run like this." if numbers[Severity.ERROR] else "."
     with trimmed_console() as console:
@@ -275,7 +275,7 @@ def _merge_alike(findings: Sequence[Finding], diagnosis: Diagnosis) -> list[Find
             pattern = re.sub("|".join(map(re.escape, hosts)) + r"|[\d.,]+", "", finding.text)
         alike.setdefault((finding.theme, finding.severity, pattern), []).append(finding)
     return [
-        first if not others else replace(first, text=f"{first.text} ({counted(len(others), 'more host')} alike.)")
+        first if not others else replace(first, text=f"{first.text} ({pluralize(len(others), 'more host')} alike.)")
         for first, *others in alike.values()
     ]
 

@@ -76,10 +76,6 @@ def differences(values: Mapping[int, Mapping[str, Any]], *, absent: str) -> dict
     return found
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def one_per_host(ranks: Sequence[Observation]) -> list[Observation]:
     """Return the first rank of each host, with `where`: ` on HOSTNAME` if there are several hosts, else nothing."""
     hosts = list({observed["host"]: observed for observed in reversed(ranks)}.values())[::-1]

@@ -23,7 +23,6 @@ from lightning_bucketddp.checkpoint.atomic_file import atomic_file, find_tempora
 from lightning_bucketddp.commands.doctor.finding import (
     Finding,
     Observation,
-    counted,
     differences,
     error,
     note,
@@ -32,7 +31,7 @@ from lightning_bucketddp.commands.doctor.finding import (
     warning,
 )
 from lightning_bucketddp.config import MIB
-from lightning_bucketddp.wording import list_some_ranks
+from lightning_bucketddp.wording import list_some_ranks, pluralize
 
 # These define what ranks send to each other; other versions may differ.
 _MUST_BE_EQUAL = ("torch", "NCCL", "lightning", "pytorch-lightning", "lightning-bucketddp")
@@ -210,7 +209,7 @@ def judge_limits(ranks: Sequence[Observation]) -> Iterator[Finding]:
         if (free := seen["memory_available"]) is None:
             yield note(f"How much memory is free{where} cannot be told.")
             continue
-        text = f"Memory{where}: {free / GIB:.1f} GiB are free for {counted(num_local, 'rank')}."
+        text = f"Memory{where}: {free / GIB:.1f} GiB are free for {pluralize(num_local, 'rank')}."
         if free < _SMALL_MEMORY_PER_RANK * num_local:
             yield warning(text, "End what else runs there, or start fewer processes or data workers.")
         else:
@@ -224,7 +223,7 @@ def _judge_open_files(limit: int | None, where: str, *, num_ranks: int) -> Findi
     wanted = 65536
     remedy = f"Raise it before the start: `ulimit -n {wanted}`, or `LimitNOFILE={wanted}` of the service."
     if limit < needed:
-        needs = f"with {counted(num_ranks, 'rank')} each needs about {needed:,}"
+        needs = f"with {pluralize(num_ranks, 'rank')} each needs about {needed:,}"
         return error(f"A process may open only {limit:,} files{where}; {needs}.", remedy)
     return warning(
         f"A process may open only {limit:,} files{where}: with many data workers that may not be enough.", remedy
@@ -246,7 +245,7 @@ def _judge_shared_memory(size: Observation | None, where: str) -> Finding:
 def _judge_cores(cores: int, threads: str | None, where: str, *, num_local: int) -> Finding:
     if num_local > cores:
         return warning(
-            f"{num_local} ranks share {counted(cores, 'core')}{where}.",
+            f"{num_local} ranks share {pluralize(cores, 'core')}{where}.",
             "Start fewer processes, or ask for more cores (`--cpus-per-task` with SLURM).",
         )
     if threads is not None and threads.isdigit() and int(threads) * num_local > cores:
@@ -255,7 +254,7 @@ def _judge_cores(cores: int, threads: str | None, where: str, *, num_local: int)
             f"Set `OMP_NUM_THREADS={max(cores // num_local, 1)}`.",
         )
     chosen = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set, so the launcher decides"
-    return ok(f"{counted(cores, 'core')}{where} for {counted(num_local, 'rank')}; {chosen}.")
+    return ok(f"{pluralize(cores, 'core')}{where} for {pluralize(num_local, 'rank')}; {chosen}.")
 
 
 def _limit(kind: int) -> int | None:
@@ -356,8 +355,8 @@ def _judge_place(seen: Observation) -> Iterator[Finding]:
         yield ok(f"{free} ({kind or 'unknown file system'}).")
     if seen["num_leftovers"]:
         yield note(
-            f"{counted(seen['num_leftovers'], 'temporary file')} of saves, {seen['leftover_bytes'] / MIB:,.1f} MiB: of"
-            " saves that are under way, or that were killed.",
+            f"{pluralize(seen['num_leftovers'], 'temporary file')} of saves, {seen['leftover_bytes'] / MIB:,.1f} MiB:"
+            " of saves that are under way, or that were killed.",
             "Nothing to do: the next save removes those whose writers are gone.",
         )
 
