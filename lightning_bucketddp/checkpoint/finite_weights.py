@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
-from lightning_bucketddp.wording import list_names
+from lightning_bucketddp.wording import list_names, wrap
 
 DIRECTORY = "nonfinite"
 _STATISTICS = ("running_mean", "running_var")
@@ -89,12 +89,11 @@ class FiniteCheckpoints:
             self._has_warned = True
             by_step = "" if step is None else f" by step {step}"
             advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
-            warnings.warn(
+            text = (
                 f"bucketddp: weights have become infinite or nan{by_step}: {list_names(nonfinite)}. Checkpoint `{path}`"
                 f" is written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
-                f" {advice}",
-                stacklevel=2,
             )
+            warnings.warn(wrap(f"{text} {advice}"), stacklevel=2)
         return beside
 
     def link(self, path: Path) -> None:

@@ -39,7 +39,6 @@ from lightning_bucketddp.strategies.trainer_step import (
     run_forward,
     take_step,
 )
-from lightning_bucketddp.wording import wrap
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -480,4 +479,4 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._end_watching()
         done, self._state.done = self._state.done, []
         if done:
-            rank_zero_info(wrap(f"bucketddp: {'; '.join(done)}."))
+            rank_zero_info(f"bucketddp: {'; '.join(done)}.")
