@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 from lightning_utilities.core import rank_zero
 
+from lightning_bucketddp.wording import wrap
+
 _ROOT = Path("/")
 # In a line of /proc/self/maps; and a constant of OpenMP's.
 _OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp\S*\.so\S*")
@@ -131,7 +133,12 @@ _log = logging.getLogger("lightning_bucketddp")
 def rank_zero_info(text: str) -> None:
     """Log `text` where Lightning logs, unless the user has set the logger `lightning_bucketddp` to a higher level."""
     if _log.level <= logging.INFO:
-        rank_zero.rank_zero_info(text)
+        rank_zero.rank_zero_info(wrap(text))
+
+
+def rank_zero_warn(text: str) -> None:
+    """Warn on rank zero."""
+    rank_zero.rank_zero_warn(wrap(text), stacklevel=5)  # the line that calls this
 
 
 _Result = TypeVar("_Result")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 
@@ -35,8 +36,9 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def wrap(text: str) -> str:
-    """Return a text for the log in lines of at most 100 characters."""
-    return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """Return a text for the log in lines of at most 100 characters; a path stays whole."""
+    fill = partial(textwrap.fill, width=100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= 100 else fill(line) for line in text.split("\n"))
 
 
 def printable(text: str) -> str:

@@ -320,12 +320,11 @@ class FiniteCheckpoints:
             self._has_warned = True
             by_step = "" if step is None else f" by step {step}"
             advice = "No finite one is known." if newest is None else f"Resume from `{newest}`."
-            warnings.warn(
+            text = (
                 f"bucketddp: weights have become infinite or nan{by_step}: {list_names(nonfinite)}. Checkpoint `{path}`"
                 f" is written as `{beside}`, and further ones likewise; earlier ones are neither replaced nor removed."
-                f" {advice}",
-                stacklevel=2,
             )
+            warnings.warn(wrap(f"{text} {advice}"), stacklevel=2)
         return beside
 
     def link(self, path: Path) -> None:

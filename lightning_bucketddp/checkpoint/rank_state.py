@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.wording import pluralize
 
 _KIND = "bucketddp_kind"

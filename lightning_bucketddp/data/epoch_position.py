@@ -27,13 +27,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from lightning_bucketddp.data.evaluation import changed_loader, is_even, length_of
 from lightning_bucketddp.data.sharded_iterable import is_dealt
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
     batch_progress,
     combined_loader,

@@ -16,11 +16,11 @@ from itertools import accumulate
 
 import torch
 import torch.distributed
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives, chunks_of_one_dtype
 from lightning_bucketddp.config import IslandsOption, LocalSteps
+from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.bucket import Arrivals, BufferedBucket, BufferLayout
 from lightning_bucketddp.reducer.reduction import PendingReduction, Reduction
 from lightning_bucketddp.wording import list_ranks, pluralize

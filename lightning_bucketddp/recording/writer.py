@@ -43,6 +43,7 @@ from lightning_bucketddp.recording.schema import (
 )
 from lightning_bucketddp.reducer.observer import Axis, BackwardObserver, ReducerStats, clock_of, is_being_captured
 from lightning_bucketddp.reducer.reduction import PendingReduction
+from lightning_bucketddp.wording import wrap
 
 _ENDS_WITHIN_S = 1.0
 
@@ -345,13 +346,9 @@ class RecordFile:
         try:
             yield
         except OSError as error:
-            log.warning(
-                "bucketddp: rank %d cannot record its steps in `%s` (%s). Training goes on, without a record from here."
-                " Pass another `dirpath` to `BucketDDPMonitor`.",
-                self._rank,
-                self._path,
-                error,
-            )
+            text = f"bucketddp: rank {self._rank} cannot record its steps in `{self._path}` ({error})."
+            remedy = "Pass another `dirpath` to `BucketDDPMonitor`."
+            log.warning(wrap(f"{text} Training goes on, without a record from here. {remedy}"))
             file, self._file = self._file, None
             if file is not None:
                 with suppress(OSError):  # closing flushes, which may fail again

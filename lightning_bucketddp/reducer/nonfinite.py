@@ -30,7 +30,7 @@ from lightning_bucketddp.reducer.bucket import Bucket
 from lightning_bucketddp.reducer.bucket_set import BucketSet
 from lightning_bucketddp.reducer.observer import ReducerStats, is_being_captured
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.wording import list_names, list_ranks
+from lightning_bucketddp.wording import list_names, list_ranks, wrap
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +224,8 @@ class Finiteness:
         if self._rank == 0:
             so_far = "" if count == 1 else f" ({count} steps so far)"
             outcome = _OUTCOMES["scaler" if self.has_scaler and self._response == "warn" else self._response]
-            message = "bucketddp: not finite in %s%s: %s. %s To find the cause, %s."
-            log.warning(message, where, so_far, what, outcome, _WHAT_HELPS)
+            found = f"bucketddp: not finite in {where}{so_far}: {what}."
+            log.warning(wrap(f"{found} {outcome} To find the cause, {_WHAT_HELPS}."))
 
 
 def _largest_of(numbers: Tensor, *, dtype: torch.dtype) -> Tensor | None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, id_of
 from lightning_bucketddp.config import ReplicaChecks
-from lightning_bucketddp.wording import list_ranks
+from lightning_bucketddp.wording import list_ranks, wrap
 
 _WORD_BYTES = 8
 _NUM_FACTORS = 65_521
@@ -343,7 +343,7 @@ class ReplicaComparison:
 
     def _warn(self, text: str) -> None:
         if self.collectives.rank == 0:
-            log.warning("bucketddp: %s", text)
+            log.warning(wrap(f"bucketddp: {text}"))
 
     def _heal(self, state: TrainingState, divergence: Divergence, *, from_source: Mapping[str, Any]) -> None:
         names = [difference.name for difference in divergence.differences]

@@ -30,12 +30,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_bucketddp.checkpoint.run_record import Loggers, RunEnd, RunRecord, SavedCheckpoint
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.faults.failure import Failure
-from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.trainer_internals import (
     continue_logger,
     ends_by_search,

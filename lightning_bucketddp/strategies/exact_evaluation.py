@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
@@ -29,6 +28,7 @@ from lightning_bucketddp.checkpoint.checkpoint_io import safe_globals_allowed
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.data.evaluation import Part, divided, share_of
 from lightning_bucketddp.part import RunPart
+from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.strategies.options import StrategyOptions
 from lightning_bucketddp.trainer_internals import (
     combined_loader,

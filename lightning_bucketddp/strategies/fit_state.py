@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -19,7 +18,7 @@ from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
 from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state

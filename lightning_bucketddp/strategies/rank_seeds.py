@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bucketddp.checkpoint.rank_state import from_plain, gather_to_rank_zero, to_plain
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.processes import rank_zero_info
+from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.wording import list_ranks, list_some, list_some_ranks
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from lightning_bucketddp.config import MIB, NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import FORWARD, OPTIMIZER
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.wording import pluralize, wrap
+from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
     from lightning_bucketddp.planning.cost import Codecs
@@ -111,7 +112,7 @@ def describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | N
     listed = [name for name in given if name not in _NOT_LISTED and name not in options.without_effect]
     parts += [", ".join(f"{name}={_describe_value(given[name])}" for name in listed)] if listed else []
     parts += [f"no effect: {', '.join(options.without_effect)}"] if options.without_effect else []
-    return wrap(f"bucketddp: {'; '.join(parts)}.")
+    return f"bucketddp: {'; '.join(parts)}."
 
 
 def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
@@ -136,6 +137,7 @@ class FitTally:
 
     def __init__(self, global_step: int, reducer: Reducer) -> None:
         self._global_step = global_step
+        self._began_at = time.monotonic()
         self._reducer = reducer
         self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
         self.num_withheld = 0  # not finite, or without a loss on any rank
@@ -155,7 +157,7 @@ class FitTally:
         lines += [reducer.plans.tuning, *(part.describe() for part in strategy._parts)]
         if strategy.shards is not None:
             lines.append(strategy.shards.describe())
-        if strategy.checkpoint_stats.num_saves:
+        if strategy.checkpoint_stats.held_up_s >= max(1.0, (time.monotonic() - self._began_at) / 100):
             lines.append(strategy.checkpoint_stats.describe())
         return [line for line in lines if line]
 

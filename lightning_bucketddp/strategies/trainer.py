@@ -32,7 +32,6 @@ from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
-from lightning_bucketddp.wording import wrap
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -449,4 +448,4 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._end_watching()
         done, self._state.done = self._state.done, []
         if done:
-            rank_zero_info(wrap(f"bucketddp: {'; '.join(done)}."))
+            rank_zero_info(f"bucketddp: {'; '.join(done)}.")

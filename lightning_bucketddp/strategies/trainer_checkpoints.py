@@ -31,7 +31,7 @@ from lightning_bucketddp.faults.progress import ABOUT_TO_SAVE, SAVING
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.fault_handling import lost_shards, partial_step
-from lightning_bucketddp.wording import list_some_ranks
+from lightning_bucketddp.wording import list_some_ranks, wrap
 
 if TYPE_CHECKING:
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
@@ -237,11 +237,8 @@ class TrainerCheckpoints:
                 what = "the state of the communication hook and the random numbers"
                 if islands is not None:
                     what = "the state of the optimizers of other islands, the outer momentum and the random numbers"
-                warnings.warn(
-                    f"bucketddp: the other ranks cannot be reached any more. What they have of their own, {what}, is"
-                    f" missing in checkpoint `{path}`.",
-                    stacklevel=2,
-                )
+                text = "bucketddp: the other ranks cannot be reached any more. What they have of their own,"
+                warnings.warn(wrap(f"{text} {what}, is missing in checkpoint `{path}`."), stacklevel=2)
             collectives = None
         state: dict[str, Any] = {}
         if (hook_state := self._hook_state(collectives)) is not None:

@@ -150,15 +150,18 @@ def fill_the_disk(*, directory: Path) -> str | None:
 
 
 @like_torchrun()
-def fit_with_model_checkpoint(*, directory: Path, is_async: bool, save_last: Any = True) -> list[str]:
-    """Save often: during epochs and after validations, the best two and the last; what our logger says of it."""
+def fit_with_model_checkpoint(
+    *, directory: Path, is_async: bool, save_last: Any = True, slow_s: float = 0.0
+) -> tuple[str, list[str]]:
+    """Save often: during epochs and after validations, the best two and the last; what it cost, and what is logged."""
     best = ModelCheckpoint(directory, monitor="loss", filename="{step}-{loss:.6f}", save_top_k=2, save_last=save_last)
     during = ModelCheckpoint(directory, filename="during-{step}", every_n_train_steps=4, save_top_k=-1)
     strategy = BucketDDPStrategy(async_checkpoints=is_async)
-    trainer = trainer_of(best, during, strategy=strategy, max_epochs=3, val_check_interval=5)
+    plugin = HeldCheckpointIO(slow_s)
+    trainer = trainer_of(best, during, strategy=strategy, plugins=plugin, max_epochs=3, val_check_interval=5)
     with lines_logged("lightning_bucketddp", rank_zero.log.name, level=logging.INFO) as lines:
         trainer.fit(Scheduled(), models.loader(), models.loader())
-    return [line for line in lines if "bucketddp: " in line and "checkpoints " in line]
+    return strategy.checkpoint_stats.describe(), [line for line in lines if "checkpoints " in line]
 
 
 @like_torchrun()
@@ -299,7 +302,7 @@ def test_the_checkpoint_before_stays_when_the_next_one_cannot_be_written(tmp_pat
     assert state_in(tmp_path / "epoch=0.ckpt")["global_step"] == 10
 
 
-def test_the_same_files_are_written_as_otherwise_and_the_time_is_reported(tmp_path: Path) -> None:
+def test_the_same_files_are_written_as_otherwise_and_the_time_is_measured(tmp_path: Path) -> None:
     reports = {}
     for name, is_async in (("async", True), ("sync", False)):
         reports[name] = run_on_ranks(fit_with_model_checkpoint, directory=tmp_path / name, is_async=is_async)
@@ -312,22 +315,29 @@ def test_the_same_files_are_written_as_otherwise_and_the_time_is_reported(tmp_pa
     in_background = (
         rf" \(snapshot {number} s, waiting {number} s, writing 0\.000 s\), wrote for {number} s in the background"
     )
-    for name, [[line], on_rank_one] in reports.items():
-        assert on_rank_one == []
-        expected = rf"; \d+ checkpoints held up training for {number} s{in_background if name == 'async' else ''}\.$"
-        match = re.search(expected, " ".join(line.split()))
+    for name, [(cost, logged), _] in reports.items():
+        expected = rf"\d+ checkpoints held up training for {number} s{in_background if name == 'async' else ''}"
+        match = re.fullmatch(expected, cost)
         assert match is not None
         assert all(float(seconds) > 0 for seconds in match.groups()[:2])
+        assert logged == [] or float(match[1]) >= 1  # too little to tell
+
+
+def test_checkpoints_that_take_a_hundredth_of_the_time_are_in_the_log(tmp_path: Path) -> None:
+    ranks = run_on_ranks(fit_with_model_checkpoint, directory=tmp_path, is_async=False, slow_s=0.2)
+    (cost, [line]), (_, on_rank_one) = ranks
+    assert line.endswith(f"; {cost}.")
+    assert on_rank_one == []
 
 
 def test_a_link_never_points_to_what_is_not_written_yet(tmp_path: Path) -> None:
     ranks = run_on_ranks(fit_with_model_checkpoint, directory=tmp_path, is_async=True, save_last="link")
-    why, line = ranks[0]
+    cost, [why, *_] = ranks[0]
     assert why == (
         "bucketddp: checkpoints are not written in the background, because of `save_last='link'`: the link would point"
         " to a file that is not there yet. Pass `save_last=True` instead."
     )
-    assert "in the background" not in line
+    assert "in the background" not in cost
     assert (tmp_path / "last.ckpt").is_symlink()
     assert state_in(tmp_path / "last.ckpt")["global_step"] == 30
 

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.checkpoint.rank_state import gather_to_rank_zero
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.wording import wrap
 from tests.support.ranks import device, on_ranks, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.hooks import HOOKS, DDPWithHooksOnCPU, PlainSGD, power_sgd
@@ -264,7 +265,7 @@ def test_another_layout_keeps_what_the_ranks_have_in_common(change: str, saved_b
     for rank, state in enumerate(run_on_ranks(resume_only, path=saved_by_two_ranks, **how)):
         assert (state["iter"], state["random"]) == (as_saved["iter"], as_saved["random"])
         assert state["errors"] == {}
-        text = (
+        text = wrap(
             "bucketddp: the tensors in the communication hook's state (`PowerSGDState`) are not restored, because"
             f" {REASON[change]}. What all ranks had in common is restored: the hook starts again with empty memory at"
             " the iteration that was saved."

@@ -21,6 +21,7 @@ from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as F
 from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets, nccl_settings, uses_sockets_untuned
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.startup.store import part_of
+from lightning_bucketddp.wording import wrap
 from tests.support.doomed_ranks import TIMEOUT_S, doomed_ranks
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.fit import Regression, lightning
@@ -221,11 +222,11 @@ def test_variables_are_set_while_the_group_is_made_and_rank_zero_says_so(interfa
         ended = ranks.wait()
     expected = {"has_group": False, "while made": [SETTINGS if can_be_tuned() else {}], "later": {}}
     assert ended.results == {"0": expected, "1": expected}, ended.output
-    line = (
+    line = wrap(
         "bucketddp: NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=2, because NCCL sends through sockets between 2 hosts."
-        " Set one of them yourself, and both are left as you want them.\n"
+        " Set one of them yourself, and both are left as you want them."
     )
-    assert [output.count(line) for output in ended.output] == [1 if can_be_tuned() else 0, 0]
+    assert [output.count(f"{line}\n") for output in ended.output] == [1 if can_be_tuned() else 0, 0]
 
 
 def can_be_tuned() -> bool:

@@ -69,10 +69,10 @@ def recorded_profile() -> Profile:
     return Profile(specs, ready_s, 0.012, AllReduceCost(20e-6, 1e-9), 4, forward_s=0.005, optimizer_s=0.002)
 
 
-def layers_of_1_mib(folder: Path) -> tuple[Profile, list[object]]:
+def layers_of_1_mib(folder: Path, *, device: str = "cpu") -> tuple[Profile, list[object]]:
     """A profile of eight layers whose gradients come 1 ms apart, and the arguments that name it and its module."""
     order = [f"layers.{i}.{part}" for i in reversed(range(8)) for part in ("bias", "weight")]
-    specs = [ParameterSpec(name, MIB if "weight" in name else 16, "torch.float32 cpu") for name in order]
+    specs = [ParameterSpec(name, MIB if "weight" in name else 16, f"torch.float32 {device}") for name in order]
     ready_s = [0.001 * (i // 2 + 1) for i in range(len(order))]
     profile = Profile(specs, ready_s, 0.01, AllReduceCost(20e-6, 1e-9), 4, forward_s=0.005, optimizer_s=0.002)
     path = folder / "layers.json"
@@ -338,7 +338,7 @@ def test_half_the_bytes_take_half_the_time(profile_file: Path, capsys: pytest.Ca
 def test_options_are_compared_and_one_is_advised(
     network: str, taken: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, arguments = layers_of_1_mib(tmp_path)
+    _, arguments = layers_of_1_mib(tmp_path, device="cuda")
     planned = plan(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 2)
     [found] = planned["networks"]
     names = ["gradients as they are", 'reduce_dtype="bf16"', 'reduce_dtype="int8"']
@@ -355,6 +355,22 @@ def test_options_are_compared_and_one_is_advised(
     assert " ".join(found["advice"].split()[:5]) in printed
     alone = text_of(capsys, "NeedsArguments", *arguments, "--network", network, "--ranks", 1)
     assert "MiB sent" not in alone
+
+
+def test_on_cpus_only_what_ranks_have_measured_together_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `bucketddp doctor` judges them: one process alone encodes faster than ranks that share the cores."""
+    _, arguments = layers_of_1_mib(tmp_path)
+    [alone] = plan(capsys, "NeedsArguments", *arguments, "--network", "eth-1g", "--ranks", 2)["networks"]
+    assert alone["take"] is None
+    assert "run `bucketddp doctor --json > FILE.json` and pass `--network FILE.json`" in alone["advice"]
+    wires = {name: {"latency_s": 0.0, "s_per_byte": 1e-9 * ns} for name, ns in (("fp32", 1), ("bf16", 5), ("int8", 9))}
+    measured = {"link_bytes_per_s": 1e9, "hop_seconds": 0.0}
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"ranks": [0, 1], "all_reduce": measured, "wires": wires}))
+    [together] = plan(capsys, "NeedsArguments", *arguments, "--network", path, "--ranks", 2)["networks"]
+    assert together["take"] == "gradients as they are"
 
 
 def test_a_network_that_was_measured_with_fewer_bits_is_not_faster(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.data.uneven_data import FirstBatches, digest_of
+from lightning_bucketddp.wording import wrap
 from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -116,7 +117,7 @@ SPLIT_BATCHES = "Give each rank a part of the data, by `trainer.global_rank` and
 
 
 def warning(who: str, loaders: str, remedy: str) -> str:
-    return (
+    return wrap(
         f"bucketddp: {who} train on the same data: {loaders} began with equal batches there. A step of several ranks"
         f" then learns no more than a step of one. {remedy}"
     )

@@ -25,7 +25,7 @@ LEFTOVER, STATUS, WORDS, WEIGHTS = "leftover", "exit status", "words", "weights"
 WRONGS = (HANG, LOSS, RESUME, SAMPLES, LEFTOVER, STATUS, WORDS, WEIGHTS)
 # What torch itself leaves when its processes are killed.
 _OF_TORCH = re.compile(r"^tmp/(torchelastic_|torchinductor_|pymp-|torch_|pytorch-errorfile-)")
-_LEAVES_OUT = re.compile(r"`auto_resume` leaves out checkpoint `.*\.ckpt`")
+_LEAVES_OUT = re.compile(r"`auto_resume` leaves out checkpoint\s+`.*\.ckpt`")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.strategies.test_precision import option
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, lines_logged, make_trainer
+from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, lines_logged, make_trainer, unwrapped
 
 WIDTH = 4
 NUM_BATCHES = 6
@@ -252,7 +252,7 @@ def collected_of_ours() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
-    messages += [text for warning in caught if (text := str(warning.message)).startswith("bucketddp:")]
+    messages += [text for warning in caught if (text := unwrapped(str(warning.message))).startswith("bucketddp:")]
 
 
 # In `Setting` rank 1's fourth batch is bad.

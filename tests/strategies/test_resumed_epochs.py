@@ -145,7 +145,7 @@ def test_batches_of_the_users_own_that_change_begin_again_and_say_so(tmp_path: P
     assert (len(seen), told) == (10, [])  # with batches that are the same it goes on
     [(seen, _, [told_once])] = run_on_ranks(start, program=Program(4, data="own batches"), **options)
     assert sorted(seen) == list(range(24))
-    assert told_once.startswith("bucketddp: the data of this epoch begins again. Which samples are in the weights is")
+    assert told_once.startswith("bucketddp: the data of this epoch begins again. Which samples are in")
 
 
 @pytest.mark.parametrize("saves", ["on exception", "after validation", "after epochs"])

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from benchmarks.ports import own_port
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from lightning_bucketddp.wording import wrap
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
 from tests.support.programs import SCRIPTS, run
@@ -255,10 +256,11 @@ def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool,
     path = tmp_path / "model.ckpt"
     ranks = run_on_ranks(save_alone, path=path, port=own_port(), async_checkpoints=is_async)
     assert [raised for raised, _ in ranks] == ["RuntimeError: some rank has failed"] * 2
-    assert ranks[0][1] == [
+    text = (
         "bucketddp: the other ranks cannot be reached any more. What they have of their own, the state of the"
         f" communication hook and the random numbers, is missing in checkpoint `{path}`."
-    ]
+    )
+    assert ranks[0][1] == [wrap(text)]
     assert ranks[1][1] == []
     assert state_in(path)["global_step"] == 3
     # Rank zero has its own; whoever resumes is told that others are missing.

@@ -122,9 +122,9 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
     profile = times.profile
     networks = arguments.network or [_DEFAULT_NETWORK if profile.cost is None else MEASURED]
     codecs, codec_origin = NO_CODECS, ""
+    # Not on the device that the profile names: it is a file that anyone may have written.
+    is_cpu = profile.specs[0].kind.endswith(" cpu")
     if profile.backward_s > 0:
-        # Not on the device that the profile names: it is a file that anyone may have written.
-        is_cpu = profile.specs[0].kind.endswith(" cpu")
         codecs, codec_origin = GPU_CODECS, "what it takes on an H200, because there is no GPU here"
         if times.codecs:
             codecs, codec_origin = times.codecs, "what was measured when the profile was recorded"
@@ -147,7 +147,8 @@ def _plan(named: NamedModule, config: ReducerConfig, device: torch.device, argum
             options = WireOptions.predict(
                 profile, config, cost, num_ranks=num_ranks, codecs=between, is_sharded=is_sharded
             )
-        scalings.append(Scaling(network, origin, by_ranks, options))
+        is_judged = not is_cpu or bool(times.codecs) or between is not codecs
+        scalings.append(Scaling(network, origin, by_ranks, options, is_judged))
     if scalings:
         buckets = scalings[0].by_ranks[num_ranks].plan
     else:
@@ -226,7 +227,7 @@ def print_plan(plan: ModulePlan) -> None:
             if scaling.wire_options is not None:
                 console.print(f"\nOn {plan.num_ranks:,} ranks with other options:", markup=False)
                 console.print(_option_table(scaling.wire_options))
-                console.print(scaling.wire_options.advice(network.name), markup=False)
+                console.print(scaling.advice, markup=False)
         if plan.scalings:
             weights = "" if plan.state is None else " weights sent when the optimizer has stepped,"
             console.print(

@@ -18,6 +18,10 @@ from lightning_bucketddp.recording.typical_step import NO_COST
 from lightning_bucketddp.wording import load_printable_json
 
 MEASURED = "measured"
+_ASK_DOCTOR = (
+    "Which of them pays on CPUs is known when ranks that share the cores have measured it: run `bucketddp doctor --json"
+    " > FILE.json` and pass `--network FILE.json`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,13 @@ class Scaling:
     origin: str
     by_ranks: dict[int, Timeline]
     wire_options: WireOptions | None  # with the number of ranks that was asked for; None if that is 1
+    is_judged: bool = True  # False: on CPUs, what encoding takes was not measured by ranks that share them
+
+    @property
+    def advice(self) -> str:
+        """Say which option to take; where that is not known, who knows it."""
+        assert self.wire_options is not None
+        return self.wire_options.advice(self.network.name) if self.is_judged else _ASK_DOCTOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +170,7 @@ def _network_json(scaling: Scaling) -> dict[str, Any]:
     if options is not None:
         shown = ("option", "sent_bytes", "exposed_s", "step_s")
         content["options"] = [{name: getattr(option, name) for name in shown} for option in options.all]
-        content |= {"take": options.best.option, "advice": options.advice(scaling.network.name)}
+        content |= {"take": options.best.option if scaling.is_judged else None, "advice": scaling.advice}
     return content
 
 

@@ -74,7 +74,7 @@ def said_about(subject: str, lines: list[str]) -> Iterator[None]:
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage().replace("\n ", "")  # of a line that was wrapped
+            message = unwrapped(record.getMessage())
             if subject in message and f"{subject}=" not in message:
                 lines.append(message)
 
@@ -86,15 +86,20 @@ def said_about(subject: str, lines: list[str]) -> Iterator[None]:
             yield
     finally:
         rank_zero.log.removeHandler(handler)
-    lines.extend(str(warning.message) for warning in caught if subject in str(warning.message))
+    lines.extend(unwrapped(str(warning.message)) for warning in caught if subject in str(warning.message))
+
+
+def unwrapped(text: str) -> str:
+    """A text of the log, before `wording.wrap` has made several lines of it."""
+    return text.replace("\n  ", " ")
 
 
 @contextmanager
 def lines_logged(*names: str, level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collect what loggers with these names are told, from `level` on."""
+    """Collect what loggers with these names are told, from `level` on, each text in one line."""
     lines: list[str] = []
     handler = logging.Handler(level)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(unwrapped(record.getMessage()))  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
