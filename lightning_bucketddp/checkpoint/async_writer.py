@@ -37,7 +37,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from lightning_bucketddp.checkpoint.checkpoint_io import CheckpointWriteError
 from lightning_bucketddp.trainer_internals import forget_write_error
-from lightning_bucketddp.wording import list_names, pluralize
+from lightning_bucketddp.wording import list_names, pluralize, wrap
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
