@@ -115,6 +115,7 @@ class Step:
     bytes_on_wire: int = 0  # that this rank passed to reductions and to exchanges of weights (Note: halves)
     num_unused: int = 0  # parameters without a gradient on this rank
     num_skipped: int = 0  # batches of all ranks without a loss
+    num_replayed: int = 0  # micro-batches that were replayed as CUDA graphs
     memory_bytes: int = 0  # the peak so far
     # Exchanges of the weights that the step has changed, in order.
     gathers: Sequence[GatherTimes] = field(default_factory=list)

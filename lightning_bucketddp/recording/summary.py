@@ -63,6 +63,8 @@ class Summary:
         `state_bytes` are those of the optimizers' state on rank 0, and what it would be without `shard_optimizer`.
         """
         lines = [] if typical.plan is None else _describe_communication(typical, typical.plan)
+        if num_replayed := typical.ranks[0].num_replayed:
+            lines.append(f"CUDA graphs: {num_replayed} of {typical.ranks[0].num_steps} recorded steps were replayed.")
         if typical.exchange_s > 0:
             lines.append(
                 f"Weights: their exchange ends a step and takes {in_ms(typical.exchange_s)} of that; the step waits"

@@ -172,6 +172,7 @@ class RankNumbers(StepNumbers):
     rank: int
     host: str
     num_steps: int  # how many recorded steps count
+    num_replayed: int = 0  # how many of them were replayed as CUDA graphs
     own_error_s: float = 0.0  # the standard error of `own_s`
     step_error_s: float = 0.0  # that of `step_s`
     memory_bytes: int = 0
@@ -191,6 +192,7 @@ class RankNumbers(StepNumbers):
             rank=run.rank,
             host=run.host,
             num_steps=len(steps),
+            num_replayed=sum(step.num_replayed > 0 for step in steps),
             phases=mean_phases({phase: step.seconds(phase) for phase in PHASES} for step in middle),
             own_error_s=_error([step.own_s for step in steps]),
             step_error_s=_error([step.step_s for step in steps]),

@@ -78,7 +78,7 @@ class MarkedTransfer:
 class MarkedStep:
     """All that is recorded of one optimizer step."""
 
-    before: tuple[int, int]  # the reducer's counters when it began: unused gradients and skipped ranks
+    before: tuple[int, int, int]  # counters of the reducer when it began: unused gradients, skipped batches, replays
     spans: list[MarkedSpan] = field(default_factory=list)
     buckets: dict[int, MarkedTransfer] = field(default_factory=dict)
     # Exchanges of the weights that it has changed (`shard_optimizer`), by the `id` of their bucket.
@@ -88,6 +88,7 @@ class MarkedStep:
     plan: int = 0  # its version; 0: none
     num_unused: int = 0
     num_skipped: int = 0
+    num_replayed: int = 0
 
 
 class StepRecorder(BackwardObserver):
@@ -106,7 +107,7 @@ class StepRecorder(BackwardObserver):
         self._since: Any = None
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
-        self._step = MarkedStep((0, 0))
+        self._step = MarkedStep((0, 0, 0))
 
     def close(self) -> None:
         if self._worker is not None:
@@ -135,7 +136,7 @@ class StepRecorder(BackwardObserver):
 
     def begin(self, stats: ReducerStats) -> None:
         """Begin another step; forget one that was not completed."""
-        self._step = MarkedStep((stats.num_unused, stats.num_skipped))
+        self._step = MarkedStep((stats.num_unused, stats.num_skipped, stats.num_replayed))
         self.forget_phase()
 
     def complete(self, stats: ReducerStats, *, step: int, plan: int, buckets: Sequence[object] = ()) -> MarkedStep:
@@ -149,6 +150,7 @@ class StepRecorder(BackwardObserver):
         # The reducer may be another one by now, which counts from 0.
         marked.num_unused = max(stats.num_unused - marked.before[0], 0)
         marked.num_skipped = max(stats.num_skipped - marked.before[1], 0)
+        marked.num_replayed = max(stats.num_replayed - marked.before[2], 0)
         self.begin(stats)
         return marked
 
@@ -253,6 +255,7 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
         bytes_on_wire=marked.bytes_on_wire + sum(gather.num_bytes for gather in gathers) // 2,
         num_unused=marked.num_unused,
         num_skipped=marked.num_skipped,
+        num_replayed=marked.num_replayed,
         memory_bytes=memory_bytes,
         gathers=[
             GatherTimes(gather.bucket, axis.seconds(gather.launched), min(map(axis.seconds, gather.ends)))

@@ -39,6 +39,7 @@ class ReducerStats:
     num_plans: int = 0  # one for each set of trainable parameters, and if a better one was computed
     num_unused: int = 0  # gradients that were missing on this rank and filled in with zeros
     num_skipped: int = 0  # training steps that returned nothing, on all ranks together
+    num_replayed: int = 0  # backwards that a CUDA graph has repeated
     num_nonfinite: int = 0  # backwards in which a loss or a gradient was infinite or nan on some rank
     outer_steps: list[OuterStepStats] = field(default_factory=list)  # with `local_steps`
 

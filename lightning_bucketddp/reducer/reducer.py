@@ -244,6 +244,7 @@ class Reducer:
     def replay(self, captured: CapturedBackward, run: Callable[[], None]) -> None:
         """Do around `run`, which replays a captured backward, what the host does around one."""
         self._refuse_after_failure()
+        self.stats.num_replayed += 1
         self.finiteness.begin(self.stats)
         if self.is_alone:
             run()

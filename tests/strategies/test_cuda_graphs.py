@@ -6,9 +6,11 @@ On a CPU there are no graphs: in their place stands something that runs a captur
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_bucketddp import BucketDDPMonitor, BucketDDPStrategy
+from lightning_bucketddp.commands.report import page_content, typical_step_of
 from lightning_bucketddp.config import LocalSteps
+from lightning_bucketddp.recording.schema import find_folder, read_run
+from lightning_bucketddp.recording.summary import Summary
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.strategies import fit_state
@@ -365,6 +370,33 @@ def compare(program: str, *, world_size: int) -> list[str]:
     assert len(lines) == (not is_captured), lines
     assert is_captured or known.reason in lines[0]
     return lines
+
+
+@like_torchrun()
+def train_recorded(*, directory: str) -> int:
+    """Train, recording each step; return how many batches were replayed."""
+    torch.manual_seed(1)
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=True)
+    monitor = BucketDDPMonitor(every_n_steps=1, dirpath=directory)
+    trainer = make_trainer(strategy, max_epochs=4, callbacks=[monitor])
+    with pytest.MonkeyPatch.context() as patch:
+        if device().type == "cpu":
+            patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
+        trainer.fit(Network(), loader())
+    graphs = strategy._state.graphs
+    assert graphs is not None
+    return graphs.num_replayed
+
+
+def test_a_recording_tells_which_steps_were_replayed(tmp_path: Path) -> None:
+    num_replayed = run_on_ranks(train_recorded, world_size=2, directory=str(tmp_path))[0]
+    record = read_run(find_folder(tmp_path))
+    steps = [step for _, step in sorted(record.ranks[0].steps.items())]
+    assert sum(step.num_replayed for step in steps) == num_replayed > 10
+    assert [step.num_replayed for step in steps[:3]] == [0, 0, 0]
+    assert page_content(record)["history"]["replayed"] == [step.num_replayed > 0 for step in steps]
+    summary = Summary.of(typical_step_of(record), suggestions=[])
+    assert any(re.match(r"CUDA graphs: \d+ of \d+ recorded steps were replayed\.", line) for line in summary.lines)
 
 
 @pytest.mark.parametrize("program", [name for name, known in PROGRAMS.items() if not known.needs_gpu])

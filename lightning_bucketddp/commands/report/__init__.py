@@ -210,6 +210,7 @@ def _history(record: RunRecord) -> Json:
         "steps": numbers,
         "step": [[step and _ms(step.step_s) for step in steps] for steps in step_by_rank],
         "own": [[step and _ms(step.own_s) for step in steps] for steps in step_by_rank],
+        "replayed": [step is not None and step.num_replayed > 0 for step in step_by_rank[0]],
     }
 
 

@@ -39,7 +39,7 @@ function drawHead() {
 }
 
 function drawNumbers() {
-  const { typical, ranks, run } = content;
+  const { typical, ranks, run, history } = content;
   const late = typical.straggler;
   const waiting = total(WAITS.map((name) => typical.phases[name] ?? 0));
   const numbers = [
@@ -49,6 +49,8 @@ function drawNumbers() {
     ["Slowest rank", late < 0 ? "none" : `rank ${ranks[late].rank}`, late < 0 ? "all alike" : `+${inMs(typical.stragglerBy)}`],
   ];
   if (typical.exchange) numbers.splice(3, 0, ["Exchange of weights", inMs(typical.exchange), `${inMs(typical.phases.weights ?? 0)} waited for`]);
+  const replayed = history.replayed.filter(Boolean).length;
+  if (replayed) numbers.push(["Replayed as CUDA graphs", count(replayed, "step"), `of ${number(history.steps.length)}`]);
   if (run.memoryBytes) numbers.push(["Memory, at most", inBytes(run.memoryBytes), ""]);
   for (const [term, value, note] of numbers) {
     const pair = element("div");
