@@ -50,12 +50,29 @@ else:
 class FabricStrategy(StrategyBase, _ParallelStrategy):
     """Data-parallel training with its own gradient bucketing, for Fabric.
 
-    Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`. Those that
-    `BucketDDPStrategy` for the Trainer has, too, mean the same here, and are explained there.
+    Takes the keywords of Fabric's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Args:
+        ddp_comm_state: State for `ddp_comm_hook`.
+        ddp_comm_hook: A communication hook as torch DDP takes it. Runs on every backend.
+        process_group_backend: For example `nccl` or `gloo`. By default the one that fits the device.
+        timeout: How long a collective may take: a `timedelta`, or a number of seconds.
+        start_method: How the processes are started.
+        bucket_cap_mb: Largest size of a gradient bucket in MiB, or a list of sizes for the buckets one by one.
+            `auto`: sizes computed from what the first backwards have shown (docs/faster.md).
+        overlap: Reduce gradients while backward still runs.
+        reduce_dtype: What gradients travel as; by default their own dtype. They arrive in their own in any case.
+            `int8`: a quarter of the bytes of fp32, for slow networks (docs/slow-networks.md).
+        shard_optimizer: Divide the optimizers' state among the ranks: the same numbers, and a fraction of its memory on
+            each. `parameters`: by whole parameters, also where an optimizer would allow smaller parts.
+        timeouts: How many seconds ranks wait for each other at the start, and for one that is stuck.
         async_checkpoints: Write checkpoints while training goes on. A failure is raised by the next save or load, or
             by `fabric.strategy.wait_for_checkpoints()`, which belongs at the end of the program.
+        replica_checks: After how many steps the ranks compare their weights and optimizer state, beside the comparison
+            before each checkpoint; None: only then. `ReplicaChecks` also says what to do if they differ.
+        on_nonfinite: What to do in a step in which a loss or a gradient is infinite or nan on some rank: `warn` and go
+            on, `raise` on every rank, or `skip` the optimizer's step on every rank; None: look for neither.
+        **ddp_options: Other keywords of torch's `DistributedDataParallel` (`DDPOptions`).
     """
 
     def __init__(
