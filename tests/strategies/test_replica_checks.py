@@ -270,7 +270,7 @@ def train_healthy(*, training: str, directory: Path) -> tuple[list[str], bool]:
             resumed = directory / "last.ckpt" if max_epochs == 3 else None
             trainer.fit(how.module(), models.loader(), models.loader(), ckpt_path=resumed)
             comparison: Any = strategy._state.comparison
-            num_checked += 0 if comparison is None else comparison._checks._begun_at
+            num_checked += 0 if comparison is None else comparison.checks._begun_at
     return lines, num_checked > 0
 
 
