@@ -233,7 +233,7 @@ def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank
     lines = ended.output.replace(f"{tmp_path}/", "").splitlines()
     stripped = [re.sub(r"^\[rank1\]:", "", line).strip() for line in lines]
     first = stripped.index(OF_THE_USER[0])
-    # torch shows whichever rank has ended first, of those that it has started; rank 0 names the error before the frames.
+    # torch shows whichever rank it has seen end first; rank 0 names the error before the frames.
     shown = OF_THE_USER[:-1] if "-- Process 0 terminated" in ended.output else OF_THE_USER
     assert stripped[first : first + len(shown)] == shown, ended.output
     assert all(stripped.count(line) == 1 for line in shown), ended.output
