@@ -132,6 +132,8 @@ class StopSignals:
         self._restore: Callable[[], None] = lambda: None
         self._callback: Any = None
         self._interrupted_at: float | None = None
+        self._is_own = False  # the next SIGTERM is that of `interrupt`
+        self.late_signal = 0  # that has come to a run which was ending anyway; 0: none
 
     def replace_handlers(self, callback: type) -> None:
         """Have Lightning register ours where it would register its own.
@@ -193,9 +195,14 @@ class StopSignals:
     def interrupt(self) -> None:
         """Make the training thread raise; called by the watchdog."""
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            self._is_own = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _on_stop(self, number: int, _frame: object) -> None:
+        is_own = number == signal.SIGTERM and self._is_own
+        self._is_own = self._is_own and not is_own
+        if not is_own and (self._watchdog.is_ending or self._progress.end_with is not None):
+            self.late_signal = number
         if self._watchdog.is_ending:
             return  # a second signal must not spoil the last checkpoint
         if self._progress.end_with is not None:

@@ -225,7 +225,8 @@ class Rendezvous:
         rdzv = RendezvousRound(store, self._info)
         rdzv.post(store)
         while not rdzv.have_joined(self.awaited) and not self._are_enough(rdzv):
-            if (why_not := self._find_objection(store, rdzv)) is not None:
+            # Time has passed: they may be enough by now.
+            if (why_not := self._find_objection(store, rdzv)) is not None and not self._are_enough(rdzv):
                 rdzv.decide(why_not)
                 until = time.monotonic() + _OUTCOME_READ_WITHIN_S
                 while not rdzv.all_have_left() and time.monotonic() < until:

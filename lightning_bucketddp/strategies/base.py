@@ -160,7 +160,8 @@ class StrategyBase:
         launched = ChildProcesses(self.launcher, rank=point.rank, local_rank=point.local_rank)
         listener = self._take_listener(port=point.port if point.is_host else None)
         backend, timeout = self._get_process_group_backend(), self._timeout
-        of_failed_run = tuple(getattr(self.launcher, "children", ())) if is_restart else ()
+        # A new process begins with the first fit of the program.
+        of_failed_run = tuple(getattr(self.launcher, "children", ())) if is_restart and not point.num_fits else ()
 
         def find_failure() -> str | None:
             if of_failed_run:

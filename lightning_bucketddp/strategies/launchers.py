@@ -300,6 +300,7 @@ class Children:
     environment: dict[str, str]
     directory: str
     connections_before: set[int]  # that this process had before there were other ranks
+    strategy: Any  # its class, which knows without which ranks the run has gone on
     has_failed: bool = False  # this process has raised itself, which tells more
 
     def replace_ended(self, processes: Sequence[Any]) -> None:
@@ -314,7 +315,7 @@ class Children:
         """Wait until all have ended. To ranks that wait for this one it has ended by now."""
         cut_all_connections(but=self.connections_before)
         for rank, process in enumerate(self.processes, start=self.first_rank + 1):
-            if process.wait() != 0:
+            if process.wait() != 0 and (self.strategy.members is None or rank in self.strategy.members):
                 end_with_status(1)
                 if not self.has_failed:
                     log.error("bucketddp: %s", describe_end(rank, process))
@@ -356,7 +357,8 @@ class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):
         # Out of sight of the base class's observer: when a child ends badly it kills all, also one that is saving.
         processes, self.procs = self.procs, []
         directory = next((working_directory(process.pid) for process in processes), os.curdir)
-        self._children = Children(processes, first_rank, environment, directory, before)
+        strategy = type(self.guarding_strategy)
+        self._children = Children(processes, first_rank, environment, directory, before, strategy)
         atexit.register(self._children.wait_at_exit)
 
     def exit_status_of(self, local_rank: int) -> int | None:

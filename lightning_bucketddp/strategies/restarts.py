@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ from lightning_bucketddp.comm.process_group import abort_device_groups, leave_pr
 from lightning_bucketddp.faults.failure import Failure, Kind
 from lightning_bucketddp.startup.rendezvous import START, Rendezvous, knocks_of
 from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
+from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
 from lightning_bucketddp.wording import list_some_ranks
@@ -156,6 +158,8 @@ class Restarts:
         end_failed_fit(strategy.trainer, error, interrupt=strategy.root.interrupt)
         if handler is not None:
             handler.forget_at_exit()
+            if handler.signals is not None and handler.signals.late_signal:
+                signal.raise_signal(handler.signals.late_signal)  # it shall end the run, and not only the attempt
         # Its frames hold the tensors of the failed step.
         seen: BaseException | None = error
         while seen is not None:
@@ -190,6 +194,10 @@ class Restarts:
         what = failure.what.partition(":")[0] if failure.kind is Kind.RAISED else failure.what
         phase = failure.where.partition(" of batch ")[0]  # without details, which may differ
         this = (failure.rank, failure.kind, what, phase, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        num_fits, is_lost = sum(AutoResume.num_fits_ended.values()), failure.kind in (Kind.DIED, Kind.LOST)
+        if num_fits and is_lost and self._option.min_ranks is None and self._strategy.options.start_method == "popen":
+            why = f"this is fit {num_fits + 1} of the program, and a new process begins with the first"
+            return f"{why}. `start_method='spawn'` starts processes for each fit"
         if self.count >= self._option.number:
             return f"`max_restarts`, {self._option.number}, is reached"
         if this == self._last:

@@ -190,6 +190,13 @@ def test_reasons_of_others_command_no_terminal() -> None:
         rdzv.ranks_for(RankInfo(rank=1, world_size=2))
 
 
+def test_a_process_that_is_in_another_fit_of_its_program_does_not_join() -> None:
+    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, num_fits=1))
+    rdzv.join(RankInfo(rank=1, world_size=2))
+    assert re.match(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", str(rdzv.objection()))
+    assert rdzv.missing() == [0, 1]
+
+
 def test_names_of_hosts_command_no_terminal() -> None:
     address = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
     rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, host="\x1b[2J"))

@@ -156,7 +156,7 @@ def test_a_later_fit_of_a_program_goes_on_in_the_same_processes(without_faults: 
 def test_a_new_process_cannot_come_to_a_later_fit_of_a_program(tmp_path: Path) -> None:
     finished = train(tmp_path, fault("kill", step=3), fits=2)
     assert finished.returncode != 0
-    assert re.search(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", finished.output)
+    assert "no restart: this is fit 2 of the program, and a new process begins with the first" in finished.output
     assert "resuming from" not in finished.output
 
 
@@ -177,7 +177,7 @@ def by_hand(rank: int, text: str, variables: dict[str, str], *, within: str = '"
 def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None = None, **plan: Any) -> Run:
     """Train as a scheduler starts three ranks; the rank that `returns` is started again at the last fault, rank 0's."""
     directory.mkdir(exist_ok=True)
-    text = json.dumps({"faults": faults, "rejoin_s": 3, "batch_size": 4, **plan})
+    text = json.dumps({"faults": faults, "rejoin_s": 8, "batch_size": 4, **plan})
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     programs = [by_hand(rank, text, variables) for rank in range(3)]
     if returns is not None:
@@ -205,10 +205,18 @@ def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str,
     assert [end["world_size"] for end in ends] == [2, 2]
     assert ends[0]["weights"] == ends[1]["weights"]
     # Two ranks that are started with the same checkpoint end alike.
-    [path] = re.findall(r"resuming from `(.*?)`", went_on.output)
+    [path] = re.findall(r"resuming from\s+`(.*?)`", went_on.output)
     resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=path, options=options)
     assert weights(resumed) == ends[0]["weights"], resumed.output
     assert resumed.results["end.rank0"]["steps"] == ends[0]["steps"]
+
+
+def test_a_script_goes_on_without_a_rank_whose_new_process_fails_as_well(tmp_path: Path) -> None:
+    finished = train(tmp_path, fault("kill", step=3), ranks=3, batch_size=4, min_ranks=2, rejoin_s=15, stays_away=True)
+    assert "takes the place of rank 1" in finished.output, finished.output
+    assert "going on with 2 of 3 ranks" in finished.output
+    assert finished.returncode == 0
+    assert [finished.results[f"end.rank{rank}"]["world_size"] for rank in range(2)] == [2, 2]
 
 
 def test_a_run_does_not_go_on_with_fewer_ranks_than_it_needs(tmp_path: Path) -> None:
