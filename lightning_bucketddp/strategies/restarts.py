@@ -30,7 +30,7 @@ from lightning_bucketddp.startup.store import StartError, StoreAddress, part_of
 from lightning_bucketddp.strategies.auto_resume import AutoResume
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.trainer_internals import begin_fit, end_failed_fit
-from lightning_bucketddp.wording import list_some_ranks
+from lightning_bucketddp.wording import list_some_ranks, wrap
 
 if TYPE_CHECKING:
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
@@ -126,7 +126,7 @@ class Restarts:
             if strategy.options.global_batch_size is None:
                 text += f" The global batch is that of {len(ranks)} now, and the steps of an epoch change with it: pass"
                 text += " `global_batch_size` to keep both."
-            log.warning(f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, numbered anew.{text}")
+            log.warning(wrap(f"bucketddp: going on with {len(ranks)} of {num_launched} ranks, numbered anew.{text}"))
 
     def admit_returned(self) -> None:
         """Raise if a rank that was left out is there again, and a checkpoint was just saved: nothing is lost."""
@@ -207,7 +207,7 @@ class Restarts:
         self._furthest = max(self._furthest, trainer.global_step)
         self._pause_s = min(2.0 ** (self._num_in_vain - 1), _LONGEST_PAUSE_S) if self._num_in_vain else 0.0
         when = f"in {self._pause_s:g} s" if self._pause_s else "now"
-        log.warning(f"bucketddp: restart {self.count + 1} of {self._option.number} {when}. {failure.summary()}")
+        log.warning(wrap(f"bucketddp: restart {self.count + 1} of {self._option.number} {when}. {failure.summary()}"))
         self._strategy._checkpoints.auto_resume.note_restart(failure, trainer)
         return None
 
