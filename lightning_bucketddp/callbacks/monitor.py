@@ -61,6 +61,7 @@ class RecordedFit:
         self._recorder = StepRecorder(strategy.root_device)
         self._unread: deque[tuple[MarkedStep, bool]] = deque()
         self._num_rounds = 0
+        self._num_recorded = 0
         self._num_batches = 0
         self._sampling = Sampling()
         self._is_written = False
@@ -86,6 +87,9 @@ class RecordedFit:
         if recording.recorder is None and (self._num_rounds + 1) % self._every_n_rounds == 0:
             self._is_written = self._has_file and self._sampling.takes_next()
             self._num_batches = 0
+            # Rounds 1, 2, 4, 8, ... wait: enough to know, and few enough to cost nothing.
+            self._num_recorded += 1
+            self._recorder.measures_lag = self._num_recorded.bit_count() == 1
             recording.begin(self.strategy, self._recorder, self._keep)
         return recording.recorder is not None
 
@@ -177,7 +181,8 @@ def _peak_memory(device: torch.device) -> int:
 class StepMonitoring(_Callback):
     """Logs how long steps wait for communication, records what they do when, and sums it up at the end of a fit.
 
-    Works with `strategy="bucketddp"`. What is recorded is read when the device has come to it, and never waited for.
+    Works with `strategy="bucketddp"`. What is recorded is read when the device has come to it.
+    Only recorded steps 1, 2, 4, 8, ... wait for it, once each, to see whether it waits for Python.
     Each rank writes `bucketddp/rank-N.jsonl`, from which `bucketddp report` makes a page. Files stay small: after
     1,000 recorded batches every second recorded step is written, after 1,000 more every fourth, and so on. What an
     earlier fit has written there is replaced.

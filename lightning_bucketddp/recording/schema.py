@@ -116,6 +116,7 @@ class Step:
     num_unused: int = 0  # parameters without a gradient on this rank
     num_skipped: int = 0  # batches of all ranks without a loss
     num_replayed: int = 0  # micro-batches that were replayed as CUDA graphs
+    lag_s: float | None = None  # how far the device was behind the host when backward ended; None: not measured
     memory_bytes: int = 0  # the peak so far
     # Exchanges of the weights that the step has changed, in order.
     gathers: Sequence[GatherTimes] = field(default_factory=list)

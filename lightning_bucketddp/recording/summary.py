@@ -65,6 +65,8 @@ class Summary:
         lines = [] if typical.plan is None else _describe_communication(typical, typical.plan)
         if num_replayed := typical.ranks[0].num_replayed:
             lines.append(f"CUDA graphs: {num_replayed} of {typical.ranks[0].num_steps} recorded steps were replayed.")
+        if typical.is_host_bound:
+            lines.append("Bound by the host: the GPU waits for Python in forward and backward.")
         if typical.exchange_s > 0:
             lines.append(
                 f"Weights: their exchange ends a step and takes {in_ms(typical.exchange_s)} of that; the step waits"
@@ -144,12 +146,15 @@ def suggestions(typical: TypicalStep) -> list[str]:
 
 
 def _suggest_for_ranks(typical: TypicalStep, options: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield changes for waiting for data and for a straggler, each with the seconds that it gains."""
+    """Yield changes for waiting for data, for Python and for a straggler, each with the seconds that it gains."""
     data_s = typical.phases["data"]
     if data_s > _MUCH_DATA * typical.step_s:
         num_workers = options.get("num_workers")
         now = "" if num_workers is None else f", which is {num_workers} now"
         yield f"a larger `num_workers` of the `DataLoader`{now}, would save up to {in_ms(data_s)}", data_s
+    if typical.is_host_bound and options.get("automatic_optimization") and not options.get("cuda_graphs"):
+        computing_s = typical.computing_s
+        yield f"`cuda_graphs=True` would save a part of the {in_ms(computing_s)} of forward and backward", computing_s
     if typical.straggler is not None:
         rank, by_s = typical.straggler
         usual = mean_phases(other.phases for other in typical.ranks if other is not rank)

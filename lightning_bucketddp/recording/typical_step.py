@@ -40,6 +40,10 @@ NO_COST = f"the sizes of its buckets differ by less than a factor of {_DIFFERENT
 # Only the last ones of each rank count.
 NUM_STEPS = 1000
 _LATE_BY = 0.03
+# The last ones count: the first steps load kernels, and choose among them.
+_NUM_LAGS = 3
+# A device that is not further behind the host than this share of forward and backward is waiting for it.
+_NO_LAG = 0.05
 _NUM_ERRORS = 3
 
 
@@ -161,6 +165,10 @@ class StepNumbers:
         return self.step_s - self.exposed_s
 
     @property
+    def computing_s(self) -> float:
+        return self.phases["forward"] + self.phases["backward"]
+
+    @property
     def overlap(self) -> float:
         return overlap_of(self.exposed_s, self.communication_s)
 
@@ -173,6 +181,7 @@ class RankNumbers(StepNumbers):
     host: str
     num_steps: int  # how many recorded steps count
     num_replayed: int = 0  # how many of them were replayed as CUDA graphs
+    lag_s: float | None = None  # how far the device was behind the host at the end of backward; None: not known
     own_error_s: float = 0.0  # the standard error of `own_s`
     step_error_s: float = 0.0  # that of `step_s`
     memory_bytes: int = 0
@@ -183,6 +192,7 @@ class RankNumbers(StepNumbers):
     def of(cls, run: Run, steps: Sequence[Step]) -> RankNumbers:
         steps = steps[-NUM_STEPS:]
         middle = _middle(steps)
+        lags = [step.lag_s for step in steps if step.lag_s is not None and not step.num_replayed]
         last = [s for s in steps if s.plan == steps[-1].plan and len(s.buckets) == len(steps[-1].buckets)]
 
         def mean(values: Iterable[float]) -> float:
@@ -193,6 +203,7 @@ class RankNumbers(StepNumbers):
             host=run.host,
             num_steps=len(steps),
             num_replayed=sum(step.num_replayed > 0 for step in steps),
+            lag_s=median(lags[-_NUM_LAGS:]) if lags else None,
             phases=mean_phases({phase: step.seconds(phase) for phase in PHASES} for step in middle),
             own_error_s=_error([step.own_s for step in steps]),
             step_error_s=_error([step.step_s for step in steps]),
@@ -250,6 +261,12 @@ class TypicalStep(StepNumbers):
         noise_s = max(_LATE_BY * usual_s, _NUM_ERRORS * max(rank.own_error_s for rank in self.ranks))
         by_s = slowest.own_s - usual_s
         return (slowest, by_s) if by_s > noise_s else None
+
+    @property
+    def is_host_bound(self) -> bool | None:
+        """Return whether the device waits for Python in forward and backward; None if that was not measured."""
+        lags = [rank.lag_s for rank in self.ranks if rank.lag_s is not None]
+        return max(lags) < _NO_LAG * self.computing_s if lags else None
 
     @property
     def unhindered(self) -> StepNumbers:

@@ -89,6 +89,7 @@ class MarkedStep:
     num_unused: int = 0
     num_skipped: int = 0
     num_replayed: int = 0
+    lag_s: float | None = None
 
 
 class StepRecorder(BackwardObserver):
@@ -108,6 +109,8 @@ class StepRecorder(BackwardObserver):
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
         self._step = MarkedStep((0, 0, 0))
+        # Whether the step waits for the device once, at the end of backward, to see how far it is behind the host.
+        self.measures_lag = False
 
     def close(self) -> None:
         if self._worker is not None:
@@ -199,6 +202,8 @@ class StepRecorder(BackwardObserver):
 
     def backward_ended(self) -> None:
         self._before_waiting = self.turn_to("exposed")
+        if self.measures_lag:
+            self._step.lag_s = self._clock.wait(self._since)
 
     def reduction_ended(self, index: int) -> None:
         self._step.buckets[index].waited_for = self._clock.mark()
@@ -256,6 +261,7 @@ def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None
         num_unused=marked.num_unused,
         num_skipped=marked.num_skipped,
         num_replayed=marked.num_replayed,
+        lag_s=marked.lag_s,
         memory_bytes=memory_bytes,
         gathers=[
             GatherTimes(gather.bucket, axis.seconds(gather.launched), min(map(axis.seconds, gather.ends)))

@@ -110,6 +110,10 @@ class Clock:
         """Return whether `mark` can be read without waiting."""
         return True
 
+    def wait(self, mark: Any) -> float | None:
+        """Wait for `mark`, and return for how many seconds; None where the host does all of the work itself."""
+        return None
+
 
 class DeviceClock(Clock):
     """The time at which a GPU comes to what this process has given it to do: on the current stream."""
@@ -126,6 +130,11 @@ class DeviceClock(Clock):
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, mark: torch.cuda.Event) -> float:
+        started = time.perf_counter()
+        mark.synchronize()
+        return time.perf_counter() - started
 
 
 def clock_of(device: torch.device) -> Clock:

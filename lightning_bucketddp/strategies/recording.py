@@ -197,6 +197,8 @@ def describe_run(strategy: TrainerStrategy) -> Run:
             "ddp_comm_hook": getattr(config.comm_hook, "__qualname__", None),
             "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "cuda_graphs": strategy.options.cuda_graphs,
+            "automatic_optimization": trainer.lightning_module.automatic_optimization,
             "shard_optimizer": strategy.options.shard_optimizer or None,
             "local_steps": None if local_steps is None else local_steps.steps,
             "num_islands": None if strategy._state.islands is None else strategy._state.islands.number,

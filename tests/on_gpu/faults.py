@@ -55,7 +55,7 @@ class Fault:
         with tempfile.TemporaryDirectory() as directory:
             started = [self._start(rank, directory) for rank in range(2)]
             try:
-                outputs = [process.communicate(timeout=60)[0] for process in started]
+                outputs = [process.communicate(timeout=120)[0] for process in started]
             except subprocess.TimeoutExpired:
                 for process in started:
                     process.send_signal(signal.SIGABRT)  # shows all threads

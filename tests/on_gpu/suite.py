@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from tests.local_steps.test_outer_step import test_an_outer_step_is_one_of_sgd_with_nesterov_momentum as outer_steps
 from tests.on_gpu import cuda
+from tests.on_gpu.host_bound import the_limit_is_named
 from tests.reducer import test_batch_weighting as weighting
 from tests.reducer import test_nonfinite as nonfinite
 from tests.reducer import test_quantized as quantized
@@ -79,6 +80,8 @@ def tests() -> Iterator[Test]:
         yield f"captured {program}", partial(graphs.compare, program, world_size=2)
     for program in ("plain", "accumulating", "16-mixed", "unused", "item", "synchronize"):
         yield f"captured {program} on one rank", partial(graphs.compare, program, world_size=1)
+    for program in ("plain", "accumulating", "int8_wire", "sharded"):
+        yield f"captured {program} on four ranks", partial(graphs.compare, program, world_size=4)
     yield from REDUCING
     for config in weighting.CONFIGS:
         for num_micro_batches in (1, 3):
@@ -94,6 +97,8 @@ def tests() -> Iterator[Test]:
     for world_size in (1, 2):
         yield named(doctor_leaves_no_group, world_size=world_size)
     yield named(more_sockets_and_no_variables, world_size=2)
+    for module in ("Small", "Large"):
+        yield named(the_limit_is_named, module=module, is_host_bound=module == "Small")
     for dtype in replicas.DTYPES:
         yield on_two(replicas.every_bit_counts, dtype=dtype)
     for on_divergence in ("raise", "heal", "log"):

@@ -242,6 +242,29 @@ def test_waiting_for_data_is_named_from_a_tenth_of_the_step(data: float, is_much
     assert texts == ([expected] if is_much else [])
 
 
+@pytest.mark.parametrize(("lags_ms", "is_host_bound"), [((0.1, 0.9), True), ((0.1, 1.0), False), ((None, None), None)])
+def test_graphs_are_suggested_where_no_device_is_behind_the_host(
+    lags_ms: tuple[float | None, float | None], is_host_bound: bool | None
+) -> None:
+    lags = [None if lag is None else MS * lag for lag in lags_ms]
+    ranks = [replace(numbers(rank, exposed=0), lag_s=lag) for rank, lag in enumerate(lags)]
+    assert typical(*ranks).is_host_bound is is_host_bound
+    told = Summary.of(typical(*ranks), suggestions=[]).lines
+    assert ("Bound by the host: the GPU waits for Python in forward and backward." in told) == bool(is_host_bound)
+    expected = "`cuda_graphs=True` would save a part of the 19.00 ms of forward and backward (95% of the step)."
+    automatic: dict[str, Any] = {"automatic_optimization": True, "cuda_graphs": False}
+    assert suggested(ranks, **automatic) == ([expected] if is_host_bound else [])
+    assert suggested(ranks, **{**automatic, "cuda_graphs": True}) == []
+    assert suggested(ranks, **{**automatic, "automatic_optimization": False}) == []
+
+
+def test_the_lag_is_that_of_the_last_steps_that_were_not_replayed() -> None:
+    steps = [replace(STEP, lag_s=lag) for lag in (9.0, 8.0, None, 1.0, 3.0, 2.0)]
+    replayed = replace(STEP, lag_s=0.0, num_replayed=1)
+    assert RankNumbers.of(RUN, [*steps, replayed]).lag_s == 2.0
+    assert RankNumbers.of(RUN, [STEP]).lag_s is None
+
+
 def test_what_gains_little_is_not_suggested() -> None:
     # 3 ms exposed of 203: bf16 would gain 2, which is one hundredth.
     assert suggested([numbers(0, forward=197), numbers(1, forward=197)]) == []

@@ -38,6 +38,8 @@ about training on GPUs."""
 _DEFAULT_NETWORK = "eth-100g"
 _NUMBERS_OF_RANKS = [2**n for n in range(11)]  # 1 to 1,024
 _BAR_LENGTH = 30
+# Capturing is suggested where forward and backward are faster by this factor.
+_WORTHWHILE = 1.1
 _ABOUT_CPUS = (
     "These are times of a CPU. The efficiency below holds for training on such CPUs and says nothing about GPUs: they"
     " compute far faster, and wait as long for the network. For GPUs run this on one, or pass --profile or"
@@ -262,7 +264,20 @@ def _describe_times(plan: ModulePlan) -> str:
     known = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
     unknown = " and ".join(name for name, seconds in parts.items() if seconds <= 0)
     rest = f" Not known, and counted as nothing: {unknown}." if unknown else ""
-    return f"{known}; {plan.times.origin}.{rest}"
+    return f"{known}; {plan.times.origin}.{rest}{_describe_graph(plan.times.without_and_with_graph_s)}"
+
+
+def _describe_graph(seconds: tuple[float, float] | None) -> str:
+    """Say whether Python is the limit, and what capturing would give."""
+    if seconds is None:
+        return ""
+    without_ms, with_ms = (1e3 * one for one in seconds)
+    if with_ms > without_ms / _WORTHWHILE:
+        return f" Bound by the GPU: forward and backward take {with_ms:.2f} ms as a CUDA graph, too."
+    return (
+        f" Bound by the host: with `cuda_graphs=True` forward and backward take {with_ms:.2f} instead of"
+        f" {without_ms:.2f} ms."
+    )
 
 
 def _describe_step(step: Timeline, num_ranks: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,8 @@ class BackwardTimes:
     origin: str
     is_of_cpu: bool = False  # and says nothing about GPUs
     codecs: Codecs = field(default_factory=dict)  # what ranks measured when they were recorded
+    # What forward and backward take, and what they take as a CUDA graph; None if they were not captured.
+    without_and_with_graph_s: tuple[float, float] | None = None
 
 
 def specs_of(module: nn.Module, *, device: torch.device) -> list[ParameterSpec]:
@@ -339,7 +341,37 @@ def measured(module: nn.Module, *, device: torch.device) -> BackwardTimes:
     )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(example))
     origin = f"measured here, on {device}, with `example_input_array` of shape {shapes}"
-    return BackwardTimes(profile, "measured", origin, is_of_cpu=device.type == "cpu")
+    if device.type == "cpu":
+        return BackwardTimes(profile, "measured", origin, is_of_cpu=True)
+    return BackwardTimes(profile, "measured", origin, without_and_with_graph_s=_try_graph(module, example, device))
+
+
+def _try_graph(module: nn.Module, example: Any, device: torch.device) -> tuple[float, float] | None:
+    """Time forward and backward without and with a CUDA graph; None if they cannot be captured."""
+    example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
+
+    def compute() -> None:
+        module.zero_grad(set_to_none=True)
+        torch.autograd.backward(_loss_of(module, example))
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            without_s = _median_time(compute, device)
+        with torch.cuda.graph(graph):
+            compute()
+        return without_s, _median_time(graph.replay, device)
+    except Exception:  # what cannot be captured raises anything
+        return None
+
+
+def _median_time(compute: Callable[[], object], device: torch.device) -> float:
+    clock = clock_of(device)
+    marks = [clock.mark()]
+    for _ in range(_NUM_WARM_UP + _NUM_MEASURED):
+        compute()
+        marks.append(clock.mark())
+    return statistics.median(clock.seconds(*ends) for ends in list(pairwise(marks))[_NUM_WARM_UP:])
 
 
 @dataclass(slots=True)
@@ -356,12 +388,7 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
     module.zero_grad(set_to_none=True)
     forward_start = clock.mark()
     example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
-    if isinstance(example, dict):
-        output = module(**example)
-    else:
-        output = module(*example) if isinstance(example, tuple) else module(example)
-    # A loss without a meaning, to which every output contributes.
-    loss = sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
+    loss = _loss_of(module, example)
     run = _Run(forward_start, start=clock.mark(), end=None)
 
     def mark_arrival(name: str, _param: Tensor) -> None:
@@ -376,6 +403,15 @@ def _run(module: nn.Module, example: Any, clock: Clock, device: torch.device) ->
         torch.autograd.backward(loss)
     run.end = clock.mark()
     return run
+
+
+def _loss_of(module: nn.Module, example: Any) -> Tensor:
+    """Return a loss without a meaning, to which every output contributes."""
+    if isinstance(example, dict):
+        output = module(**example)
+    else:
+        output = module(*example) if isinstance(example, tuple) else module(example)
+    return sum((tensor.float().square().mean() for tensor in _tensors(output) if tensor.requires_grad), torch.zeros(()))
 
 
 def _tensors(value: Any) -> list[Tensor]:

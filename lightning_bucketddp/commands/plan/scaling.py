@@ -93,6 +93,7 @@ class ModulePlan:
                 "forward_s": profile.forward_s,
                 "backward_s": profile.backward_s,
                 "optimizer_s": profile.optimizer_s,
+                "without_and_with_graph_s": self.times.without_and_with_graph_s,
             },
             "networks": [_network_json(scaling) for scaling in self.scalings],
         }
