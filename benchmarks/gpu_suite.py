@@ -253,7 +253,8 @@ def strategies(stage: Stage, title: str, seconds: float) -> Iterator[Table]:
 def compiled_models(model: str, *, steps: int) -> LoopSettings:
     [ours], best = our_variants(), ddp_variants()[-1]
     both = [compiled(variant, mode) for mode in ("default", "reduce-overhead") for variant in (best, ours)]
-    return LoopSettings(model, (best, captured_variant(), *both), steps=steps)
+    both_ways = compiled(captured_variant(), "default")
+    return LoopSettings(model, (best, captured_variant(), *both, both_ways), steps=steps)
 
 
 def unused(stage: Stage, title: str, seconds: float, *, model: str) -> list[Table]:

@@ -39,8 +39,8 @@ def start(rank: int, what: str, directory: str) -> subprocess.Popen[str]:
         )
 
 
-def run(what: str, *, within_s: float = 120) -> tuple[Any, float, str]:
-    """Return the weights, the seconds that the fault took, and what was said."""
+def run(what: str, *, within_s: float = 120) -> tuple[Any, str, str]:
+    """Return the weights, how long the ranks needed after the fault, and what was said."""
     with tempfile.TemporaryDirectory() as directory:
         ranks = [start(rank, what, directory) for rank in range(NUM_RANKS)]
         deadline = time.monotonic() + within_s
@@ -54,13 +54,16 @@ def run(what: str, *, within_s: float = 120) -> tuple[Any, float, str]:
             process.wait()
         said = "".join(f"--- rank {rank}\n{Path(directory, f'said{rank}').read_text()}" for rank in range(NUM_RANKS))
         if any(process.returncode for process in ranks):
-            return None, 0, said
+            return None, "did not end well", said
         steps = [json.loads(line) for line in Path(directory, "steps").read_text().splitlines()]
         fault = Path(directory, "fault")
-        seconds = 0.0
+        took = ""
         if fault.exists():
-            seconds = max(at for step, at in steps if step == FAILS_AT + 1) - float(fault.read_text())
-        return torch.load(Path(directory, "weights.pt")), seconds, said
+            failed_at, ready_at = (float(Path(directory, name).read_text()) for name in ("fault", "ready2"))
+            took = f"{max(at for step, at in steps if step == FAILS_AT + 1) - failed_at:.1f} s"
+            if ready_at > failed_at:
+                took += f", {ready_at - failed_at:.1f} s of them until the new process called `fit`"
+        return torch.load(Path(directory, "weights.pt")), took, said
 
 
 def train(what: str, directory: str) -> None:
@@ -112,6 +115,7 @@ def train(what: str, directory: str) -> None:
     )
     module = Model()
     inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
+    Path(directory, f"ready{os.environ['NODE_RANK']}").write_text(str(time.time()))
     trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=16))
     if trainer.is_global_zero:
         torch.save(module.state_dict(), Path(directory, "weights.pt"))
@@ -126,10 +130,10 @@ def main() -> None:
         (expected, _, said), *runs = pool.map(run, [NOTHING, *chosen])
     assert expected is not None, said
     num_failed = 0
-    for what, (weights, seconds, said) in zip(chosen, runs, strict=True):
+    for what, (weights, took, said) in zip(chosen, runs, strict=True):
         is_same = weights is not None and all(torch.equal(weights[name], expected[name]) for name in expected)
         num_failed += not is_same
-        print(f"{'ok' if is_same else 'FAILED'} {what}: {seconds:.1f} s{'' if is_same else said[-30000:]}", flush=True)
+        print(f"{'ok' if is_same else 'FAILED'} {what}: {took}{'' if is_same else said[-30000:]}", flush=True)
     sys.exit(num_failed > 0)
 
 
