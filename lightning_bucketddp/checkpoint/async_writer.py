@@ -220,7 +220,7 @@ class CheckpointWriter:
                 write(snapshot)
         except CheckpointWriteError as failure:
             # Should the program end now, nobody would hear of it otherwise.
-            log.error("bucketddp: %s", failure)
+            log.error(wrap(f"bucketddp: {failure}"))
             raise
 
     def _remove(self, write: Future[None], remove: Callable[[], None], path: Path) -> None:

@@ -14,6 +14,7 @@ from lightning_bucketddp.comm.connections import SILENT_AFTER_S
 from lightning_bucketddp.faults.failure import Failure, Kind, this_process
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.faults.side_channel import GuardedStore
+from lightning_bucketddp.wording import wrap
 
 log = logging.getLogger(__name__)
 
@@ -213,10 +214,8 @@ class HeartbeatMonitor:
         named = "\n".join(map(Failure.describe, stragglers[:_NUM_NAMED])) or "No rank is known to be behind."
         num_more = len(stragglers) - _NUM_NAMED
         more = f"\n{num_more} more ranks are behind." if num_more > 0 else ""
-        log.warning(
-            "bucketddp: rank %d has waited %.0f s for other ranks in %s.\n%s%s",
-            *(rank, time.monotonic() - self.wait.since, where, named, more),
-        )
+        waited = f"rank {rank} has waited {time.monotonic() - self.wait.since:.0f} s for other ranks in {where}."
+        log.warning(wrap(f"bucketddp: {waited}\n{named}{more}"))
 
     def _find_lost_host(self) -> Failure | None:
         """Return the loss of a rank whose host no longer answers; None: there is none (or nobody is waited for)."""

@@ -37,7 +37,7 @@ from lightning_bucketddp.reducer.quantization import reduction_of
 from lightning_bucketddp.replicas.consistency import Checksums, ReplicaComparison, training_state
 from lightning_bucketddp.replicas.replicas import ReplicaMismatchError, Replicas, explain_difference
 from lightning_bucketddp.trainer_internals import averaged_models
-from lightning_bucketddp.wording import list_names, list_ranks, pluralize
+from lightning_bucketddp.wording import list_names, list_ranks, pluralize, wrap
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -251,7 +251,7 @@ class LocalRounds(RunPart):
             if self.islands.index in islands:
                 self._reset_nonfinite_state()
         if self.islands.world.rank == 0:
-            log.warning("bucketddp: %s. %s", found, outcome)
+            log.warning(wrap(f"bucketddp: {found}. {outcome}"))
         return islands if response == "skip" else set()
 
     def _reset_nonfinite_state(self) -> None:

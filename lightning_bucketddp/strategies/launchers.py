@@ -30,6 +30,7 @@ from lightning_bucketddp.processes import (
 )
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import processes_started_by, set_main_port
+from lightning_bucketddp.wording import wrap
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -116,7 +117,7 @@ class Guarded:
                     self.on_exception(error)
                 except Exception as failure:
                     # The process that waits shows how one rank has ended, which may be another.
-                    log.error("bucketddp: a callback has failed when the run was over: %s", failure)
+                    log.error(wrap(f"bucketddp: a callback has failed when the run was over: {failure}"))
                     raise
             if self.in_child and isinstance(error, KeyboardInterrupt):
                 # torch takes it for the parent's wish and ends with 0; the parent then waits for a result for ever.
@@ -318,7 +319,7 @@ class Children:
             if process.wait() != 0 and (self.strategy.members is None or rank in self.strategy.members):
                 end_with_status(1)
                 if not self.has_failed:
-                    log.error("bucketddp: %s", describe_end(rank, process))
+                    log.error(wrap(f"bucketddp: {describe_end(rank, process)}"))
 
 
 class ScriptLauncher(HoldsPort, _SubprocessScriptLauncher):

@@ -185,7 +185,7 @@ class Restarts:
                 StrategyBase.store = None
                 return failure.rank == 0 and failure.kind in (Kind.DIED, Kind.LOST) and self.count < self._option.number
         if why_not is not None and is_rank_zero:
-            log.error("bucketddp: no restart: %s.", why_not)
+            log.error(wrap(f"bucketddp: no restart: {why_not}."))
         return why_not is None
 
     def _judge(self, failure: Failure) -> str | None:

@@ -170,11 +170,11 @@ class TrainerCheckpoints:
         strategy = self._strategy
         newest = next((saved for saved in reversed(self._saved) if os.path.exists(saved)), None)
         if strategy.trains_elsewhere:
-            log.warning("bucketddp: `%s` is not saved here, because other processes have trained.", path)
+            log.warning(wrap(f"bucketddp: `{path}` is not saved here, because other processes have trained."))
         elif strategy.has_partial_weights:
-            log.warning("bucketddp: %s", partial_step(path, newest=newest))
+            log.warning(wrap(f"bucketddp: {partial_step(path, newest=newest)}"))
         elif strategy.has_lost_shards and "optimizer_states" in checkpoint:
-            log.warning("bucketddp: %s", lost_shards(path, newest=newest))
+            log.warning(wrap(f"bucketddp: {lost_shards(path, newest=newest)}"))
         else:
             self.await_all(f"checkpoint `{path}`")
             with strategy._progress.during(SAVING):

@@ -66,7 +66,7 @@ class Fault:
             saved = sorted(path.name for path in Path(directory, "saved").glob("*.ckpt"))
             steps = [torch.load(Path(directory, "saved", name), weights_only=True)["global_step"] for name in saved]
         codes = tuple(process.returncode for process in started)
-        told = outputs[1 - self.rank]
+        told = " ".join(outputs[1 - self.rank].split())  # log lines are wrapped
         has_saved = max(steps, default=0) >= self.batch
         is_well = codes == self.exit_codes and self.said in told and has_saved == self.saves and seconds < SOON_S
         is_well &= not self.captured or f"replaying at batch {self.batch}: True" in outputs[1 - self.rank]

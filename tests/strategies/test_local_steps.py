@@ -494,7 +494,8 @@ def test_weights_that_are_not_finite_are_named_and_left_out() -> None:
     assert all(torch.tensor(weight).isfinite().all() for weight in skipped[0]["final"].values())
     told = [message for message in skipped[0]["messages"] if "the weights" in message]
     assert len(told) == 1
-    assert told[0].endswith("on rank 1. They are left out, and those ranks go on with the weights of the others.")
+    expected = "on rank 1. They are left out, and those ranks go on with the weights of the others."
+    assert " ".join(told[0].split()).endswith(expected)
 
 
 @on_ranks()
@@ -591,7 +592,7 @@ def test_what_a_rank_leaves_that_dies_in_an_outer_step_is_not_saved(tmp_path: Pa
         ended = ranks.wait()
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert "Rank 1" in ended.results["seen0"]["message"]
-    assert "is not saved, because a rank was lost" in ended.output[0], ended.output[0]
+    assert "is not saved, because a rank was lost" in " ".join(ended.output[0].split()), ended.output[0]
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
