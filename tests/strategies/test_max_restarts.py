@@ -16,6 +16,7 @@ from benchmarks.ports import own_port
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
+from tests.support.hosts import two_hosts
 from tests.support.programs import SCRIPTS, Program, Run, run, run_together
 from tests.support.scripts.goes_on import NUM_SAMPLES
 
@@ -247,6 +248,24 @@ def test_survivors_wait_for_a_rank_zero_that_is_started_again(tmp_path: Path) ->
     attempts = [notes(tmp_path / "with", "attempts", rank) for rank in range(3)]
     assert [[attempt["step"] for attempt in of_rank] for of_rank in attempts] == [[0, 3]] * 3
     assert [len({attempt["pid"] for attempt in of_rank}) for of_rank in attempts] == [2, 1, 1]
+
+
+def test_a_host_that_is_started_again_is_taken_in(without_faults: Any, tmp_path: Path) -> None:
+    text = json.dumps({"faults": [fault("kill", step=3), fault("raise", rank=0, step=6)]})
+    again = ("sh", "-c", '"$@" || "$@"', "sh")  # whatever looks after the second host
+    with two_hosts() as hosts:
+        of_run = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(own_port()), "NODES": "2"}
+        of_run["OMP_NUM_THREADS"] = "1"  # what Lightning sets where two ranks share a machine
+        programs = [
+            Program([SCRIPTS / "goes_on.py", text], {**of_run, "NODE_RANK": str(node)}, within=[*host.within, *again])
+            for node, host in enumerate(hosts)
+        ]
+        finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path)
+    assert weights(finished) == without_faults, finished.output
+    attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
+    assert [[attempt["step"] for attempt in of_rank] for of_rank in attempts] == [[0, 3, 6]] * 2
+    assert [len({attempt["pid"] for attempt in of_rank}) for of_rank in attempts] == [1, 2]
+    assert_each_sample_once(tmp_path)
 
 
 @pytest.mark.parametrize("num_restarts", [6, pytest.param(50, marks=pytest.mark.long)])

@@ -149,9 +149,11 @@ def fit(plan: dict[str, Any]) -> None:
     # On a busy machine a healthy rank may stand still for seconds.
     stall_s = 3 if any(fault["what"] == "stuck" for fault in plan["faults"]) else 200
     num_ranks = int(os.environ.get("RANKS", plan.get("ranks", 2)))
+    num_nodes = int(os.environ.get("NODES", 1))
     trainer = Trainer(
         accelerator="cpu",
-        devices=num_ranks,
+        devices=num_ranks // num_nodes,
+        num_nodes=num_nodes,
         strategy=BucketDDPStrategy(
             auto_resume=True,
             max_restarts=MaxRestarts(plan.get("max_restarts", 10), plan.get("min_ranks")),
