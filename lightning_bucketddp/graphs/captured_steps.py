@@ -52,6 +52,7 @@ from lightning_bucketddp.graphs.proof import (
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.replay import can_replay, captured_in, replay_backward, take_gradients
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
@@ -286,7 +287,7 @@ class CapturedSteps(RunPart):
 
     def _find_change(self, step: _Step) -> str:
         """Return the name of something that is not as it was when `step` was captured; empty: all is."""
-        return step.state.find_change() or ("" if self._reducer.can_replay(step.backward) else "requires_grad")
+        return step.state.find_change() or ("" if can_replay(self._reducer, step.backward) else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
@@ -315,7 +316,7 @@ class CapturedSteps(RunPart):
             step.read(tensors)
             self.host.weigh(torch.ones(()))  # what it comes to is in the graph
             with self.host.replayed_backward():
-                self._reducer.replay(step.backward, run)
+                replay_backward(self._reducer, step.backward, run)
             result = copy.copy(step.result)
             result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
         with logging_in(self._module, "training_step"):
@@ -348,7 +349,7 @@ class CapturedSteps(RunPart):
                 self._compare_outcomes(replayed, kept.outcome(values), when="first")
         finally:
             kept.restore()
-            self._reducer.take_gradients()
+            take_gradients(self._reducer)
         return result
 
     def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
@@ -404,7 +405,7 @@ class CapturedSteps(RunPart):
         def note(*args: Any, **kwargs: Any) -> None:
             logged.append(checked_call(args, kwargs, []))
 
-        with self._reducer.captured(loss_digest) as backward, methods_replaced(self._module, log=note):
+        with captured_in(self._reducer, loss_digest) as backward, methods_replaced(self._module, log=note):
             return self._step_and_backward(closure, arguments), logged, backward
 
     @torch.enable_grad()
