@@ -428,5 +428,5 @@ class CapturedSteps(RunPart):
         return result
 
     def _compare_outcomes(self, with_graph: Outcome, without: Outcome, *, when: str) -> None:
-        if different := with_graph.scaled(self._reducer.factor).find_difference(without, self._module):
+        if different := with_graph.find_difference(without, self._module, factor=self._reducer.factor):
             self._give_up(f"{different} differs with a graph, when it was compared {when}")

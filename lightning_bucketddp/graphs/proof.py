@@ -237,21 +237,17 @@ class Outcome:
         copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
         return cls([value.clone() for value in values], copies, [buffer.clone() for buffer in module.buffers()])
 
-    def scaled(self, factor: float) -> Outcome:
-        """Return it with its gradients multiplied by `factor`."""
-        if factor == 1:
-            return self
-        gradients = [None if gradient is None else own_part(gradient) * factor for gradient in self.gradients]
-        return Outcome(self.values, gradients, self.buffers)
-
-    def find_difference(self, other: Outcome, module: nn.Module) -> str:
-        """Return what is another there, in words; empty: nothing is, but for rounding."""
+    def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
+        """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
         if len(self.values) != len(other.values):
             return "the number of logged values"
         names = ["the loss", *("an output or a logged value" for _ in self.values[1:])]
         names += [f"the gradient of `{name}`" for name, _ in module.named_parameters()]
         names += [f"`{name}`" for name, _ in module.named_buffers()]
-        ours = [*self.values, *self.gradients, *self.buffers]
+        gradients = self.gradients
+        if factor != 1:
+            gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
+        ours = [*self.values, *gradients, *self.buffers]
         theirs = [*other.values, *other.gradients, *other.buffers]
         for name, one, another in zip(names, ours, theirs, strict=True):
             if not _are_alike(one, another):
