@@ -30,20 +30,15 @@ _EDGE_BUCKET_MB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerConfig:
-    """Settings of a `Reducer`: options of the strategy, which has their meaning.
+    """Settings of a `Reducer`: options of the strategy, which has their meaning."""
 
-    Attributes:
-        bucket_cap_mb: A list gives the caps of the buckets one by one, in the order in which they leave; its last value
-            holds for all further ones. None: 25 MiB. `auto`: 25 at first, then sizes computed from the first backwards.
-        comm_hook: A communication hook as torch DDP takes it, `(state, bucket) -> Future[Tensor]`, instead of the mean.
-        comm_state: The first argument of `comm_hook`.
-    """
-
+    # A list gives the caps of the buckets one by one, in the order in which they leave; its last value holds for all
+    # further ones. None: 25 MiB. `auto`: 25 at first, then sizes computed from the first backwards.
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = AUTO
     overlap: bool = True
     reduce_dtype: str | None = None
-    comm_hook: Callable[..., Any] | None = None
-    comm_state: object = None
+    comm_hook: Callable[..., Any] | None = None  # as torch DDP takes it, `(state, bucket) -> Future[Tensor]`
+    comm_state: object = None  # the first argument of `comm_hook`
     on_nonfinite: str | None = "warn"
 
     def __post_init__(self) -> None:

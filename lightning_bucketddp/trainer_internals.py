@@ -197,23 +197,14 @@ def replace_result_class(trainer: Trainer, derive: Callable[[Any], Any]) -> None
 
 
 class ClosureParts(NamedTuple):
-    """What makes up the closure that automatic optimization gives to an optimizer.
+    """What makes up the closure that automatic optimization gives to an optimizer."""
 
-    Attributes:
-        run: all of it, as Lightning runs it.
-        arguments: what `training_step` is called with, by name.
-        optimizer: whose gradients are set to zero.
-        result_of: reads what `training_step` has returned.
-        zero_grad: None: gradients accumulate.
-        has_backward: or else there is nothing to do but `training_step`.
-    """
-
-    run: Callable[[], Any]
-    arguments: dict[str, Any]
-    optimizer: Any
-    result_of: Callable[[Any], Any]
-    zero_grad: Callable[[], None] | None
-    has_backward: bool
+    run: Callable[[], Any]  # all of it, as Lightning runs it
+    arguments: dict[str, Any]  # what `training_step` is called with, by name
+    optimizer: Any  # whose gradients are set to zero
+    result_of: Callable[[Any], Any]  # reads what `training_step` has returned
+    zero_grad: Callable[[], None] | None  # None: gradients accumulate
+    has_backward: bool  # or else there is nothing to do but `training_step`
 
 
 def replace_closures(trainer: Trainer, run: Callable[[ClosureParts], Any]) -> Undo:

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -44,6 +44,7 @@ from lightning_bucketddp.graphs.proof import (
     checked_call,
     compute_watched,
     explain_failure,
+    find_obstacle,
     methods_replaced,
     signature_of,
     tensors_in,
@@ -51,6 +52,7 @@ from lightning_bucketddp.graphs.proof import (
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.replay import can_replay, captured_in, replay_backward, take_gradients
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
@@ -63,7 +65,8 @@ _MOST_GRAPHS = 8
 _LAUNCHED_WITHIN_S = 1.0
 # What ranks do together.
 _PROVE, _COMPARE = "prove", "compare"
-_HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+
+_T = TypeVar("_T")
 
 
 class CUDAGraph:
@@ -72,9 +75,11 @@ class CUDAGraph:
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
+        # Whoever holds it may use the graph, and nobody else: an abort lets go of it.
+        self._use = threading.Lock()
 
-    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Capture what `body` does, and return its tensors: each replay writes into them."""
+    def capture(self, body: Callable[[], _T]) -> _T:
+        """Capture what `body` does, and return what it returns: each replay writes into the tensors in that."""
         stream = torch.cuda.current_stream()
         # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
         torch._C._cuda_clearCublasWorkspaces()
@@ -91,10 +96,15 @@ class CUDAGraph:
             torch._C._cuda_clearCublasWorkspaces()
 
     def replay(self) -> None:
-        self._graph.replay()
+        with self._use:
+            self._graph.replay()
 
-    def reset(self) -> None:
-        self._graph.reset()
+    def release(self) -> None:
+        """Let go of it while the thread that trains may be waiting for it: NCCL is being aborted."""
+        # Not while it is launched. If that takes long, it is the end of the process that lets go of it.
+        if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
+            self._graph.reset()
+            self._use.release()
 
 
 def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
@@ -123,6 +133,13 @@ class _Step:
         """Copy the tensors of a batch to where the graph reads them."""
         if tensors:
             torch._foreach_copy_(self.inputs, tensors)
+
+    def finds_gradients(self, *, zeroed: bool) -> bool:
+        """Return whether the gradients that it adds to are where it expects them; `zeroed`: there will be none."""
+        return all(
+            (zeroed and gradient is None) or param.grad is gradient
+            for param, gradient in zip(self.params, self.before, strict=True)
+        )
 
     @property
     def values(self) -> list[Tensor]:
@@ -158,8 +175,6 @@ class CapturedSteps(RunPart):
     _seen: Counter[Any] = field(default_factory=Counter)
     _num_recaptured: int = 0
     _num_closures: int = 0
-    # Whoever holds it may use graphs, and nobody else: an abort lets go of them.
-    _use: threading.Lock = field(default_factory=threading.Lock)
     _stream_before: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
@@ -174,18 +189,8 @@ class CapturedSteps(RunPart):
             torch.cuda.set_stream(stream)
 
     def begin_training(self) -> None:
-        module = self._module
-        if not module.automatic_optimization:
-            self._give_up("optimization is manual")
-        for owner in (module, *self.trainer.callbacks):
-            # Lightning's classes have these hooks, and do nothing in them.
-            names = [name for name in _HOOKS_IN_CLOSURE if _is_overridden(owner, name)]
-            if owner is module:
-                names += [name for name in ("backward", "optimizer_zero_grad") if _is_overridden(owner, name)]
-            if names:
-                self._give_up(f"`{type(owner).__name__}.{names[0]}` runs within it")
-        if self._reducer.uses_hook:
-            self._give_up("a communication hook may do other things in each step")
+        if obstacle := find_obstacle(self.trainer, self._reducer):
+            self._give_up(obstacle)
         self._agree()
         if not self._reason:
             self._undo = replace_closures(self.trainer, self.run)
@@ -205,12 +210,9 @@ class CapturedSteps(RunPart):
             self._stream_before = None
 
     def release(self) -> None:
-        """Let go of all graphs while the thread that trains may be waiting for one: NCCL is being aborted."""
-        # Not while it launches one. If that takes long, it is the end of the process that lets go of them.
-        if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
-            for step in list(self._steps.values()):
-                step.graph.reset()
-            self._use.release()
+        """Let go of all graphs, from another thread: NCCL is being aborted."""
+        for step in list(self._steps.values()):
+            step.graph.release()
 
     def describe(self) -> str:
         return f"{self.num_replayed} of {self._num_closures} steps were replayed" if self.num_replayed else ""
@@ -253,14 +255,14 @@ class CapturedSteps(RunPart):
         self._num_closures += 1
         key, tensors = self._key(closure)
         step = None if key is None else self._steps.get(key)
-        if step is not None and (why := step.state.find_change() or self._changed_plan(step)):
+        if step is not None and (changed := self._find_change(step)):
             # It will be captured again, as it is now.
             del self._steps[key]
             self._num_recaptured += 1
             if self._num_recaptured > _MOST_GRAPHS:
-                self._give_up(f"`{why}` changes between steps")
+                self._give_up(f"`{changed}` changes between steps")
             step = None
-        can_replay = step is not None and self._can_replay(step, closure)
+        can_replay = step is not None and step.finds_gradients(zeroed=closure.zero_grad is not None)
         wish = self._wish(key, can_replay=can_replay)
         if wish == _PROVE:
             return self._prove(key, closure)
@@ -273,27 +275,19 @@ class CapturedSteps(RunPart):
 
     def _key(self, closure: ClosureParts) -> tuple[Any, list[Tensor]]:
         """Return what a graph depends on, and the tensors of the batch; no key: this batch is not captured."""
-        tensors: list[Tensor] = []
         if self._reason:
-            return None, tensors
+            return None, []
         try:
-            signature = signature_of(_without_index(closure.arguments), tensors, self.collectives.device)
+            signature, tensors = signature_of(closure.arguments, self.collectives.device)
         except NotCapturedError as error:
             self._give_up(str(error))
-            return None, tensors
+            return None, []
         how = (closure.zero_grad is None, self._reducer.is_synchronised, self.trainer.accumulate_grad_batches)
         return (signature, how, self.host.loss_factor()), tensors
 
-    def _changed_plan(self, step: _Step) -> str:
-        return "" if self._reducer.can_replay(step.backward) else "requires_grad"
-
-    def _can_replay(self, step: _Step, closure: ClosureParts) -> bool:
-        """Return whether the gradients that a step adds to are where it expects them."""
-        is_zeroed = closure.zero_grad is not None
-        return all(
-            (is_zeroed and gradient is None) or param.grad is gradient
-            for param, gradient in zip(step.params, step.before, strict=True)
-        )
+    def _find_change(self, step: _Step) -> str:
+        """Return the name of something that is not as it was when `step` was captured; empty: all is."""
+        return step.state.find_change() or ("" if can_replay(self._reducer, step.backward) else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
@@ -301,8 +295,10 @@ class CapturedSteps(RunPart):
             return ""
         if can_replay:
             return self._agree(_COMPARE if self._num_closures % _COMPARE_EVERY == 0 else "")
-        is_due = key is not None and key not in self._steps and self._seen[key] >= _NUM_BEFORE
-        return self._agree(_PROVE if is_due and len(self._steps) < _MOST_GRAPHS else "")
+        return self._agree(_PROVE if self._lacks(key) and self._seen[key] >= _NUM_BEFORE else "")
+
+    def _lacks(self, key: Any) -> bool:
+        return key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
 
     def _replay(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         if closure.zero_grad is not None:
@@ -310,8 +306,7 @@ class CapturedSteps(RunPart):
         self.host.before_forward()
 
         def run() -> None:
-            with self._use:
-                step.graph.replay()
+            step.graph.replay()
             for param, gradient in zip(step.params, step.gradients, strict=True):
                 param.grad = gradient
             if self._reducer.is_alone:
@@ -321,7 +316,7 @@ class CapturedSteps(RunPart):
             step.read(tensors)
             self.host.weigh(torch.ones(()))  # what it comes to is in the graph
             with self.host.replayed_backward():
-                self._reducer.replay(step.backward, run)
+                replay_backward(self._reducer, step.backward, run)
             result = copy.copy(step.result)
             result.loss, result.extra = apply_to_collection((result.loss, result.extra), Tensor, torch.clone)
         with logging_in(self._module, "training_step"):
@@ -343,19 +338,18 @@ class CapturedSteps(RunPart):
         kept = start.keep()
         start.restore(zero=True)
         try:
-            is_due = key is not None and key not in self._steps and len(self._steps) < _MOST_GRAPHS
-            step = self._capture(closure, start.loss_digest) if is_due else None
+            step = self._capture(closure, start.loss_digest) if self._lacks(key) else None
             if step is None:
                 self._run_as_captured(closure, dict(closure.arguments), start.loss_digest)
             else:
-                with self._use:
-                    step.graph.replay()
+                # Before it is used, so that an abort lets go of it. If it differs, all graphs are given up.
+                self._steps[key] = step
+                step.graph.replay()
                 replayed = Outcome(step.values, step.gradients, list(self._module.buffers()))
-                if self._accept(replayed, kept.outcome(values), when="first"):
-                    self._steps[key] = step
+                self._compare_outcomes(replayed, kept.outcome(values), when="first")
         finally:
             kept.restore()
-            self._reducer.take_gradients()
+            take_gradients(self._reducer)
         return result
 
     def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
@@ -364,54 +358,40 @@ class CapturedSteps(RunPart):
         start = StepStart(self._module, closure, self.collectives.device, self._reducer)
         with torch.no_grad():
             step.read(tensors)
-            with self._use:
-                step.graph.replay()
+            step.graph.replay()
             replayed = Outcome.of(self._module, step.values, step.gradients)
         self._steps.clear()
         del step
         start.restore()
         result, values, _ = compute_watched(closure, self.trainer, self._reducer, self.collectives.device)
-        self._accept(replayed, start.keep().outcome(values), when="again")
+        self._compare_outcomes(replayed, start.keep().outcome(values), when="again")
         return result
 
     def _capture(self, closure: ClosureParts, loss_digest: Tensor | None) -> _Step | None:
         arguments = apply_to_collection(dict(closure.arguments), Tensor, torch.clone)
-        inputs: list[Tensor] = []
-        signature_of(_without_index(arguments), inputs, self.collectives.device)
+        _, inputs = signature_of(arguments, self.collectives.device)
         params = list(self._module.parameters())
         before = [param.grad for param in params]
         assert self.make_graph is not None
         graph = self.make_graph()
-        runs: list[tuple[Any, list[Any], CapturedBackward]] = []
 
-        def body() -> list[Tensor]:
+        def body() -> _Step:
             result, logged, backward = self._run_as_captured(closure, arguments, loss_digest)
-            runs.append((result, logged, backward))
-            gradients = [param.grad for param in params if param.grad is not None]
-            return [*tensors_in((result.loss, result.extra, logged)), *gradients]
+            gradients = [None if param.grad is None else param.grad.detach() for param in params]
+            state = PythonState(self._module)
+            return _Step(graph, inputs, params, before, gradients, result, logged, backward, state)
 
         try:
-            graph.capture(body)
+            step = graph.capture(body)
         except Exception as error:
             self._give_up(explain_failure(error))
             return None
-        [(result, logged, backward)] = runs
-        if backward.missing:
-            names = [self._reducer.specs[index].name for index in backward.missing]
+        if step.backward.missing:
+            names = [self._reducer.specs[index].name for index in step.backward.missing]
             self._give_up(f"{list_names(names)} got no gradient")
             return None
-        result.closure_loss = None
-        return _Step(
-            graph,
-            inputs,
-            params,
-            before,
-            [None if param.grad is None else param.grad.detach() for param in params],
-            result,
-            logged,
-            backward,
-            PythonState(self._module),
-        )
+        step.result.closure_loss = None
+        return step
 
     def _run_as_captured(
         self, closure: ClosureParts, arguments: Mapping[str, Any], loss_digest: Tensor | None
@@ -425,7 +405,7 @@ class CapturedSteps(RunPart):
         def note(*args: Any, **kwargs: Any) -> None:
             logged.append(checked_call(args, kwargs, []))
 
-        with self._reducer.captured(loss_digest) as backward, methods_replaced(self._module, log=note):
+        with captured_in(self._reducer, loss_digest) as backward, methods_replaced(self._module, log=note):
             return self._step_and_backward(closure, arguments), logged, backward
 
     @torch.enable_grad()
@@ -447,16 +427,6 @@ class CapturedSteps(RunPart):
         precision.post_backward(loss, module)
         return result
 
-    def _accept(self, with_graph: Outcome, without: Outcome, *, when: str) -> bool:
-        if different := with_graph.scaled(self._reducer.factor).find_difference(without, self._module):
+    def _compare_outcomes(self, with_graph: Outcome, without: Outcome, *, when: str) -> None:
+        if different := with_graph.find_difference(without, self._module, factor=self._reducer.factor):
             self._give_up(f"{different} differs with a graph, when it was compared {when}")
-        return not different
-
-
-def _without_index(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name != "batch_idx"}
-
-
-def _is_overridden(owner: Any, name: str) -> bool:
-    method = getattr(type(owner), name, None)
-    return method is not None and method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")

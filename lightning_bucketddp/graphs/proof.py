@@ -35,7 +35,7 @@ _HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 _NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module()).keys() - {
     *("training", "_parameters", "_buffers"),
 }
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS_OF_MODULE)
+_HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 # What a step may ask of its Trainer: it is the same in every step.
 _CONSTANT_OF_TRAINER = {
     *("strategy", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids"),
@@ -48,10 +48,19 @@ _CONSTANT_OF_TRAINER = {
 _PACKAGES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_bucketddp"),
 }
+# What asks for the number in an integer.
+_USES_OF_INDEX = [
+    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "index", "int", "float", "str", "repr", "format", "neg"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv", "divmod", "pow", "and", "or"),
+]
 
 
 class NotCapturedError(Exception):
     """A step cannot be captured; the text says why."""
+
+
+def _is_of_user(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", type(thing).__module__)).partition(".")[0] not in _PACKAGES
 
 
 def users_line(error: BaseException | None = None) -> str:
@@ -90,31 +99,19 @@ class WatchedTrainer:
         setattr(vars(self)["watched"], name, value)
 
 
-class WatchedIndex(int):
-    """The number of a batch; `tell` hears when it is used."""
+def watched_index(index: int, tell: Callable[[str], None]) -> int:
+    """Return the number of a batch; `tell` hears when it is used."""
 
-    tell: Callable[[str], None]
+    def using(name: str) -> Callable[..., Any]:
+        def use(self: int, *args: Any) -> Any:
+            tell(f"`training_step` uses the number of the batch{users_line()}")
+            return getattr(int, name)(self, *args)
 
-    @classmethod
-    def of(cls, index: int, tell: Callable[[str], None]) -> WatchedIndex:
-        watched = cls(index)
-        watched.tell = tell
-        return watched
+        return use
 
-
-def _using(name: str) -> Callable[..., Any]:
-    def use(self: WatchedIndex, *args: Any) -> Any:
-        self.tell(f"`training_step` uses the number of the batch{users_line()}")
-        return getattr(int, name)(self, *args)
-
-    return use
-
-
-for _name in (
-    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "index", "int", "float", "str", "repr", "format", "neg"),
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "floordiv", "truediv", "divmod", "pow", "and", "or"),
-):
-    setattr(WatchedIndex, f"__{_name}__", _using(f"__{_name}__"))
+    names = [f"__{name}__" for name in _USES_OF_INDEX]
+    watched: int = type("WatchedIndex", (int,), {name: using(name) for name in names})(index)
+    return watched
 
 
 @contextmanager
@@ -142,17 +139,30 @@ def waits_told(device: torch.device, tell: Callable[[str], None]) -> Iterator[No
             torch.cuda.set_sync_debug_mode(mode)
 
 
+def find_obstacle(trainer: Any, reducer: Reducer) -> str:
+    """Return why no step of this fit can be captured; empty: it may be possible."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    for owner in (module, *trainer.callbacks):
+        for name in (*_HOOKS_IN_CLOSURE, *(("backward", "optimizer_zero_grad") if owner is module else ())):
+            # Lightning's classes have these hooks, and do nothing in them.
+            if (method := getattr(type(owner), name, None)) is not None and _is_of_user(method):
+                return f"`{type(owner).__name__}.{name}` runs within it"
+    return "a communication hook may do other things in each step" if reducer.uses_hook else ""
+
+
 def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
     """Return a hook of the user's that runs in a step, in words; `num_ours` are the others on a parameter."""
     for name, module in root.named_modules():
         hooks = [hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()]
         for hook in hooks:
-            if str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] not in _PACKAGES:
+            if _is_of_user(hook):
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
         if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):
             return f"`{name}` has a hook on its gradient"
-    if any(getattr(nn_module, name, None) for name in _GLOBAL_HOOKS):
+    if any(getattr(nn_module, f"_global{kind}", None) for kind in _HOOKS_OF_MODULE):
         return "there is a hook on all modules"
     return ""
 
@@ -177,7 +187,7 @@ class PythonState:
         elif isinstance(value, Tensor):
             self._values.append((owner, key, value, value.data_ptr(), name))
         elif depth < 2 and not isinstance(value, nn.Module):
-            is_object = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _PACKAGES
+            is_object = hasattr(value, "__dict__") and _is_of_user(type(value))
             inside = vars(value) if is_object and not isinstance(value, dict) else value
             if isinstance(inside, dict | list | tuple):
                 self._sizes.append((inside, len(inside), name))
@@ -227,21 +237,17 @@ class Outcome:
         copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
         return cls([value.clone() for value in values], copies, [buffer.clone() for buffer in module.buffers()])
 
-    def scaled(self, factor: float) -> Outcome:
-        """Return it with its gradients multiplied by `factor`."""
-        if factor == 1:
-            return self
-        gradients = [None if gradient is None else own_part(gradient) * factor for gradient in self.gradients]
-        return Outcome(self.values, gradients, self.buffers)
-
-    def find_difference(self, other: Outcome, module: nn.Module) -> str:
-        """Return what is another there, in words; empty: nothing is, but for rounding."""
+    def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
+        """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
         if len(self.values) != len(other.values):
             return "the number of logged values"
         names = ["the loss", *("an output or a logged value" for _ in self.values[1:])]
         names += [f"the gradient of `{name}`" for name, _ in module.named_parameters()]
         names += [f"`{name}`" for name, _ in module.named_buffers()]
-        ours = [*self.values, *self.gradients, *self.buffers]
+        gradients = self.gradients
+        if factor != 1:
+            gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
+        ours = [*self.values, *gradients, *self.buffers]
         theirs = [*other.values, *other.gradients, *other.buffers]
         for name, one, another in zip(names, ours, theirs, strict=True):
             if not _are_alike(one, another):
@@ -271,7 +277,8 @@ class StepStart:
         self._module = module
         self._optimizer = closure.optimizer
         self._zeroes = closure.zero_grad is not None
-        self._device = device
+        on_gpu = device.type == "cuda"
+        self._generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
         self.loss_digest = reducer.finiteness.loss_digest
         zeroed = {id(param) for group in closure.optimizer.param_groups for param in group["params"]}
         self._gradients = [
@@ -280,10 +287,7 @@ class StepStart:
             if param.grad is not None and not (self._zeroes and id(param) in zeroed)
         ]
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        self._random_state = self._get_random_state()
-
-    def _get_random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+        self._random_state = self._generator.get_state()
 
     @torch.no_grad()
     def restore(self, *, zero: bool = False) -> None:
@@ -296,10 +300,7 @@ class StepStart:
                 gradient.copy_(copied)
         for buffer, copied in self._buffers:
             buffer.copy_(copied)
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._random_state, self._device)
-        else:
-            torch.set_rng_state(self._random_state)
+        self._generator.set_state(self._random_state)
 
     def outcome(self, values: list[Tensor]) -> Outcome:
         """Return what a step has computed that ended with this; nothing is copied."""
@@ -316,7 +317,7 @@ class StepStart:
             if param.grad is not None and (copied := copy_of(param.grad)) is not None
         ]
         kept._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        kept._random_state = self._get_random_state()
+        kept._random_state = self._generator.get_state()
         return kept
 
 
@@ -327,24 +328,30 @@ def tensors_in(collection: Any) -> list[Tensor]:
     return tensors
 
 
-def signature_of(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return what a graph has fixed of a batch, hashable, and append its tensors to `tensors`, in their order."""
-    if isinstance(value, Tensor):
-        if value.device != device:
-            raise NotCapturedError(f"the batch has a tensor on {value.device}")
-        if value.layout is not torch.strided or type(value) is not Tensor:
-            raise NotCapturedError(f"the batch has a tensor of another kind, `{type(value).__name__}`")
-        tensors.append(value)
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, str | bytes | int | float | bool | type(None)):
-        return type(value), value
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, signature_of(each, tensors, device)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(signature_of(each, tensors, device) for each in value)
-    if is_dataclass(value):
-        return type(value), tuple(signature_of(getattr(value, field.name), tensors, device) for field in fields(value))
-    raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
+def signature_of(arguments: Mapping[str, Any], device: torch.device) -> tuple[Any, list[Tensor]]:
+    """Return what a graph has fixed of a batch, hashable, and the tensors in it, in their order."""
+    tensors: list[Tensor] = []
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device != device:
+                raise NotCapturedError(f"the batch has a tensor on {value.device}")
+            if value.layout is not torch.strided or type(value) is not Tensor:
+                raise NotCapturedError(f"the batch has a tensor of another kind, `{type(value).__name__}`")
+            tensors.append(value)
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, str | bytes | int | float | bool | type(None)):
+            return type(value), value
+        if isinstance(value, Mapping):
+            return type(value), tuple((key, visit(each)) for key, each in value.items())
+        if isinstance(value, list | tuple):
+            return type(value), tuple(map(visit, value))
+        if is_dataclass(value):
+            return type(value), tuple(visit(getattr(value, field.name)) for field in fields(value))
+        raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
+
+    # Whether a step uses the number of the batch is found out otherwise.
+    return visit({name: value for name, value in arguments.items() if name != "batch_idx"}), tensors
 
 
 def checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
@@ -391,7 +398,7 @@ def compute_watched(
 
     arguments = dict(closure.arguments)
     if "batch_idx" in arguments:
-        closure.arguments["batch_idx"] = WatchedIndex.of(arguments["batch_idx"], found.append)
+        closure.arguments["batch_idx"] = watched_index(arguments["batch_idx"], found.append)
     if hook := find_hooks(module, reducer.num_hooks):
         found.append(hook)
     with methods_replaced(module, log=watched_log, training_step=watched_step):

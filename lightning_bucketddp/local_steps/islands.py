@@ -206,16 +206,13 @@ class OuterStep:
     Args:
         parameters: those that are trained, by name; the same values on all ranks now.
         reduction: takes means over the peers.
-
-    Attributes:
-        is_partial: an exception has left some weights as the island's own, and some as those of all.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], islands: Islands, reduction: Reduction, option: LocalSteps
     ) -> None:
         self.names = list(parameters)
-        self.is_partial = False
+        self.is_partial = False  # an exception has left some weights as the island's own, and some as those of all
         self._islands = islands
         self._size = islands.own.world_size
         self._reduction = reduction

@@ -291,19 +291,12 @@ class LocalRounds(RunPart):
 
     def install(self, base: type) -> None:
         """Have the Trainer say when batches, epochs and validations begin and end; `base` is its class of callbacks."""
-        rounds = self
-
-        class EndsRounds(base):  # type: ignore[misc]
-            def on_train_batch_end(self, *_: Any) -> None:
-                rounds.after_batch()
-
-            def on_validation_start(self, *_: Any) -> None:
-                rounds.share_weights(MessageKind.OUTER_STEP)
-
-            def on_train_epoch_end(self, *_: Any) -> None:
-                rounds.share_weights(MessageKind.OUT_OF_DATA)
-
-        self._callback = EndsRounds()
+        hooks = {
+            "on_train_batch_end": lambda *_: self.after_batch(),
+            "on_validation_start": lambda *_: self.share_weights(MessageKind.OUTER_STEP),
+            "on_train_epoch_end": lambda *_: self.share_weights(MessageKind.OUT_OF_DATA),
+        }
+        self._callback = type("EndsRounds", (base,), hooks)()
         # The first of all: the others look at weights.
         self.trainer.callbacks.insert(0, self._callback)  # type: ignore[attr-defined]
 

@@ -27,18 +27,13 @@ _GIVE_BACK_ON = ("cuda",) if hasattr(torch._C, "_storage_Use_Count") else ()
 
 
 class Flags:
-    """The spare elements at the end of the last bucket, which travel with the gradients.
-
-    Attributes:
-        elements: all of them.
-        used: one per parameter of the module (Note: used-flags, in `launch_queue`).
-        digests: all others (Note: digests, in `nonfinite`): one per bucket, one per rank of its loss, and one per rank
-            of its gradients.
-    """
+    """The spare elements at the end of the last bucket, which travel with the gradients."""
 
     def __init__(self, elements: Tensor, *, num_params: int, num_buckets: int) -> None:
         self.elements = elements
+        # One per parameter of the module (Note: used-flags, in `launch_queue`).
         self.used = elements[:num_params]
+        # One per bucket, one per rank of its loss, and one per rank of its gradients (Note: digests, in `nonfinite`).
         self.digests = elements[num_params:]
         self.of_buckets, of_ranks = self.digests[:num_buckets], self.digests[num_buckets:]
         num_ranks = len(of_ranks) // 2

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -75,11 +74,11 @@ class Reducer:
         self.bucket_set: BucketSet | None = None
         self.observer: BackwardObserver = NO_OBSERVER  # another one is set while a step is recorded
         self.replicas = replicas
-        self._weighting = weighting
-        self._maker = maker
+        self.weighting = weighting
+        self.maker = maker
         self._say = say
         self._collectives = replicas.collectives
-        self._params = list(replicas.parameters.values())
+        self.params = list(replicas.parameters.values())
         self.uses_hook = config.comm_hook is not None
         of_gradients = self._collectives if self.uses_hook else self._collectives.gradient_group()
         self._reduction = reduction = reduction_of(config, of_gradients)
@@ -100,14 +99,14 @@ class Reducer:
         self._keeps_memory = False
         self._no_sync_depth = 0
         self._backward: BackwardPass | None = None
-        self._captured: CapturedBackward | None = None
+        self.captured: CapturedBackward | None = None  # the backward is being captured (`replay`)
         self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
         self._failure = ""
-        self._index_of = {id(param): index for index, param in enumerate(self._params)}
+        self._index_of = {id(param): index for index, param in enumerate(self.params)}
         # A rank that is alone has nothing to exchange: no hooks, no buckets and no copies of gradients.
         self.is_alone = of_gradients.world_size == 1 and not self.uses_hook and config.trains_on and weighting is None
         take_over(replicas.parameters)
-        self._hooks = GradientHooks([] if self.is_alone else self._params, self._act_on_gradient, self.close)
+        self._hooks = GradientHooks([] if self.is_alone else self.params, self._act_on_gradient, self.close)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the buffers. Gradients stay where they are."""
@@ -136,7 +135,7 @@ class Reducer:
     def has_exchanged(self) -> bool:
         """Whether the last exchanges, of gradients and of weights, have ended on the device, too."""
         are_final = self._exchanged is None or bool(self._exchanged.query())
-        return are_final and (self._maker is None or self._maker.have_arrived)
+        return are_final and (self.maker is None or self.maker.have_arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,19 +160,19 @@ class Reducer:
         Backwards that do not run inside are not synchronised. If one that does raises, this rank leaves the exchange
         (Note: failed backwards). `takes_part`: the module certainly does, on all ranks; otherwise a gradient tells.
         """
-        if self.is_alone and self._captured is not None:
-            self._captured.trainable = self._trainable()
+        if self.is_alone and self.captured is not None:
+            self.captured.trainable = self.trainable()
             yield
             return
         if self.is_alone:
             self.finiteness.begin(self.stats)
             yield
-            self._finish_alone()
+            self.finish_alone()
             return
         if self._backward is not None:  # a part of the backward around it
             yield
             return
-        self._refuse_after_failure()
+        self.refuse_after_failure()
         self._num_foreign = self._foreign.count()
         if takes_part:
             self._begin()
@@ -183,17 +182,17 @@ class Reducer:
             yield
             self._look_for_user_collectives()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         self._finish()
 
-    def _finish_alone(self) -> None:
+    def finish_alone(self) -> None:
         if self._no_sync_depth == 0:
             self.stats.num_backwards += 1
             with torch.no_grad():
                 self.finiteness.read(None, self.stats)
 
-    def _refuse_after_failure(self) -> None:
+    def refuse_after_failure(self) -> None:
         if self.has_failed or not self._collectives.is_open:
             raise RuntimeError(
                 f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
@@ -201,90 +200,23 @@ class Reducer:
                 " catch that exception, or raise it before the backward."
             )
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self._backward = None
         self._hooks.reset()
         # Also if no gradient has come here yet: on other ranks some may have. What is captured has not begun to run.
-        if self._no_sync_depth == 0 and self._captured is None:
+        if self._no_sync_depth == 0 and self.captured is None:
             self._failure = f"{type(error).__name__}: {error}"
-
-    @contextmanager
-    def captured(self, loss_digest: Tensor | None) -> Iterator[CapturedBackward]:
-        """Run one backward inside that exchanges gradients and nothing else: what is left is done by `replay`.
-
-        The ranks may do this in the same step only, and one that captures nothing runs its backward inside, too. What
-        the context gives is complete at its end. `loss_digest` is that of the losses before, not exchanged yet.
-        """
-        stats, digest = replace(self.stats), self.finiteness.loss_digest
-        self.finiteness.loss_digest = loss_digest
-        self._captured = captured = CapturedBackward()
-        try:
-            yield captured
-        finally:
-            captured.loss_digest, self.finiteness.loss_digest = self.finiteness.loss_digest, digest
-            self._captured = None
-            for field in fields(stats):
-                setattr(self.stats, field.name, getattr(stats, field.name))
 
     @property
     def is_settled(self) -> bool:
         """Whether what is trainable now has a plan, and no better one is being looked for."""
-        return self.is_alone or self.plans.is_settled(self._trainable())
-
-    def can_replay(self, captured: CapturedBackward) -> bool:
-        """Return whether the plan, and what is trainable, are what they were then."""
-        trainable = self._trainable()
-        if self.is_alone or trainable != captured.trainable:
-            return trainable == captured.trainable
-        return self.is_settled and self.plans.bucket_set(trainable) is captured.bucket_set
+        return self.is_alone or self.plans.is_settled(self.trainable())
 
     def num_hooks(self, param: Tensor) -> int:
         return int(not self.is_alone and id(param) in self._index_of)
 
-    def replay(self, captured: CapturedBackward, run: Callable[[], None]) -> None:
-        """Do around `run`, which replays a captured backward, what the host does around one."""
-        self._refuse_after_failure()
-        self.stats.num_replayed += 1
-        self.finiteness.begin(self.stats)
-        if self.is_alone:
-            run()
-            self._finish_alone()
-            return
-        if self._maker is not None:
-            self._maker.begin_backward()
-        weighting, factor, some_miss = self._weighting, None, False
-        if weighting is not None:
-            some_miss = captured.syncs and weighting.some_miss
-            if weighting.begin(self._params, syncs=captured.syncs, trainable=captured.trainable):
-                factor = self._factor(captured.trainable)
-        try:
-            run()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self.finiteness.loss_digest = captured.loss_digest
-        if not captured.syncs:
-            return
-        factor = self._factor(captured.trainable) if factor is None else factor
-        assert captured.bucket_set is not None
-        self.bucket_set = captured.bucket_set
-        self.stats.num_reductions += len(captured.bucket_set.buckets)
-        self.stats.bytes_sent += captured.bytes_sent
-        with torch.no_grad():
-            if weighting is not None:
-                weighting.compare_missing([], some_miss=some_miss)
-            self.take_gradients(factor)
-            if weighting is not None:
-                weighting.end()
-            self._read_digests(captured.bucket_set)
-
-    def take_gradients(self, factor: float = 1.0) -> None:
-        """Take over averaged gradients that parameters were given outside of a backward, multiplied by `factor`."""
-        if self.bucket_set is not None and self.is_synchronised and (factor != 1 or self._maker is not None):
-            self.bucket_set.take_gradients(factor)
-
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple([param.requires_grad for param in self._params])
+    def trainable(self) -> tuple[bool, ...]:
+        return tuple([param.requires_grad for param in self.params])
 
     @property
     def has_failed(self) -> bool:
@@ -334,25 +266,25 @@ class Reducer:
             backward.queue.launch_complete()
 
     def _begin(self) -> BackwardPass:
-        captured = self._captured
+        captured = self.captured
         with self._foreign.left_out():
             if captured is None:
                 self.factor = 1.0
                 self.finiteness.begin(self.stats)
             self.give_back_memory()
-            if self._maker is not None and captured is None:
-                self._maker.begin_backward()
-        trainable = self._trainable()
+            if self.maker is not None and captured is None:
+                self.maker.begin_backward()
+        trainable = self.trainable()
         syncs = self._no_sync_depth == 0
-        weighting = self._weighting if captured is None else None
-        has_changed = weighting is not None and weighting.begin(self._params, syncs=syncs, trainable=trainable)
+        weighting = self.weighting if captured is None else None
+        has_changed = weighting is not None and weighting.begin(self.params, syncs=syncs, trainable=trainable)
         if self.plans.will_change(trainable):
             # Not both at once, old buffers and new ones: there may be no memory for that.
             self.bucket_set = None
             self._hooks.begin(None)
         bucket_set = self.plans.bucket_set(trainable)
         # Without a plan nothing leaves before the backward has ended, which is early enough to compare.
-        factor = self._factor(trainable) if has_changed and bucket_set is not None else None
+        factor = self.factor_of_mean(trainable) if has_changed and bucket_set is not None else None
         tuner = self.plans.tuner(trainable) if syncs else None
         self._hooks.begin(bucket_set)
         is_recorded = syncs and self.observer is not NO_OBSERVER and not is_being_captured(self._device)
@@ -388,13 +320,13 @@ class Reducer:
                 "bucketddp: the program communicates inside backward, so gradients are exchanged when it has ended."
             )
 
-    def _factor(self, trainable: tuple[bool, ...]) -> float:
+    def factor_of_mean(self, trainable: tuple[bool, ...]) -> float:
         """Return what the mean is multiplied by; raise if some rank is not in this backward, or trains other things."""
-        if self._weighting is None:
+        if self.weighting is None:
             return 1.0
-        factor, num_skipped = self._weighting.factor()
+        factor, num_skipped = self.weighting.factor()
         self.stats.num_skipped += num_skipped
-        if self._weighting.trainable_differs:
+        if self.weighting.trainable_differs:
             self.replicas.refuse_trainable(trainable)
         return factor
 
@@ -412,24 +344,24 @@ class Reducer:
     def _make_final(self, backward: BackwardPass) -> None:
         backward.observer.backward_ended()
         # First of all: it raises, before anything waits in vain, if some rank is not in this backward.
-        factor = self._factor(backward.trainable) if backward.factor is None else backward.factor
+        factor = self.factor_of_mean(backward.trainable) if backward.factor is None else backward.factor
         with torch.no_grad(), profiler_span("bucketddp::finish"):
             if any(backward.trainable):
                 self._reduce_rest(backward, factor)
             if backward.captured is not None:
                 return
             self.factor = factor
-            if self._weighting is not None:
-                self._weighting.end()
+            if self.weighting is not None:
+                self.weighting.end()
         backward.observer.gradients_final()
         if backward.bucket_set is None:
             return
         with torch.no_grad():
-            self._read_digests(backward.bucket_set)
+            self.read_digests(backward.bucket_set)
             if backward.is_tuned:
                 self.plans.end_backward(backward.trainable)
 
-    def _read_digests(self, bucket_set: BucketSet) -> None:
+    def read_digests(self, bucket_set: BucketSet) -> None:
         """Count a backward whose gradients are final, and look for what is not finite in them."""
         self.stats.num_backwards += 1
         if self._exchanged is not None and not is_being_captured(self._device):
@@ -441,7 +373,7 @@ class Reducer:
             backward.bucket_set = self.plans.make(backward.trainable, backward.arrived, backward.streams)
             backward.queue = self._new_queue(bucket_set=backward.bucket_set, observer=backward.observer)
         backward.queue.launch_rest()
-        weighting, missing = self._weighting, backward.queue.missing
+        weighting, missing = self.weighting, backward.queue.missing
         if backward.captured is not None:
             backward.captured.missing = list(missing)
             backward.captured.bytes_sent = sum(pending.bytes_sent for pending in backward.queue.in_flight)

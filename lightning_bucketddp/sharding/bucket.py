@@ -22,20 +22,16 @@ class Shard:
     A bucket is cut into equal slices, one per rank. What lies in this rank's slice of a parameter is a *piece*: a
     parameter of one dimension over the same memory, whose gradient is the same range of the bucket. An optimizer that
     works element by element steps the pieces, and has their state only. For others a rank owns all of a bucket.
-
-    Attributes:
-        ranges: by rank, in memory order; `own` is this rank's.
-        piece: what is stepped here; the parameter itself if this rank owns it whole; None: nothing of it.
-        weights: the memory of `piece`, in its order.
     """
 
     def __init__(self, name: str, param: nn.Parameter, ranges: Sequence[tuple[int, int]], *, rank: int) -> None:
         self.name = name
         self.param = param
-        self.ranges = ranges
+        self.ranges = ranges  # by rank, in memory order
         self.own = start, stop = ranges[rank]
         self._address, self._strides = param.data_ptr(), param.stride()
-        self.weights = self.cut(param.detach())
+        self.weights = self.cut(param.detach())  # the memory of `piece`, in its order
+        # What is stepped here: the parameter itself, if this rank owns it whole; None: nothing of it.
         self.piece: nn.Parameter | None = None
         if stop - start == param.numel():
             self.piece = param

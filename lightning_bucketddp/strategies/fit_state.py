@@ -30,8 +30,8 @@ from lightning_bucketddp.strategies.parts import (
     BufferSync,
     ConvertedLayers,
     ScheduledComparison,
+    UnfinishedBatch,
 )
-from lightning_bucketddp.strategies.rank_seeds import UnfinishedBatch
 from lightning_bucketddp.strategies.recording import FitTally
 from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
 

@@ -98,18 +98,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class StrategyOptions:
     """What a user has set, of the keywords of `TrainerStrategy` and `FabricStrategy`: validated once, here.
 
-    Attributes:
-        reducer: what concerns buckets, hooks and non-finite numbers.
-        torch_devices: `device_ids` and `output_device`, which must be what Lightning chooses.
-        without_effect: the names of torch DDP's options that were given and change nothing.
-
-    The others are keywords. Those with a default are the Trainer's alone.
+    Those with a default are the Trainer's alone.
     """
 
-    reducer: ReducerConfig
+    reducer: ReducerConfig  # what concerns buckets, hooks and non-finite numbers
     replica_checks: ReplicaChecks
-    torch_devices: tuple[list[Any] | None, Any]
-    without_effect: tuple[str, ...]
+    torch_devices: tuple[list[Any] | None, Any]  # `device_ids`, `output_device`: they must be what Lightning chooses
+    without_effect: tuple[str, ...]  # the names of torch DDP's options that were given and change nothing
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: StartMethod

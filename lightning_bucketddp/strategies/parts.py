@@ -1,4 +1,4 @@
-"""Parts of a run that belong to each step: shared buffers, compared replicas, synchronised layers, batch weights."""
+"""Parts of a run that belong to each step: buffers, compared replicas, synchronised layers, batch weights, undoing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.checkpoint.rank_state import random_state, set_random_state
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import MessageKind, StepExchange, Weighting
 from lightning_bucketddp.data.uneven_data import UnevenData
@@ -260,3 +261,88 @@ class BatchWeighting(RunPart):
             # A power of two, which no rounding depends on.
             self._reference_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
         return self._weight / self._reference_weight
+
+
+@dataclass(eq=False)
+class UnfinishedBatch(RunPart):
+    """Copies what changes before a step, and takes it back."""
+
+    module: nn.Module
+    device: torch.device | None  # has random numbers that checkpoints hold; None: they hold none
+    counts: Callable[[], Any]  # Lightning's, of the batches of the epoch
+    repeats_micro_batches: Callable[[], bool]  # whether a resumed run begins after the last step
+    _random_state: dict[str, Any] | None = None
+    _has_copies: bool = False  # since they were made there was no step
+    _num_batches: int = 0  # of the epoch, with this one
+    _has_seen_step: bool = False
+
+    def __post_init__(self) -> None:
+        # By the module that has it, and its name there: modules replace their buffers.
+        self._places = [
+            (owner, key)
+            for owner in self.module.modules()
+            for key, _ in owner.named_buffers(recurse=False)
+            # A scripted module does not say which of its buffers it saves.
+            if key not in getattr(owner, "_non_persistent_buffers_set", ())
+        ]
+        # By place: the buffer, as it was found last, and its copy.
+        self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
+
+    def begin_batch(self, batch_idx: int) -> None:
+        self._num_batches = self.counts().ready
+        is_after_micro_batch = self._has_copies and not self.repeats_micro_batches()
+        if is_after_micro_batch or self._random_state is None:
+            self._note_random_state()
+        if is_after_micro_batch:
+            self._has_copies = False
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        if self._has_copies:
+            return
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        before, self._kept = self._kept, {}
+        for place in self._places:
+            buffer: Tensor | None = getattr(*place, None)
+            if buffer is not None:
+                known, copy = before.get(place, (None, None))
+                if copy is None or known is not buffer or copy.shape != buffer.shape:
+                    copy = torch.empty_like(buffer)
+                self._kept[place] = buffer, copy
+                copies, buffers = by_kind.setdefault((buffer.device, buffer.dtype), ([], []))
+                copies.append(copy)
+                buffers.append(buffer)
+        for copies, buffers in by_kind.values():
+            torch._foreach_copy_(copies, buffers)
+        self._has_copies = True
+
+    def complete_step(self) -> None:
+        # What the batch has changed is to stay.
+        self._has_copies = False
+        self._has_seen_step = True
+        self._note_random_state()
+
+    def _note_random_state(self) -> None:
+        # Before the next batch is loaded, which draws as well.
+        if self.device is not None:
+            self._random_state = random_state(self.device)
+
+    def undo_if_repeated(self, *, is_automatic: bool) -> None:
+        """Undo what a batch has changed that a resumed run will see again."""
+        # With manual optimization the user may call optimizers that we do not see.
+        if not self._has_copies or not (self._has_seen_step or is_automatic):
+            return
+        if self.repeats_micro_batches() or self.counts().completed < self._num_batches:
+            self.undo()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give buffers and random numbers the state that they had before the batch."""
+        for (owner, key), (buffer, copy) in self._kept.items():
+            if getattr(owner, key, None) is buffer:
+                buffer.copy_(copy)
+            else:
+                setattr(owner, key, copy.clone())
+        if self._random_state is not None and self.device is not None:
+            set_random_state(self._random_state, self.device)
+        self._has_copies = False

@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from lightning_bucketddp.checkpoint.rank_state import RankSeeds
 from lightning_bucketddp.config import AUTO, LocalSteps, MaxRestarts, ReplicaChecks, Timeouts
 from lightning_bucketddp.data.epoch_position import EpochPosition
 from lightning_bucketddp.data.global_batch_size import GlobalBatchSize
@@ -28,7 +29,6 @@ from lightning_bucketddp.strategies import fit_state, trainer_step
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation
 from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
-from lightning_bucketddp.strategies.rank_seeds import RankSeeds
 from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
@@ -139,11 +139,10 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self.recording = StepRecording()
         self.restarts = Restarts(self) if self.options.max_restarts.number > 0 else None
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
-        size = self.options.global_batch_size
+        size, weight = self.options.global_batch_size, self.options.gradient_weight
         # What makes a step stays what it is on another number of ranks, also where only the user resumes.
         self._position = EpochPosition(is_on=self.options.auto_resume or size is not None)
-        weighs = self.options.gradient_weight is None
-        self._batch_size = GlobalBatchSize(size, weighs=weighs, begun=self._position.begun)
+        self._batch_size = GlobalBatchSize(size, weighs=weight is None, begun=self._position.begun)
         self._islands: Islands | None = None
         # Read by what `adopt_process_setup` takes over.
         self._ddp_comm_state = ddp_comm_state

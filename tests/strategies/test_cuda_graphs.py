@@ -44,10 +44,10 @@ class RunAgain:
     def __init__(self) -> None:
         self._has_run = False
 
-    def capture(self, body: Callable[[], list[Tensor]]) -> list[Tensor]:
-        self._body, self._outputs = body, body()
+    def capture(self, body: Callable[[], Any]) -> Any:
+        self._body, self._step = body, body()
         self._has_run = True
-        return self._outputs
+        return self._step
 
     def replay(self) -> None:
         # A graph does nothing while it is captured.
@@ -55,10 +55,12 @@ class RunAgain:
             self._has_run = False
             return
         with torch.enable_grad():
-            outputs = self._body()
+            step = self._body()
+        pairs = [*zip(self._step.values, step.values, strict=True)]
+        pairs += zip(self._step.gradients, step.gradients, strict=True)
         with torch._C.DisableTorchFunctionSubclass():
-            for before, now in zip(self._outputs, outputs, strict=True):
-                if before is not now:
+            for before, now in pairs:
+                if before is not None:
                     before.data.copy_(now)
 
 
@@ -406,3 +408,28 @@ def test_steps_with_graphs_are_those_without(program: str) -> None:
 
 def test_one_process_alone_replays_steps() -> None:
     compare("plain", world_size=1)
+
+
+@like_torchrun()
+def train_aborted_in_proof() -> int:
+    """Train, letting go of all graphs when the first one is replayed to be compared; return of how many."""
+    released: list[RunAgain] = []
+
+    class Graph(RunAgain):
+        def replay(self) -> None:
+            if self._has_run:
+                strategy.release_graphs()
+            super().replay()
+
+        def release(self) -> None:
+            released.append(self)
+
+    strategy = BucketDDPStrategy(cuda_graphs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_state, "new_graph", lambda _: Graph)
+        make_trainer(strategy, max_epochs=2).fit(Network(), loader())
+    return len(released)
+
+
+def test_an_abort_lets_go_of_a_graph_that_is_being_proved() -> None:
+    assert run_on_ranks(train_aborted_in_proof, world_size=1) == [1]

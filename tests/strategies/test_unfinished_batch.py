@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume
-from lightning_bucketddp.strategies.rank_seeds import UnfinishedBatch
+from lightning_bucketddp.strategies.parts import UnfinishedBatch
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
