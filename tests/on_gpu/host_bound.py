@@ -53,7 +53,9 @@ def recorded(*, module: str) -> bool | None:
     """Train for 16 recorded steps; return what the record says."""
     made = globals()[module]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(BucketDDPStrategy(), max_steps=16, callbacks=[BucketDDPMonitor(1, dirpath=folder)])
+        trainer = make_trainer(
+            BucketDDPStrategy(), max_steps=16, callbacks=[BucketDDPMonitor(every_n_steps=1, dirpath=folder)]
+        )
         trainer.fit(made, DataLoader(TensorDataset(made.example_input_array.repeat(16, 1)), len(made.layers[0].weight)))
         return typical_step_of(read_run(find_folder(folder))).is_host_bound if trainer.is_global_zero else None
 
