@@ -80,6 +80,7 @@ def tests() -> Iterator[Test]:
         yield f"captured {program}", partial(graphs.compare, program, world_size=2)
     for program in ("plain", "accumulating", "16-mixed", "unused", "item", "synchronize"):
         yield f"captured {program} on one rank", partial(graphs.compare, program, world_size=1)
+    yield "captured and resumed", graphs.compare_resumed
     for program in ("plain", "accumulating", "int8_wire", "sharded"):
         yield f"captured {program} on four ranks", partial(graphs.compare, program, world_size=4)
     yield from REDUCING

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -310,6 +310,7 @@ PROGRAMS = {
     "sharded_int8_wire": Program(options={"shard_optimizer": True, "reduce_dtype": "int8"}),
     "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
     "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 2})]),
+    "stopped_early": Program(callbacks=lambda: [EarlyStopping("loss_epoch", mode="max", patience=2)], num_replayed=5),
     "list_on_module": Program(Listing, callbacks=lambda: [Relisting()]),
     "number_of_batch": Program(Numbered, reason="uses the number of the batch at "),
     "number_of_step": Program(Annealed, reason="reads `trainer.global_step` at "),
@@ -372,6 +373,41 @@ def compare(program: str, *, world_size: int) -> list[str]:
     assert len(lines) == (not is_captured), lines
     assert is_captured or known.reason in lines[0]
     return lines
+
+
+@like_torchrun()
+def train_and_resume(*, captures: bool, directory: str) -> dict[str, Any]:
+    """Train, keep the best checkpoint, and go on from there."""
+    torch.manual_seed(1)
+    best_score = path = None
+    num_replayed = []
+    for max_epochs in (3, 6):
+        module, best = Network(), ModelCheckpoint(directory, monitor="loss_epoch")
+        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures)
+        trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, callbacks=[best])
+        with pytest.MonkeyPatch.context() as patch:
+            if device().type == "cpu":
+                patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
+            trainer.fit(module, loader(), ckpt_path=path)
+        graphs = strategy._state.graphs
+        num_replayed.append(0 if graphs is None else graphs.num_replayed)
+        best_score, path = str(best.best_model_score), best.best_model_path
+    state = {name: str(value.tolist()) for name, value in module.state_dict().items()}
+    return {"state": state, "best": (best_score, Path(path).name), "num_replayed": num_replayed}
+
+
+def compare_resumed() -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        captured = run_on_ranks(train_and_resume, world_size=2, captures=True, directory=one)
+        eager = run_on_ranks(train_and_resume, world_size=2, captures=False, directory=other)
+    for ours, theirs in zip(captured, eager, strict=True):
+        assert (ours["state"], ours["best"]) == (theirs["state"], theirs["best"])
+        assert min(ours["num_replayed"]) > 5
+        assert theirs["num_replayed"] == [0, 0]
+
+
+def test_a_resumed_run_replays_steps_and_has_the_best_checkpoint_of_one_without_graphs() -> None:
+    compare_resumed()
 
 
 @like_torchrun()
