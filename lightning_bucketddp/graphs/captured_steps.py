@@ -52,7 +52,7 @@ from lightning_bucketddp.graphs.proof import (
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.replay import can_replay, captured_in, replay_backward, take_gradients
+from lightning_bucketddp.reducer.replay import captured_in, is_replayable, replay_backward, take_gradients
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
@@ -287,7 +287,7 @@ class CapturedSteps(RunPart):
 
     def _find_change(self, step: _Step) -> str:
         """Return the name of something that is not as it was when `step` was captured; empty: all is."""
-        return step.state.find_change() or ("" if can_replay(self._reducer, step.backward) else "requires_grad")
+        return step.state.find_change() or ("" if is_replayable(self._reducer, step.backward) else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
