@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_bucketddp.planning.cost import Profile
+from lightning_bucketddp.config import MIB
+from lightning_bucketddp.planning.cost import Codecs, Profile, measured_between
 from lightning_bucketddp.processes import rank_zero_info
-from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Step, Tuning, read_run
+from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, Tuning, read_run
 from lightning_bucketddp.recording.summary import Summary, print_summary, suggestions
 from lightning_bucketddp.recording.typical_step import NUM_STEPS, RankNumbers, TypicalStep
 from lightning_bucketddp.recording.writer import (
@@ -26,7 +28,8 @@ from lightning_bucketddp.recording.writer import (
     step_of,
 )
 from lightning_bucketddp.reducer.observer import OuterStepStats
-from lightning_bucketddp.strategies.recording import describe_run
+from lightning_bucketddp.reducer.plan_cache import measure_wires
+from lightning_bucketddp.reducer.quantization import measure_codecs
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
 from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
 
@@ -49,7 +52,7 @@ class RecordedFit:
     """
 
     def __init__(self, strategy: TrainerStrategy, *, every_n_rounds: int, folder: Path | None) -> None:
-        self.run = describe_run(strategy)
+        self.run = _describe_run(strategy)
         self.unlogged: list[Step] = []
         # Only those that are written, if there is a file: the file must give the same summary.
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
@@ -165,6 +168,48 @@ class RecordedFit:
             self._known_profile = profile
             self._file.write(profile)
             self._file.write(Tuning(self.strategy.reducer.plans.tuning))
+
+
+def _describe_run(strategy: TrainerStrategy) -> Run:
+    """Return what stays the same in a fit."""
+    assert strategy.reducer is not None
+    assert strategy.process_group_backend is not None
+    config, device = strategy.config, strategy.root_device
+    trainer, local_steps = strategy.trainer, strategy.options.local_steps
+    params = [param for param in strategy.reducer.replicas.parameters.values() if param.requires_grad]
+    bytes_by_kind = Counter[str]()
+    for spec in strategy.reducer.specs:
+        bytes_by_kind[spec.kind.partition(" ")[0]] += spec.num_bytes
+    codecs: Codecs = {}
+    if strategy.world_size > 1:
+        wires = measure_wires(strategy.reducer.replicas.collectives, module_bytes=MIB)
+        codecs = measured_between(wires, measure_codecs(device))
+    return Run(
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        backend=strategy.process_group_backend,
+        num_parameters=sum(param.numel() for param in params),
+        gradient_bytes=sum(param.nbytes for param in params),
+        options={
+            "bucket_cap_mb": config.bucket_cap_mb,
+            "overlap": config.overlap,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "reduce_dtype": config.reduce_dtype,
+            "ddp_comm_hook": getattr(config.comm_hook, "__qualname__", None),
+            "gradient_dtype": max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind]),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "cuda_graphs": strategy.options.cuda_graphs,
+            "automatic_optimization": trainer.lightning_module.automatic_optimization,
+            "shard_optimizer": strategy.options.shard_optimizer or None,
+            "local_steps": None if local_steps is None else local_steps.steps,
+            "num_islands": None if strategy._state.islands is None else strategy._state.islands.number,
+            "num_workers": getattr(trainer.train_dataloader, "num_workers", None),
+        },
+        codecs=codecs,
+        restarts=strategy._checkpoints.auto_resume.restarts() if strategy.global_rank == 0 else [],
+    )
 
 
 def _peak_memory(device: torch.device) -> int:

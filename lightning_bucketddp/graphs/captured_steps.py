@@ -52,7 +52,7 @@ from lightning_bucketddp.graphs.proof import (
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.replay import can_replay, captured_in, replay_backward, take_gradients
+from lightning_bucketddp.reducer.replay import captured_in, is_replayable, replay_backward, take_gradients
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
@@ -267,7 +267,8 @@ class CapturedSteps(RunPart):
         if wish == _PROVE:
             return self._prove(key, closure)
         if step is not None and wish == _COMPARE:
-            return self._compare(step, closure, tensors)
+            del step  # its memory is given back in there
+            return self._compare(key, closure, tensors)
         if step is not None and can_replay:
             return self._replay(step, closure, tensors)
         self._seen[key] += 1
@@ -287,7 +288,7 @@ class CapturedSteps(RunPart):
 
     def _find_change(self, step: _Step) -> str:
         """Return the name of something that is not as it was when `step` was captured; empty: all is."""
-        return step.state.find_change() or ("" if can_replay(self._reducer, step.backward) else "requires_grad")
+        return step.state.find_change() or ("" if is_replayable(self._reducer, step.backward) else "requires_grad")
 
     def _wish(self, key: Any, *, can_replay: bool) -> str:
         """Return what all ranks do in this step besides training. All of them ask this in the same steps."""
@@ -352,10 +353,11 @@ class CapturedSteps(RunPart):
             take_gradients(self._reducer)
         return result
 
-    def _compare(self, step: _Step, closure: ClosureParts, tensors: list[Tensor]) -> Any:
+    def _compare(self, key: Any, closure: ClosureParts, tensors: list[Tensor]) -> Any:
         """Replay a step, and then compute it; return the result of the second (Note: memory of graphs)."""
         self.host.before_forward()
         start = StepStart(self._module, closure, self.collectives.device, self._reducer)
+        step = self._steps[key]
         with torch.no_grad():
             step.read(tensors)
             step.graph.replay()

@@ -91,12 +91,7 @@ def optimal_plan(
 
 
 def _stretches(
-    specs: Sequence[ParameterSpec],
-    ready_s: Sequence[float],
-    cost: AllReduceCost,
-    *,
-    ceiling_bytes: int,
-    until_s: float,
+    specs: Sequence[ParameterSpec], ready_s: Sequence[float], cost: AllReduceCost, *, ceiling_bytes: int, until_s: float
 ) -> list[tuple[int, int]]:
     """Return the stretches whose reductions end earliest, or at `until_s` if that is later; as few as possible.
 

@@ -114,6 +114,15 @@ class Clock:
         """Wait for `mark`, and return for how many seconds; None where the host does all of the work itself."""
         return None
 
+    def times(self, action: Callable[[], object], *, number: int) -> list[float]:
+        """Return the seconds that `action` takes, so many times; one before them waits until all ranks are here."""
+        marks = []
+        for _ in range(1 + number):
+            start = self.mark()
+            action()
+            marks.append((start, self.mark()))
+        return [self.seconds(start, stop) for start, stop in marks[1:]]
+
 
 class DeviceClock(Clock):
     """The time at which a GPU comes to what this process has given it to do: on the current stream."""

@@ -72,13 +72,9 @@ class CostMeter:
     def _times(self, num_bytes: int, dtype: torch.dtype) -> list[float]:
         members = [torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")]
         bucket = BufferedBucket(members, arrivals=Arrivals(0), num_flags=0, device=self.collectives.device)
-        marks = []
-        for _ in range(1 + _NUM_REPETITIONS):
-            start = self.clock.mark()
-            self.reduction.start(bucket, index=0, is_last=False).wait()
-            marks.append((start, self.clock.mark()))
-        # The first one waits until all ranks are here.
-        return [self.clock.seconds(start, stop) for start, stop in marks[1:]]
+        return self.clock.times(
+            lambda: self.reduction.start(bucket, index=0, is_last=False).wait(), number=_NUM_REPETITIONS
+        )
 
 
 def measure_wires(

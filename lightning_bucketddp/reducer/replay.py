@@ -32,7 +32,7 @@ def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[Captur
             setattr(reducer.stats, field.name, getattr(stats, field.name))
 
 
-def can_replay(reducer: Reducer, captured: CapturedBackward) -> bool:
+def is_replayable(reducer: Reducer, captured: CapturedBackward) -> bool:
     """Return whether the plan, and what is trainable, are what they were then."""
     trainable = reducer.trainable()
     if reducer.is_alone or trainable != captured.trainable:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from lightning_bucketddp.checkpoint.async_writer import CheckpointStats, Checkpo
 from lightning_bucketddp.comm.collectives import Collectives, all_gather, files_of_collectives
 from lightning_bucketddp.comm.connections import SETTINGS, gloo_interface, more_sockets
 from lightning_bucketddp.comm.process_group import surviving_nccl, tried_nccl
-from lightning_bucketddp.config import ReducerConfig
+from lightning_bucketddp.config import NAME_OF_DTYPE, ReducerConfig
 from lightning_bucketddp.faults.progress import Progress
 from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer import quantization, reduction
@@ -44,8 +44,7 @@ from lightning_bucketddp.strategies.options import (
     refuse_unknown,
     takes_any_option,
 )
-from lightning_bucketddp.strategies.recording import describe_start
-from lightning_bucketddp.wording import list_names
+from lightning_bucketddp.wording import list_names, pluralize
 
 _EXCHANGED_WITHIN_S = 0.5
 # A thread that is in one of them waits for other ranks. None of them calls functions of the user.
@@ -56,6 +55,11 @@ _FILES_OF_WAITS = (
 # At its time-out NCCL ends the process without a word. Ours comes first: it names the rank that is behind, and lets
 # callbacks save.
 _LAST_RESORT = timedelta(seconds=15)
+# Options that the line at the start does not list: objects of Lightning, and what it says in words.
+_NOT_LISTED = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
+    *("process_group_backend", "start_method", "overlap", "reduce_dtype", "ddp_comm_hook"),
+}
 
 
 class StrategyBase:
@@ -224,7 +228,7 @@ class StrategyBase:
 
     def _log_start(self, reducer: Reducer | None = None) -> None:
         """Say what was chosen, unless the last run of this strategy began with the same."""
-        line = describe_start(self, backend=self._get_process_group_backend(), reducer=reducer)
+        line = _describe_start(self, backend=self._get_process_group_backend(), reducer=reducer)
         if line != self._start_line:
             self._start_line = line
             rank_zero_info(line)
@@ -363,3 +367,38 @@ class StrategyBase:
             if instead is not None:
                 # Not "from" the error, which is nothing but a connection that broke.
                 raise instead from None
+
+
+def _describe_start(strategy: StrategyBase, *, backend: str, reducer: Reducer | None) -> str:
+    """Return what was chosen for a run; without a `reducer` it is not known yet what will train."""
+    options, given, num_nodes = strategy.options, strategy.given_options, strategy._num_nodes
+    ranks = pluralize(strategy.world_size, "rank") + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
+    started = "" if options.start_method == "popen" else f", started by {options.start_method}"
+    parts = [f"{ranks} ({backend}{started})"]
+    if strategy.world_size == 1:
+        parts.append("no gradients to exchange")
+    else:
+        wire = _describe_wire(options.reducer, reducer)
+        gradients = "gradients" if reducer is None else reducer.plans.describe_outlook()
+        parts += [f"{gradients} sent{wire}"] if wire else []
+    listed = [name for name in given if name not in _NOT_LISTED and name not in options.without_effect]
+    parts += [", ".join(f"{name}={_describe_value(given[name])}" for name in listed)] if listed else []
+    parts += [f"no effect: {', '.join(options.without_effect)}"] if options.without_effect else []
+    return f"bucketddp: {'; '.join(parts)}."
+
+
+def _describe_wire(config: ReducerConfig, reducer: Reducer | None) -> str:
+    when = "" if config.overlap else " after backward"
+    if config.comm_hook is not None:
+        return f" by `{_describe_value(config.comm_hook)}`{when}"
+    params = [] if reducer is None else reducer.replicas.parameters.values()
+    dtypes = [param.dtype for param in params if param.requires_grad]
+    own = [NAME_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)]
+    named = config.reduce_dtype or " and ".join(own)
+    return f" as {named}{when}" if named else when
+
+
+def _describe_value(value: object) -> str:
+    if value is None or is_dataclass(value) or isinstance(value, bool | int | float | str | list | tuple):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_bucketddp.checkpoint.atomic_file import claim_file
 from lightning_bucketddp.comm.connections import Connections, cut_connections
 from lightning_bucketddp.comm.process_group import abort_device_groups, access_store, leave_process_group
-from lightning_bucketddp.faults.failure import Failure, Kind, show_error
+from lightning_bucketddp.faults.failure import Kind, show_error
 from lightning_bucketddp.faults.side_channel import SideChannel
 from lightning_bucketddp.faults.signals import InterruptSignals, SignalWakeup, StopSignals
 from lightning_bucketddp.faults.watchdog import Watchdog, WatchdogActions
@@ -131,11 +131,6 @@ class FaultHandler:
     def waiting_elsewhere(self, what: str, *, phase: str) -> list[int]:
         """Return ranks that will not come to `phase`, where this one is, because they wait elsewhere."""
         return [] if self._is_over else self.watchdog.waiting_elsewhere(what, phase=phase)
-
-    @property
-    def failure(self) -> Failure | None:
-        """What has ended the run first, on whichever rank; None: nothing has, as far as this rank knows."""
-        return self.watchdog.failure
 
     def handle_signals(self, trainer: Trainer, *, callback: type) -> None:
         """Have signals stop all ranks; `callback` is Lightning's base class of callbacks."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.step_exchange import StepExchange
+from lightning_bucketddp.config import MIB
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.data.uneven_data import FirstBatches, UnevenData
 from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
@@ -20,6 +22,7 @@ from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import Finiteness, scaler_of
+from lightning_bucketddp.reducer.observer import ReducerStats
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.consistency import ReplicaComparison, TrainingState, training_state
 from lightning_bucketddp.replicas.replicas import Replicas
@@ -32,13 +35,43 @@ from lightning_bucketddp.strategies.parts import (
     ScheduledComparison,
     UnfinishedBatch,
 )
-from lightning_bucketddp.strategies.recording import FitTally
 from lightning_bucketddp.trainer_internals import Undo, batch_progress, layer_sync_of, set_up_training_data_within
+from lightning_bucketddp.wording import pluralize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+
+class FitTally:
+    """What a fit did since it began to train."""
+
+    def __init__(self, global_step: int, reducer: Reducer) -> None:
+        self._global_step = global_step
+        self._began_at = time.monotonic()
+        self._reducer = reducer
+        self._before: ReducerStats = replace(reducer.stats)  # trials of a learning rate may have left something
+        self.num_withheld = 0  # not finite, or without a loss on any rank
+
+    def describe(self, strategy: TrainerStrategy) -> list[str]:
+        """Return the steps and reductions, what was decided about buckets, and what the parts of the run have done."""
+        reducer, stats = self._reducer, self._reducer.stats
+        # Lightning counts all of them.
+        num_steps = strategy.trainer.global_step - self._global_step - self.num_withheld
+        skipped = f" and {self.num_withheld} skipped" if self.num_withheld else ""
+        lines = [pluralize(num_steps, "optimizer step") + skipped]
+        if num_reductions := stats.num_reductions - self._before.num_reductions:
+            mib = (stats.bytes_sent - self._before.bytes_sent) / MIB
+            lines.append(f"{mib:.1f} MiB sent per rank in {pluralize(num_reductions, 'reduction')}")
+        if reducer.bucket_set is not None and stats.num_plans > 1:
+            lines.append(f"last plan: {pluralize(len(reducer.bucket_set.buckets), 'bucket')}")
+        lines += [reducer.plans.tuning, *(part.describe() for part in strategy._parts)]
+        if strategy.shards is not None:
+            lines.append(strategy.shards.describe())
+        if strategy.checkpoint_stats.held_up_s >= max(1.0, (time.monotonic() - self._began_at) / 100):
+            lines.append(strategy.checkpoint_stats.describe())
+        return [line for line in lines if line]
 
 
 @dataclass(slots=True)

@@ -22,12 +22,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from lightning_bucketddp.comm.connections import connection_ids, cut_all_connections
 from lightning_bucketddp.faults.failure import RankFailedError, ShortTracebacks, shorten_relayed
-from lightning_bucketddp.processes import (
-    end_openmp_threads,
-    end_with_status,
-    variables_by_default,
-    working_directory,
-)
+from lightning_bucketddp.processes import end_openmp_threads, end_with_status, variables_by_default, working_directory
 from lightning_bucketddp.startup.store import LAUNCHER_PID, describe_end, is_on_this_host, listen
 from lightning_bucketddp.trainer_internals import processes_started_by, set_main_port
 from lightning_bucketddp.wording import wrap

@@ -149,7 +149,7 @@ class Restarts:
         if not self._has_trained or isinstance(error, (*strategy.root.normal_ends, StartError)):
             return False
         handler = strategy._fault_handler
-        failure = None if handler is None else handler.failure
+        failure = None if handler is None else handler.watchdog.failure
         if failure is None:
             failure = Failure.of(error, rank=strategy.global_rank, where=strategy._progress.describe_origin(error))
         if failure.kind is Kind.STOPPED or not self._is_agreed(failure):

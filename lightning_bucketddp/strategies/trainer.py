@@ -29,7 +29,6 @@ from lightning_bucketddp.strategies import fit_state, trainer_step
 from lightning_bucketddp.strategies.base import StrategyBase
 from lightning_bucketddp.strategies.fit_state import FitState, LoaderPreparation
 from lightning_bucketddp.strategies.options import DDPOptions, GradientWeightOption, StartMethod
-from lightning_bucketddp.strategies.recording import StepRecording
 from lightning_bucketddp.strategies.restarts import Restarts
 from lightning_bucketddp.strategies.trainer_checkpoints import TrainerCheckpoints
 
@@ -136,7 +135,7 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
         self._state = FitState()
         self._loaders = LoaderPreparation()
         self._checkpoints = TrainerCheckpoints(self)
-        self.recording = StepRecording()
+        self.recording = trainer_step.StepRecording()
         self.restarts = Restarts(self) if self.options.max_restarts.number > 0 else None
         self._rank_seeds = RankSeeds() if self.options.rank_seeds else None
         size, weight = self.options.global_batch_size, self.options.gradient_weight

@@ -1,23 +1,86 @@
-"""What happens in a fit: when training begins, in a step, in this order, and when it ends."""
+"""What happens in a fit: when training begins, in a step, in this order, and when it ends; and who records it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.faults.progress import BACKWARD, OPTIMIZER
+from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
 from lightning_bucketddp.processes import rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
-from lightning_bucketddp.reducer.observer import graphs_split, outside_of_graphs
-from lightning_bucketddp.strategies.fit_state import set_up_model
-from lightning_bucketddp.strategies.recording import FitTally
+from lightning_bucketddp.reducer.observer import NO_OBSERVER, NOTHING, graphs_split, outside_of_graphs
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.strategies.fit_state import FitTally, set_up_model
 
 if TYPE_CHECKING:
+    from lightning_bucketddp.recording.writer import MarkedStep, StepRecorder
     from lightning_bucketddp.strategies.trainer import TrainerStrategy
+
+
+class StepRecording:
+    """Tells a recorder what a step does, as long as there is one."""
+
+    def __init__(self) -> None:
+        self.recorder: StepRecorder | None = None
+        self._on_recorded: Callable[[MarkedStep], None] | None = None
+
+    def begin(
+        self, strategy: TrainerStrategy, recorder: StepRecorder, on_recorded: Callable[[MarkedStep], None]
+    ) -> None:
+        """Record steps from now on; `on_recorded` gets each when the optimizer has stepped."""
+        assert strategy.reducer is not None  # there is one as long as there is a fit
+        recorder.begin(strategy.reducer.stats)
+        self.recorder, self._on_recorded = recorder, on_recorded
+        if strategy.shards is not None:
+            strategy.shards.observe(recorder)
+
+    def end(self, strategy: TrainerStrategy) -> None:
+        """Record nothing any more."""
+        if self.recorder is not None:
+            self.recorder.forget_phase()
+        self.recorder = self._on_recorded = None
+        if strategy.reducer is not None:
+            strategy.reducer.observer = NO_OBSERVER
+        if strategy.shards is not None:
+            strategy.shards.observe(NO_OBSERVER)
+
+    def batch_arrived(self) -> None:
+        if self.recorder is not None and self.recorder.phase == "data":
+            self.recorder.turn_to(None)
+
+    def forward(self, reducer: Reducer | None) -> AbstractContextManager[Any]:
+        """Record what happens inside as forward, and have `reducer` tell of the backward that follows."""
+        if self.recorder is not None and reducer is not None:
+            reducer.observer = self.recorder
+        return self.during(FORWARD)
+
+    def during(self, phase: str) -> AbstractContextManager[Any]:
+        """Record what happens inside as `phase`."""
+        return NOTHING if self.recorder is None else self.recorder.during(phase)
+
+    @property
+    def phase(self) -> str | None:
+        """What the step is doing; None: nothing that is recorded."""
+        return None if self.recorder is None else self.recorder.phase
+
+    def optimizer_begins(self) -> None:
+        if self.recorder is not None:
+            self.recorder.turn_to(OPTIMIZER)
+
+    def complete_step(self, reducer: Reducer | None, *, step: int, phase: str | None) -> None:
+        """End a recorded step, after the optimizer's, and go on with the `phase` from before, if there was one."""
+        if self.recorder is None or reducer is None:
+            return
+        assert self._on_recorded is not None
+        bucket_set = reducer.bucket_set
+        version, buckets = (0, []) if bucket_set is None else (bucket_set.version, bucket_set.buckets)
+        self._on_recorded(self.recorder.complete(reducer.stats, step=step, plan=version, buckets=buckets))
+        if phase is not None:  # within a `training_step` that optimizes by itself
+            self.recorder.turn_to(phase)
 
 
 def begin_training(strategy: TrainerStrategy) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def recorded(*, module: str) -> bool | None:
             BucketDDPStrategy(), max_steps=16, callbacks=[BucketDDPMonitor(every_n_steps=1, dirpath=folder)]
         )
         trainer.fit(made, DataLoader(TensorDataset(made.example_input_array.repeat(16, 1)), len(made.layers[0].weight)))
-        return typical_step_of(read_run(find_folder(folder))).is_host_bound if trainer.is_global_zero else None
+        return typical_step_of(read_run(find_folder(Path(folder)))).is_host_bound if trainer.is_global_zero else None
 
 
 def the_limit_is_named(module: str, *, is_host_bound: bool) -> list[str]:

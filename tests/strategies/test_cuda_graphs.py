@@ -379,7 +379,7 @@ def compare(program: str, *, world_size: int) -> list[str]:
 def train_and_resume(*, captures: bool, directory: str) -> dict[str, Any]:
     """Train, keep the best checkpoint, and go on from there."""
     torch.manual_seed(1)
-    best_score = path = None
+    best_score, path = "", None
     num_replayed = []
     for max_epochs in (3, 6):
         module, best = Network(), ModelCheckpoint(directory, monitor="loss_epoch")
@@ -391,9 +391,9 @@ def train_and_resume(*, captures: bool, directory: str) -> dict[str, Any]:
             trainer.fit(module, loader(), ckpt_path=path)
         graphs = strategy._state.graphs
         num_replayed.append(0 if graphs is None else graphs.num_replayed)
-        best_score, path = str(best.best_model_score), best.best_model_path
+        best_score, path = str(best.best_model_score), Path(best.best_model_path)
     state = {name: str(value.tolist()) for name, value in module.state_dict().items()}
-    return {"state": state, "best": (best_score, Path(path).name), "num_replayed": num_replayed}
+    return {"state": state, "best": (best_score, path and path.name), "num_replayed": num_replayed}
 
 
 def compare_resumed() -> None:

@@ -9,6 +9,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +225,7 @@ def measure_all_reduce(collectives: Collectives, *, progress: Callable[[str], No
     for num_bytes in _SIZES:
         progress(f"all-reduce of {size_in_words(num_bytes)} ...")
         tensor = torch.zeros(num_bytes // 4, device=collectives.device)
-        marks = []
-        for _ in range(1 + _NUM_REPETITIONS):
-            start = clock.mark()
-            collectives.sum(tensor)
-            marks.append((start, clock.mark()))
-        # The first one waits for the slowest rank to start.
-        seconds[num_bytes] = [clock.seconds(start, stop) for start, stop in marks[1:]]
+        seconds[num_bytes] = clock.times(partial(collectives.sum, tensor), number=_NUM_REPETITIONS)
         next_s = _GROWTH * (1 + _NUM_REPETITIONS) * statistics.median(seconds[num_bytes])
         if not collectives.broadcast_json(time.perf_counter() - started + next_s < _ENOUGH_S):
             break

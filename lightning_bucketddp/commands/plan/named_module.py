@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -354,24 +354,15 @@ def _try_graph(module: nn.Module, example: Any, device: torch.device) -> tuple[f
         module.zero_grad(set_to_none=True)
         torch.autograd.backward(_loss_of(module, example))
 
-    graph = torch.cuda.CUDAGraph()
+    clock, graph = clock_of(device), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            without_s = _median_time(compute, device)
+            without_s = statistics.median(clock.times(compute, number=_NUM_MEASURED))
         with torch.cuda.graph(graph):
             compute()
-        return without_s, _median_time(graph.replay, device)
+        return without_s, statistics.median(clock.times(graph.replay, number=_NUM_MEASURED))
     except Exception:  # what cannot be captured raises anything
         return None
-
-
-def _median_time(compute: Callable[[], object], device: torch.device) -> float:
-    clock = clock_of(device)
-    marks = [clock.mark()]
-    for _ in range(_NUM_WARM_UP + _NUM_MEASURED):
-        compute()
-        marks.append(clock.mark())
-    return statistics.median(clock.seconds(*ends) for ends in list(pairwise(marks))[_NUM_WARM_UP:])
 
 
 @dataclass(slots=True)
