@@ -232,7 +232,9 @@ def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank
     strategy = f"bucketddp_{launcher}" if launcher in ("spawn", "fork") else "bucketddp"
     ended = run(*torchrun, script, strategy, root="lightning.pytorch", directory=tmp_path)
     assert ended.returncode == 1, ended.output
-    lines = ended.output.replace(f"{tmp_path}/", "").splitlines()
+    # Triton of torch 2.15 lists what it leaks when a process ends, and ends no line.
+    said = re.sub(r"nanobind: leaked.*?refleaks\.html", "", ended.output, flags=re.DOTALL)
+    lines = said.replace(f"{tmp_path}/", "").splitlines()
     stripped = [re.sub(r"^\[rank1\]:", "", line).strip() for line in lines]
     first = stripped.index(OF_THE_USER[0])
     # torch shows whichever rank it has seen end first; rank 0 names the error before the frames.
