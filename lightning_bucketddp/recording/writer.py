@@ -109,7 +109,7 @@ class StepRecorder(BackwardObserver):
         self._before_waiting: str | None = None
         self._before_weights: str | None = None
         self._step = MarkedStep((0, 0, 0))
-        # Whether the step waits for the device once, at the end of backward, to see how far it is behind the host.
+        # Whether the step waits for the device when backward ends, to see how far it is behind the host.
         self.measures_lag = False
 
     def close(self) -> None:
@@ -163,6 +163,9 @@ class StepRecorder(BackwardObserver):
         ends = self._phase
         if ends is not None and self._since is not None:
             self._step.spans.append(MarkedSpan(ends, self._since, mark))
+        if ends == "backward" and self.measures_lag and not is_being_captured(self._device):
+            # Only once in a step: what comes behind the first end of a backward waits for other ranks.
+            self.measures_lag, self._step.lag_s = False, self._clock.wait(mark)
         self._phase, self._since = phase, mark
         return ends
 
@@ -202,8 +205,6 @@ class StepRecorder(BackwardObserver):
 
     def backward_ended(self) -> None:
         self._before_waiting = self.turn_to("exposed")
-        if self.measures_lag:
-            self._step.lag_s = self._clock.wait(self._since)
 
     def reduction_ended(self, index: int) -> None:
         self._step.buckets[index].waited_for = self._clock.mark()

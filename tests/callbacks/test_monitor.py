@@ -20,6 +20,7 @@ from lightning_bucketddp.commands.report import page_content
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.recording.schema import FOLDER, RecordedPlan, Run, Step, path_of, read, read_run
 from lightning_bucketddp.recording.writer import metrics_of
+from lightning_bucketddp.reducer.observer import Clock
 from tests.recording.test_step_recorder import assert_ends_agree
 from tests.support.jobs.recording import assert_in_order
 from tests.support.ranks import run_on_ranks
@@ -147,6 +148,19 @@ def test_training_does_not_notice(
         # Each has its own plan, and all its steps use it.
         assert [plan.version for plan in lines_of(tmp_path, 0, RecordedPlan)] == [1, 2]
         assert [step.plan for step in recorded] == [1, 2] * 10
+
+
+def fit_with_a_lagging_device(**options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Clock, "wait", lambda self, mark: 0.25)
+        return fit(**options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_lag_of_a_device_is_measured_ever_less_often(world_size: int, tmp_path: Path) -> None:
+    run_on_ranks(fit_with_a_lagging_device, world_size=world_size, directory=tmp_path, monitor=EVERY)
+    lags = [step.lag_s for step in steps_of(tmp_path)][:10]
+    assert lags == [0.25, 0.25, None, 0.25, None, None, None, 0.25, None, None]
 
 
 def test_values_are_logged_as_means_over_what_was_recorded(tmp_path: Path) -> None:
