@@ -1,6 +1,6 @@
 PYTHON ?= python3
 # For two cores: programs of the tests use two processes each, and wait for a good part of their time.
-WORKERS ?= 3
+WORKERS ?= 4
 # What `make test-next` puts over the versions of constraints.txt.
 NEXT ?= torch
 NEXT_torch = --pre --index-url https://download.pytorch.org/whl/nightly/cpu torch
