@@ -45,7 +45,7 @@ NOT_RUN = {
 # Pages whose code or commands take many seconds of a core.
 LONG = {"faster.md", "large-batches.md", "where-time-goes.md", "slow-networks.md"}
 # By a part of their text: the blocks that need a later Lightning than the oldest one that is supported.
-NEEDS_LIGHTNING = {"weights_only=False": (2, 6)}
+NEEDS_LIGHTNING = {"weights_only=False": (2, 6), "save_on_exception=True": (2, 6)}
 
 
 def with_blocks(*kinds: str) -> list[str]:
@@ -77,7 +77,12 @@ def test_code_and_commands_run(page: str, directory: Path) -> None:
     if blocks := [(block.line, block.text) for block in code if block not in scripts]:
         run_on_ranks(run_page, page=page, blocks=blocks, directory=directory)
     commands = [command for block in PAGES[page] if block.kind in SHELL for command in block.commands]
-    run = [command for command in commands if not command.startswith(tuple(NOT_RUN))]
+    missing = [str(block.file_name) for block in PAGES[page] if block.file_name and not runs_here(block)]
+    run = [
+        command
+        for command in commands
+        if not command.startswith(tuple(NOT_RUN)) and not any(name in command for name in missing)
+    ]
     if run:
         paths = [str(READER), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {**SHORT_RUNS, "PYTHONPATH": os.pathsep.join(paths)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 from tests.fuzz.__main__ import main
 from tests.fuzz.compare import Verdict, check, compare, right_weights, train_on_ranks
@@ -29,12 +30,19 @@ BLOCKS = {
 }
 
 
+def is_left_out(seed: int) -> bool:
+    program = draw(seed)
+    # There, gradients of a layer that is used twice are rounded differently where ranks are simulated in one process.
+    is_rounded = program.model == "shared" and program.precision == "bf16-mixed"
+    return seed in HANGING_IN_DDP or (is_rounded and bool(RequirementCache("torch<2.6")))
+
+
 def choose_seeds() -> list[int]:
     """Return seeds whose programs have every model, event and option, and some more."""
     missing = set(BLOCKS)
     needed: list[int] = []
     others: list[int] = []
-    for seed in (seed for seed in itertools.count() if seed not in HANGING_IN_DDP):
+    for seed in itertools.filterfalse(is_left_out, itertools.count()):
         if not missing:
             return [*needed, *others][:NUM_PROGRAMS]
         new = missing & set(draw(seed).blocks)

@@ -133,11 +133,18 @@ def _signals() -> dict[str, Any]:
     return found
 
 
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.5, when one was set and taken back
+        return torch.device("cpu")
+
+
 def _torch_defaults() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
+        "device": _default_device(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic algorithms, warning": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -25,8 +26,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -135,14 +136,17 @@ def main() -> None:
     fit(plan)
 
 
+def checkpoints(plan: dict[str, Any]) -> list[Callback]:
+    where, when = RESULTS / "checkpoints", {"every_n_train_steps": plan.get("every", 1000), "save_top_k": -1}
+    if not plan.get("rescue", True):
+        return [ModelCheckpoint(where, **when)]
+    if "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # Lightning 2.6
+        return [ModelCheckpoint(where, **when, save_on_exception=True)]
+    return [ModelCheckpoint(where, **when), OnExceptionCheckpoint(where)]
+
+
 def fit(plan: dict[str, Any]) -> None:
     seed_everything(1)
-    checkpoint = ModelCheckpoint(
-        RESULTS / "checkpoints",
-        every_n_train_steps=plan.get("every", 1000),
-        save_top_k=-1,
-        save_on_exception=plan.get("rescue", True),
-    )
     options = plan.get("options", {})
     if "local_steps" in options:
         options["local_steps"] = LocalSteps(**options["local_steps"])
@@ -150,6 +154,7 @@ def fit(plan: dict[str, Any]) -> None:
     stall_s = 3 if any(fault["what"] == "stuck" for fault in plan["faults"]) else 200
     num_ranks = int(os.environ.get("RANKS", plan.get("ranks", 2)))
     num_nodes = int(os.environ.get("NODES", 1))
+    monitors = [BucketDDPMonitor(dirpath=RESULTS, every_n_steps=1)] if plan.get("monitor") else []
     trainer = Trainer(
         accelerator="cpu",
         devices=num_ranks // num_nodes,
@@ -163,7 +168,7 @@ def fit(plan: dict[str, Any]) -> None:
         ),
         max_epochs=plan.get("epochs", 2),
         default_root_dir=RESULTS,
-        callbacks=[checkpoint, *([BucketDDPMonitor(dirpath=RESULTS, every_n_steps=1)] if plan.get("monitor") else [])],
+        callbacks=[*checkpoints(plan), *monitors],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
