@@ -31,11 +31,12 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
 # The files that take longest, so that no worker is alone with one of them at the end. Where processes wait for each
 # other, and where they compute, in turns.
 _FIRST = (
+    *("strategies/test_max_restarts.py", "strategies/test_cuda_graphs.py", "fuzz/test_fuzz.py"),
     *("test_benchmarks.py", "faults/test_soak.py", "faults/test_fault_launchers.py", "faults/test_hosts.py"),
     *("faults/test_faults.py", "bindings/test_autoload.py", "strategies/test_replica_checks.py"),
     *("faults/test_stop_signals.py", "strategies/test_launchers.py", "reducer/test_plan_tuner.py"),
     *("startup/test_startup.py", "reducer/test_parity.py", "test_documents.py", "strategies/test_notebook.py"),
-    *("fuzz/test_fuzz.py", "callbacks/test_large_batch.py", "test_install.py", "test_examples.py"),
+    *("callbacks/test_large_batch.py", "test_install.py", "test_examples.py"),
     "reducer/test_compile.py",
 )
 
