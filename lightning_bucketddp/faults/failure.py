@@ -154,7 +154,8 @@ def _without_frameworks(error: BaseException) -> TracebackType | None:
         links.append(link)
         link = link.tb_next
     # What another process has raised did not come about where this one has waited for it.
-    most_of_frameworks = 0 if isinstance(error, ProcessException) else _NUM_FRAMES
+    says_all = isinstance(error, ProcessException) or getattr(error, "says_all", False)
+    most_of_frameworks = 0 if says_all else _NUM_FRAMES
     kept: TracebackType | None = None
     for index in reversed(_shown([link.tb_frame.f_code.co_filename for link in links], most_of_frameworks)):
         kept = TracebackType(kept, links[index].tb_frame, links[index].tb_lasti, links[index].tb_lineno)

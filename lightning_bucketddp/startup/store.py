@@ -43,6 +43,8 @@ _GRACE_S = 3.0
 class StartError(RuntimeError):
     """The ranks could not start together."""
 
+    says_all = True  # frames of this package would not help
+
 
 class Deadline:
     """How long a rank waits for others: when to look again, when to report, and when to give up."""
