@@ -172,7 +172,7 @@ class ReplaceableProcesses(ProcessContext):
         self._start = start
         self._num_left = at_most
 
-    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+    def join(self, timeout: float | None = None, *args: Any, **options: Any) -> bool:  # torch 2.5 has no `grace_period`
         for sentinel in multiprocessing.connection.wait(self.sentinels, timeout=timeout):
             rank = self.sentinels[sentinel]
             self.processes[rank].join()
@@ -184,7 +184,7 @@ class ReplaceableProcesses(ProcessContext):
                 self.sentinels[self.processes[rank].sentinel] = rank
                 log.warning("bucketddp: process %d takes the place of rank %d.", self.processes[rank].pid, rank)
                 return False
-        return bool(super().join(timeout, grace_period))
+        return bool(super().join(timeout, *args, **options))
 
     def _is_replaced(self, rank: int) -> bool:
         has_died = self.processes[rank].exitcode not in (0, *_STOPPED) and not os.path.exists(self.error_files[rank])

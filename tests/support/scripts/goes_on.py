@@ -136,13 +136,18 @@ def main() -> None:
     fit(plan)
 
 
+class Rescue(OnExceptionCheckpoint):
+    def teardown(self, *args: Any, **options: Any) -> None:
+        """Keep the file, which Lightning removes when a fit ends well."""
+
+
 def checkpoints(plan: dict[str, Any]) -> list[Callback]:
     where, when = RESULTS / "checkpoints", {"every_n_train_steps": plan.get("every", 1000), "save_top_k": -1}
     if not plan.get("rescue", True):
         return [ModelCheckpoint(where, **when)]
     if "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # Lightning 2.6
         return [ModelCheckpoint(where, **when, save_on_exception=True)]
-    return [ModelCheckpoint(where, **when), OnExceptionCheckpoint(where)]
+    return [ModelCheckpoint(where, **when), Rescue(where)]
 
 
 def fit(plan: dict[str, Any]) -> None:
