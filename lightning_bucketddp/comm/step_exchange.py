@@ -16,9 +16,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ class MessageKind(IntEnum):
     OUTER_STEP = 5
 
 
-@dataclass(frozen=True, slots=True)
-class StepMessage:
+class StepMessage(NamedTuple):
     """What a rank tells the others."""
 
     kind: MessageKind = MessageKind.STEP
@@ -69,8 +68,7 @@ class StepMessage:
         return cls(*[convert(value) for convert, value in zip(types, values, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class CombinedMessages:
+class CombinedMessages(NamedTuple):
     """What the messages of all ranks come to: sums over the ranks, and the least and greatest value of each field."""
 
     weight: float = 0.0
@@ -82,7 +80,7 @@ class CombinedMessages:
 
     @classmethod
     def of(cls, by_rank: Sequence[StepMessage]) -> CombinedMessages:
-        fields = list(zip(*map(astuple, by_rank), strict=True))
+        fields = list(zip(*by_rank, strict=True))
         return cls(
             weight=sum(message.weight for message in by_rank),
             full_weight=sum(message.full_weight for message in by_rank),
@@ -141,7 +139,7 @@ class StepExchange:
             batch_digest=batch_digest,
             **fields,
         )
-        self._in_flight.append(self._hosts.start_gather(torch.tensor(astuple(message), dtype=torch.float64)))
+        self._in_flight.append(self._hosts.start_gather(torch.tensor(message, dtype=torch.float64)))
 
     def receive(self) -> CombinedMessages:
         """Return what the newest messages come to. Raises if the ranks are at different places of the loop."""

@@ -33,19 +33,19 @@ def captured_in(reducer: Reducer, loss_digest: Tensor | None) -> Iterator[Captur
 
 
 def is_replayable(reducer: Reducer, captured: CapturedBackward) -> bool:
-    """Return whether the plan, and what is trainable, are what they were then."""
+    """Return whether the plan, which is settled, and what is trainable are what they were then."""
     trainable = reducer.trainable()
     if reducer.is_alone or trainable != captured.trainable:
         return trainable == captured.trainable
-    return reducer.is_settled and reducer.plans.bucket_set(trainable) is captured.bucket_set
+    return reducer.plans.bucket_set(trainable) is captured.bucket_set
 
 
 def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[[], None]) -> None:
     """Do around `run`, which replays a captured backward, what the host does around one."""
     reducer.refuse_after_failure()
     reducer.stats.num_replayed += 1
-    reducer.finiteness.begin(reducer.stats)
     if reducer.is_alone:
+        reducer.finiteness.begin(reducer.stats)
         run()
         reducer.finish_alone()
         return
@@ -56,6 +56,8 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
         some_miss = captured.syncs and weighting.some_miss
         if weighting.begin(reducer.params, syncs=captured.syncs, trainable=captured.trainable):
             factor = reducer.factor_of_mean(captured.trainable)
+    # Last of all: it waits for the replay before, and until `run` the device has nothing to do.
+    reducer.finiteness.begin(reducer.stats)
     try:
         run()
     except BaseException as error:

@@ -174,7 +174,7 @@ def test_a_compressed_gradient_travels_compressed(hook_name: str, dtype: str) ->
     assert str(max(tensors, key=Tensor.numel).dtype) == dtype
 
 
-@on_ranks(timeout_s=30)
+@on_ranks()
 def test_power_sgd_runs_in_several_buckets() -> None:
     """Compare with those without overlap; torch DDP comes to a standstill now and then on gloo."""
     overlapping, waiting = (_train_ours("power_sgd", bucket_cap_mb=0.01, overlap=overlap) for overlap in (True, False))

@@ -316,7 +316,7 @@ def test_a_graph_without_a_backward_stays_whole() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_up_to_rounding(eager: list[Compiled], tmp_path: Path) -> None:
     how: dict[str, Any] = {"compile_with": "inductor", "limit_val_batches": 0, "cache": tmp_path}
-    for rank, expected in zip(run_on_ranks(fit, compiled="submodule", timeout_s=150, **how), eager, strict=True):
+    for rank, expected in zip(run_on_ranks(fit, compiled="submodule", **how), eager, strict=True):
         assert_same(rank, expected, rtol=1e-5, atol=1e-6)
 
 

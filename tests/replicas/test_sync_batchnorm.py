@@ -508,6 +508,6 @@ def test_lazy_layer_that_has_seen_a_batch_is_converted() -> None:
 def test_a_layer_that_outlives_the_process_group_is_an_ordinary_one() -> None:
     pool = RankPool(2, "gloo")
     try:
-        pool.run(train_after_the_group_is_gone, timeout_s=60, kwargs={})
+        pool.run(train_after_the_group_is_gone, timeout_s=240, kwargs={})
     finally:
         pool.close()

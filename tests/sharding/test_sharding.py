@@ -278,7 +278,7 @@ def test_an_optimizer_that_has_raised_steps_again() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("shard", "of"), [(True, "method"), ("parameters", "function")])
 def test_a_compiled_step_is_the_same(shard: bool | str, of: str) -> None:
-    assert all(num_compiled > 1 for num_compiled in run_on_ranks(compile_steps, of=of, shard=shard, timeout_s=120))
+    assert all(num_compiled > 1 for num_compiled in run_on_ranks(compile_steps, of=of, shard=shard))
 
 
 # --- Gradients and weights between steps

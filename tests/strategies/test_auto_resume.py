@@ -352,9 +352,7 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
 def test_each_sample_is_trained_on_once_in_each_epoch(
     setting: Setting, interruptions: list[Interruption], tmp_path: Path
 ) -> None:
-    ranks = run_on_ranks(
-        interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=interruptions, timeout_s=120
-    )
+    ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=interruptions)
     for undisturbed, starts in ranks:
         assert len(undisturbed.seen) == setting.num_epochs
         assert [one.begun_at for one in starts][1:] != [0] * len(interruptions)

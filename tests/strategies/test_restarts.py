@@ -27,7 +27,7 @@ def uninterrupted_run(*, directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank ends with."""
-    ranks = run_on_ranks(uninterrupted_run, directory=tmp_path_factory.mktemp("uninterrupted"), timeout_s=120)
+    ranks = run_on_ranks(uninterrupted_run, directory=tmp_path_factory.mktemp("uninterrupted"))
     assert [rank["steps"] for rank in ranks] == [NUM_STEPS] * 2
     return ranks
 

@@ -531,7 +531,7 @@ def test_an_error_between_backward_and_step_is_the_one_that_is_raised() -> None:
         assert gradients == {"NoneType"}
 
 
-@on_ranks(timeout_s=30)
+@on_ranks()
 @like_torchrun()
 def test_all_ranks_skip_the_step_of_which_one_rank_has_an_infinite_gradient() -> None:
     """One rank's share of a gradient overflows."""

@@ -379,7 +379,7 @@ def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> 
 )
 @pytest.mark.sampled(3)
 def test_what_cannot_be_trained_is_named_on_every_rank(of: str, kind: str, text: str) -> None:
-    assert run_on_ranks(refusal, of=of, timeout_s=30) == [(kind, text)] * 2
+    assert run_on_ranks(refusal, of=of) == [(kind, text)] * 2
 
 
 BY_ITSELF = "but this strategy averages the gradients of all submodules by itself."

@@ -38,6 +38,8 @@ from benchmarks.ports import own_port
 from tests.support.forks import PROCESSES
 
 _GRACE_AFTER_FAILURE_S = 5.0
+# Long: on a machine with seven times as many busy processes as cores, jobs of 6 s took a minute.
+_HUNG_AFTER_S = 240.0
 
 
 class RankFailed(Exception):
@@ -152,7 +154,7 @@ def run_on_ranks(
     job: Callable[..., Any],
     *,
     world_size: int = 2,
-    timeout_s: float = 60,
+    timeout_s: float = _HUNG_AFTER_S,
     grace_s: float = _GRACE_AFTER_FAILURE_S,
     backend: str | None = None,
     **kwargs: Any,
@@ -237,7 +239,8 @@ def _default_backend() -> str:
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
-    faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (needed to the end)
+    stacks_file = open(stacks, "w")  # noqa: SIM115  (needed to the end)
+    faulthandler.enable(stacks_file)
     torch.set_num_threads(1)  # results must not depend on how busy the machine is
     if device().type == "cuda":
         use_gpu()
@@ -257,6 +260,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
         except (EOFError, OSError):
             sys.exit(0)
         torch.manual_seed(0)
+        # Again: a Trainer that ends sets the handlers of all signals that Python knows of, which has none of this one.
+        faulthandler.disable()
+        faulthandler.enable(stacks_file)
         try:
             value = job(**kwargs)
             outcome = _Outcome(value, has_group=dist.is_initialized())
