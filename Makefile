@@ -37,8 +37,8 @@ test-all: test test-long ## Run all tests
 test-random: .venv/.test browser ## Run the tests in a random order of files, and of the tests in each: SEED=...
 	.venv/bin/python $(PYTEST) -m "not long" --shuffle=$(or $(SEED),$(shell date +%s))
 
-test-oldest: .venv-oldest/.test browser ## Run all tests with the oldest supported torch and Lightning
-	.venv-oldest/bin/python $(PYTEST)
+test-oldest: .venv-oldest/.test browser ## Run the tests with the oldest supported torch and Lightning
+	.venv-oldest/bin/python $(PYTEST) -m "not long"
 
 test-newest: .venv-newest/.test browser ## Run the tests with the newest releases of torch and Lightning, and of all that we depend on
 	.venv-newest/bin/python $(PYTEST) -m "not long"

@@ -5,6 +5,7 @@ Note: rendezvous
     taken. Rank 0 writes the outcome, one for all ranks: which of them start, or why none does. The store may hold what
     an earlier start has left there, as torchrun's does after a restart: each round has an identity, and one that has an
     outcome when a rank first sees it is over. A rank that others have started without knocks, and waits for a restart.
+    In a restart whoever holds the store does what is said here of rank 0.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_bucketddp.processes import Worker
-from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, log, part_of
+from lightning_bucketddp.startup.store import POLL_S, Deadline, StartError, StoreAddress, listen, log, part_of
 from lightning_bucketddp.wording import list_some, list_some_ranks, printable
 
 if TYPE_CHECKING:
@@ -134,7 +136,7 @@ class RendezvousRound:
         return bool(self._keys.check([f"joined/{rank}" for rank in ranks]))
 
     def all_have_left(self) -> bool:
-        others = set(range(1, self.host.world_size)).difference(self.missing())
+        others = set(range(self.host.world_size)).difference(self.missing(), [self.host.rank])
         return bool(self._keys.check([f"left/{rank}" for rank in others]))
 
     def missing(self) -> list[int]:
@@ -174,6 +176,9 @@ class Rendezvous:
         # Rank 0 starts with those that are awaited, or with at least so many ranks after `timeout_s`; None: never.
         self.awaited = set(range(address.world_size))
         self.min_ranks: int | None = None
+        self.opens_round = address.rank == 0
+        # When a rank makes a store in place of one that has gone with its rank; None: never.
+        self.takes_over_after_s: float | None = None
         self.ranks: list[int] = []  # that start, by the numbers that they were launched with
         self._info = RankInfo(rank=address.rank, world_size=address.world_size, num_fits=address.num_fits)
         self._deadline = Deadline(timeout_s, world_size=address.world_size)
@@ -210,13 +215,28 @@ class Rendezvous:
         if earlier is not None:
             whole_store: Store = earlier.underlying_store
         else:
+            if self.takes_over_after_s is not None:
+                listener = self._take_over(self.takes_over_after_s)
             server = self._address.open_server(listener, deadline=self._deadline) if self._address.is_host else None
             whole_store = self._address.connect(deadline=self._deadline)
             del server  # our own connection keeps it open now
         store = part_of(whole_store, START)
-        rdzv = self._open_round(store) if self._info.rank == 0 else self._join(store)
+        rdzv = self._open_round(store) if self.opens_round else self._join(store)
         # Not the whole store: process groups do not know that an earlier one has used the same names.
         return part_of(whole_store, f"bucketddp/group/{rdzv.host.identity}")
+
+    def _take_over(self, after_s: float) -> socket.socket | None:
+        """Wait for a store that has gone with its rank. Return a socket for another, if its address is on this host."""
+        # Of those that can listen there one does, and the others find it.
+        with suppress(StartError, OSError):
+            try:
+                self._address.connect(deadline=Deadline(after_s, world_size=self._info.world_size))
+            except StartError:
+                listener = listen(self._address.port, address=self._address.address)
+                self._address, self.opens_round = replace(self._address, takes_over=True), True
+                log.warning(f"bucketddp: rank {self._info.rank} makes a new store at {self._address}.")
+                return listener
+        return None
 
     def _open_round(self, store: Store) -> RendezvousRound:
         for rank in knocks_of(store, set(range(self._info.world_size)) - self.awaited):
@@ -234,7 +254,9 @@ class Rendezvous:
                 raise StartError(why_not)
             self._deadline.report(lambda: f"{list_some_ranks(rdzv.missing())} to join at {self._address}")
             self._deadline.pause()
-        self.ranks = sorted(set(range(self._info.world_size)).difference(rdzv.missing()))
+        # First the one that holds the store: rank 0 from now on.
+        others = set(range(self._info.world_size)).difference(rdzv.missing(), [self._info.rank])
+        self.ranks = [self._info.rank, *sorted(others)]
         rdzv.decide(self.ranks)
         return rdzv
 

@@ -89,6 +89,7 @@ class StoreAddress:
     local_rank: int
     is_local: bool = False
     num_fits: int = 0  # that have ended in the program of this rank
+    takes_over: bool = False  # the store, from rank 0, which is gone
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -96,7 +97,7 @@ class StoreAddress:
     @property
     def is_host(self) -> bool:
         """Return whether this rank holds the store; otherwise torchrun's agent or another rank does."""
-        return self.rank == 0 and not agent_holds_store()
+        return (self.rank == 0 or self.takes_over) and not agent_holds_store()
 
     def open_server(self, listener: socket.socket | None, *, deadline: Deadline) -> Store:
         """Open the store, at a socket that listens already if there is one. Keep the result until we are connected."""

@@ -3,9 +3,9 @@
 Note: a restart
     A restart is what `fit` does when it raises, and what it does when it is called again, without the program in
     between. Rank 0 decides whether there is one, and writes that to the store. If the store has gone with its process,
-    the others wait at its address. The launcher starts a new process for a rank whose process is gone. All ranks meet,
-    and read the newest checkpoint. A new process knows nothing of earlier attempts, so nothing that ranks must agree on
-    may depend on them.
+    the others wait at its address, and with `min_ranks` one of them makes another there. The launcher starts a new
+    process for a rank whose process is gone. All ranks meet, and read the newest checkpoint. A new process knows
+    nothing of earlier attempts, so nothing that ranks must agree on may depend on them.
 """
 
 from __future__ import annotations
@@ -108,11 +108,15 @@ class Restarts:
 
     def rendezvous(self, address: StoreAddress) -> Rendezvous:
         """Return the rendezvous of a restart."""
-        # Rank 0 decides when it has waited long enough. It may have paused before.
-        timeouts, members = self._strategy.options.timeouts, self._strategy.members
-        timeout_s = timeouts.rejoin_s + (_LONGEST_PAUSE_S if address.rank > 0 else 0)
+        timeouts, min_ranks = self._strategy.options.timeouts, self._option.min_ranks
+        members = self._strategy.members or list(range(address.world_size))
+        # The first of them decides when it has waited long enough. It may have paused before.
+        is_first = address.rank == members[0]
+        timeout_s = timeouts.rejoin_s + (0 if is_first else _LONGEST_PAUSE_S)
         rendezvous = Rendezvous(address, timeout_s=timeout_s, option="Timeouts(rejoin_s=...)")
-        rendezvous.min_ranks, rendezvous.awaited = self._option.min_ranks, set(members or range(address.world_size))
+        rendezvous.opens_round, rendezvous.min_ranks, rendezvous.awaited = is_first, min_ranks, set(members)
+        if self._strategy.store is None and not is_first and min_ranks is not None:
+            rendezvous.takes_over_after_s, rendezvous.awaited = timeouts.rejoin_s, set(members[1:])
         return rendezvous
 
     def set_members(self, store: Any, ranks: list[int], *, num_launched: int) -> None:

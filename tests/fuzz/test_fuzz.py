@@ -1,4 +1,4 @@
-"""60 drawn programs have the weights that ddp gives, and the machine that draws them sees what goes wrong."""
+"""40 drawn programs have the weights that ddp gives, and the machine that draws them sees what goes wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fuzz.script import script_of
 from tests.fuzz.shrink import Finding, shrink
 from tests.support.programs import run
 
-NUM_PROGRAMS, PROGRAMS_PER_TEST = 60, 10
+NUM_PROGRAMS, PROGRAMS_PER_TEST = 40, 10
 # torch DDP hangs in these until its time-out, a minute.
 HANGING_IN_DDP = {26}
 BLOCKS = {

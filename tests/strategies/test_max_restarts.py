@@ -252,6 +252,20 @@ def test_survivors_wait_for_a_rank_zero_that_is_started_again(tmp_path: Path) ->
     assert [len({attempt["pid"] for attempt in of_rank}) for of_rank in attempts] == [2, 1, 1]
 
 
+def test_a_survivor_makes_a_store_in_place_of_one_that_nobody_brings_back(tmp_path: Path) -> None:
+    faults = [fault("kill", rank=0, step=3), fault("raise", rank=0, step=6), fault("raise", rank=1, step=9)]
+    went_on = train_by_hand(tmp_path / "went_on", *faults, min_ranks=2, batch_size=4)
+    assert re.search(r"rank [12] makes a new store at 127\.0\.0\.1:\d+\.", went_on.output), went_on.output
+    assert "Nobody has brought rank 0 back." in went_on.output
+    ends = [went_on.results[f"end.rank{rank}"] for rank in range(2)]
+    assert [end["world_size"] for end in ends] == [2, 2]
+    # The two that are left are numbered anew, and go on in the new store after further failures.
+    assert [attempt["step"] for attempt in notes(tmp_path / "went_on", "attempts", 0)] == [0, 3, 6, 9]
+    first, *_ = re.findall(r"resuming from\s+`(.*?)`", went_on.output)
+    resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=first)
+    assert weights(resumed) == ends[0]["weights"] == ends[1]["weights"], resumed.output
+
+
 def test_a_host_that_is_started_again_is_taken_in(without_faults: Any, tmp_path: Path) -> None:
     text = json.dumps({"faults": [fault("kill", step=3), fault("raise", rank=0, step=6)]})
     again = ("sh", "-c", '"$@" || "$@"', "sh")  # whatever looks after the second host
