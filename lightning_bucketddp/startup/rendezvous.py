@@ -232,7 +232,8 @@ class Rendezvous:
             try:
                 self._address.connect(deadline=Deadline(after_s, world_size=self._info.world_size))
             except StartError:
-                listener = listen(self._address.port, address=self._address.address)
+                listen(self._address.port, address=self._address.address).close()  # raises if that is another host's
+                listener = listen(self._address.port, address=self._address.address if self._address.is_local else None)
                 self._address, self.opens_round = replace(self._address, takes_over=True), True
                 log.warning(f"bucketddp: rank {self._info.rank} makes a new store at {self._address}.")
                 return listener

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,12 @@ def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tm
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
 
 
-def by_hand(rank: int, text: str, variables: dict[str, str], *, within: str = '"$@"; exit 0') -> Program:
-    """One of three ranks that nobody starts again; that it was killed shall not end the others either."""
-    shell = ("sh", "-c", within, "sh")
-    return Program([SCRIPTS / "goes_on.py", text], {**variables, "LOCAL_RANK": str(rank), "RANKS": "3"}, within=shell)
+def by_hand(
+    rank: int, text: str, variables: dict[str, str], *, within: str = '"$@"; exit 0', num_ranks: int = 3
+) -> Program:
+    """A rank that nobody starts again; that it was killed shall not end the others either."""
+    variables = {**variables, "LOCAL_RANK": str(rank), "RANKS": str(num_ranks)}
+    return Program([SCRIPTS / "goes_on.py", text], variables, within=("sh", "-c", within, "sh"))
 
 
 def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None = None, **plan: Any) -> Run:
@@ -264,6 +267,26 @@ def test_a_survivor_makes_a_store_in_place_of_one_that_nobody_brings_back(tmp_pa
     first, *_ = re.findall(r"resuming from\s+`(.*?)`", went_on.output)
     resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=first)
     assert weights(resumed) == ends[0]["weights"] == ends[1]["weights"], resumed.output
+
+
+@pytest.mark.long
+def test_a_new_store_is_found_by_the_ranks_of_another_host(tmp_path: Path) -> None:
+    text = json.dumps({"faults": [fault("kill", rank=0, step=3)], "rejoin_s": 8, "batch_size": 4, "min_ranks": 3})
+    with two_hosts() as hosts:
+        of_run = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(own_port()), "NODES": "2", "OMP_NUM_THREADS": "1"}
+        programs = [
+            replace(program, within=[*host.within, *program.within])
+            for node, host in enumerate(hosts)
+            for program in (
+                by_hand(local_rank, text, {**of_run, "NODE_RANK": str(node)}, num_ranks=4) for local_rank in range(2)
+            )
+        ]
+        finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path)
+    assert "rank 1 makes a new store at " in finished.output, finished.output
+    assert "going on with 3 of 4 ranks" in finished.output
+    ends = [finished.results[f"end.rank{rank}"] for rank in range(3)]
+    assert [end["world_size"] for end in ends] == [3, 3, 3]
+    assert ends[0]["weights"] == ends[1]["weights"] == ends[2]["weights"]
 
 
 def test_a_host_that_is_started_again_is_taken_in(without_faults: Any, tmp_path: Path) -> None:
