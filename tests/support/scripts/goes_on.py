@@ -129,6 +129,7 @@ def note(name: str, value: Any, rank: int) -> None:
 def main() -> None:
     plan = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning sets another number, but not under torchrun
     if plan.get("stays_away") and os.environ.get("LOCAL_RANK") == "1" and list(RESULTS.glob("fault0.*")):
         sys.exit(1)  # the process that takes the place of rank 1
     for _ in range(plan.get("fits", 1) - 1):
