@@ -84,13 +84,18 @@ def serve(directory: Path) -> tuple[dict[str, Any], list[int]]:
                     os._exit(0)
                 elif key.fileobj is listener:
                     client, _ = listener.accept()
-                    request, descriptors = _receive(client)
+                    try:
+                        request, descriptors = _receive(client)
+                    except (OSError, ValueError):  # it was killed before it had said what it wants
+                        client.close()
+                        continue
                     pid = os.fork()
                     if pid == 0:
                         return request, descriptors
                     for descriptor in descriptors:
                         os.close(descriptor)
-                    client.sendall(f"{pid}\n".encode())
+                    with suppress(OSError):  # it may have been killed since: its end is noticed below
+                        client.sendall(f"{pid}\n".encode())
                     watched = os.pidfd_open(pid)
                     children[watched] = (pid, client)
                     selector.register(watched, selectors.EVENT_READ, None)
