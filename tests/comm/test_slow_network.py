@@ -92,7 +92,7 @@ def test_hosts_and_ranks_end_with_the_command(tmp_path: Path) -> None:
         if command.wait() != -signal.SIGKILL:
             assert_refused(output.read_text())
         # At once, and not when a rank has started and finds that nobody asks for anything.
-        wait_until(lambda: not processes_of(run_id), timeout_s=3)
+        wait_until(lambda: not processes_of(run_id), timeout_s=6)
 
 
 def assert_refused(output: str) -> None:
