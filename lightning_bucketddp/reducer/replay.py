@@ -56,9 +56,9 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
         some_miss = captured.syncs and weighting.some_miss
         if weighting.begin(reducer.params, syncs=captured.syncs, trainable=captured.trainable):
             factor = reducer.factor_of_mean(captured.trainable)
-    # Last of all: it waits for the replay before, and until `run` the device has nothing to do.
-    reducer.finiteness.begin(reducer.stats)
     try:
+        # Last of all: it waits for the replay before, and until `run` the device has nothing to do.
+        reducer.finiteness.begin(reducer.stats)
         run()
     except BaseException as error:
         reducer.fail(error)
