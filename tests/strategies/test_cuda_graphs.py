@@ -30,6 +30,7 @@ from lightning_bucketddp.commands.report import page_content, typical_step_of
 from lightning_bucketddp.config import LocalSteps
 from lightning_bucketddp.recording.schema import find_folder, read_run
 from lightning_bucketddp.recording.summary import Summary
+from lightning_bucketddp.reducer import nonfinite
 from lightning_bucketddp.reducer.nonfinite import NonFiniteError
 from lightning_bucketddp.reducer.plan_cache import _ALONE_FROM_BYTES
 from lightning_bucketddp.strategies import fit_state
@@ -206,7 +207,11 @@ class LateHook(Callback):
 
 
 class Poison(Callback):
-    """Gives rank 1 something that is not finite in two late steps."""
+    """Gives rank 1 something that is not finite in two late steps; what is only warned of is read late, as on a GPU."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        finiteness = trainer.strategy.reducer.finiteness
+        finiteness.reads_late = trainer.strategy.config.on_nonfinite == "warn"
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step in (17, 21) and trainer.global_rank == trainer.world_size - 1:
@@ -333,12 +338,14 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
     random.seed(1)
     module, outputs = known.module(), Outputs()
     lines: list[str] = []
+    warnings: list[str] = []
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures, **known.options)
     trainer = make_trainer(strategy, **{"max_epochs": 4, **known.trainer}, callbacks=[*known.callbacks(), outputs])
     with pytest.MonkeyPatch.context() as patch:
         for key in _ALONE_FROM_BYTES if known.all_alone else ():
             patch.setitem(_ALONE_FROM_BYTES, key, 0)
         patch.setattr(fit_state, "rank_zero_info", lines.append)
+        patch.setattr(nonfinite.log, "warning", warnings.append)
         if device().type == "cpu":
             patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
         error = ""
@@ -353,7 +360,7 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
         "seen": outputs.seen,
         "num_replayed": 0 if graphs is None else graphs.num_replayed,
         "lines": lines,
-        "ended": (trainer.global_step, error),
+        "ended": (trainer.global_step, error, warnings),
     }
 
 
