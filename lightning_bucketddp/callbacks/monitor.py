@@ -31,7 +31,7 @@ from lightning_bucketddp.reducer.observer import OuterStepStats
 from lightning_bucketddp.reducer.plan_cache import measure_wires
 from lightning_bucketddp.reducer.quantization import measure_codecs
 from lightning_bucketddp.strategies.trainer import TrainerStrategy
-from lightning_bucketddp.trainer_internals import Undo, call_before_fetch, is_log_step, log_at_once
+from lightning_bucketddp.trainer_internals import call_before_fetch, is_log_step, log_at_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -73,6 +73,7 @@ class RecordedFit:
         self._has_file = folder is not None
         self._file = RecordFile(folder, rank=self.run.rank)
         self._file.write(self.run)
+        self._stop_seeing_fetches = call_before_fetch(strategy.trainer, self.begin_fetch)
 
     @property
     def profile(self) -> Profile | None:
@@ -143,6 +144,7 @@ class RecordedFit:
 
     def close(self) -> None:
         """Stop recording. Steps that cannot be read without waiting are dropped."""
+        self._stop_seeing_fetches()
         self.strategy.recording.end(self.strategy)
         with suppress(RuntimeError):  # the device may have failed
             self.read()
@@ -254,7 +256,6 @@ class StepMonitoring(_Callback):
         self._has_summary = summary
         self._shows_overlap = progress_bar
         self._fit: RecordedFit | None = None
-        self._stop_seeing_fetches: Undo | None = None
         self._global_step = 0
         self._summary: Summary | None = None
         # Where the last fit was recorded; also known to a process that has forked the ranks.
@@ -284,7 +285,6 @@ class StepMonitoring(_Callback):
         self.recorded_in = folder
         self._global_step = trainer.global_step
         self._fit = RecordedFit(trainer.strategy, every_n_rounds=self._every_n_steps, folder=folder)
-        self._stop_seeing_fetches = call_before_fetch(trainer, self._fit.begin_fetch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
@@ -349,7 +349,4 @@ class StepMonitoring(_Callback):
     def _close(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            assert self._stop_seeing_fetches is not None
-            self._stop_seeing_fetches()
-            self._stop_seeing_fetches = None
             fit.close()

@@ -45,6 +45,11 @@ from lightning_bucketddp.reducer.observer import Axis, BackwardObserver, Reducer
 from lightning_bucketddp.reducer.reduction import PendingReduction
 from lightning_bucketddp.wording import wrap
 
+log = logging.getLogger(__name__)
+
+# After this many recorded batches every second step is written, after as many more every fourth, and so on, so that a
+# file grows with the logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
+BATCHES_PER_PORTION = 1000
 _ENDS_WITHIN_S = 1.0
 
 
@@ -101,7 +106,7 @@ class StepRecorder(BackwardObserver):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._clock = clock_of(device)
-        self._worker = Worker("bucketddp-observer") if device.type != "cuda" else None
+        self._worker = Worker("bucketddp-observer", stops_at_error=False) if device.type != "cuda" else None
         self._stream = torch.cuda.Stream(device) if self._worker is None else None  # type: ignore[no-untyped-call]
         self.axis = Axis(self._clock)
         self._phase: str | None = None
@@ -121,17 +126,15 @@ class StepRecorder(BackwardObserver):
     def _watch(self, transfer: Pending, marks: MarkedTransfer) -> None:
         """Mark the end of `transfer` as soon as it comes (Note: ends of reductions)."""
 
-        def wait() -> None:
-            with suppress(Exception):  # the step waits for it, too, and is the one to raise
-                transfer.wait()
-                marks.seen = self._clock.mark()
+        def mark_end() -> None:
+            transfer.wait()
+            marks.seen = self._clock.mark()
 
         if self._worker is not None:
-            self._worker.submit(wait)
+            self._worker.submit(mark_end)  # the step waits for the transfer, too, and is the one to raise
         elif os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "0":  # else it is the host that would wait
             with torch.cuda.stream(self._stream):
-                transfer.wait()
-                marks.seen = self._clock.mark()
+                mark_end()
 
     @property
     def phase(self) -> str | None:
@@ -236,13 +239,6 @@ class StepRecorder(BackwardObserver):
         return all(map(self._clock.is_past, marks))
 
 
-log = logging.getLogger(__name__)
-
-# After this many recorded batches every second step is written, after as many more every fourth, and so on, so that a
-# file grows with the logarithm of a run's length. Batches are counted, not bytes: all ranks must write the same steps.
-BATCHES_PER_PORTION = 1000
-
-
 def step_of(marked: MarkedStep, axis: Axis, *, memory_bytes: int) -> Step | None:
     """Convert a marked step to seconds, waiting for marks still pending; None if a backward of it did not end."""
     if not marked.spans or any(bucket.launched is None or not bucket.ends for bucket in marked.buckets.values()):
@@ -281,8 +277,7 @@ def plan_of(
         collective = ALL_REDUCE
         if bucket.sharded is not None and scatters:
             collective = "reduce-scatter" if bucket.sharded.owner is None else "reduce"
-        is_sharded = bucket.sharded is not None
-        recorded.append(RecordedBucket(names, sizes, bucket.sparse, sharded=is_sharded, collective=collective))
+        recorded.append(RecordedBucket(names, sizes, bucket.sparse, bucket.sharded is not None, collective))
     return RecordedPlan(version, recorded)
 
 
@@ -346,10 +341,10 @@ class RecordFile:
                 write(line, self._file)
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        if self._file is not None:
             with self._giving_up_on_errors():
-                file.close()
+                self._file.close()
+        self._file = None
 
     @contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:

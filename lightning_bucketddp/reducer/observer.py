@@ -106,6 +106,10 @@ class Clock:
         """Return the time from one mark to another. May wait until the device has reached both."""
         return float(stop - start)
 
+    def on_host(self, mark: Any) -> float:
+        """Return `mark` in seconds of `time.perf_counter`. Waits for the device."""
+        return float(mark)
+
     def is_past(self, mark: Any) -> bool:
         """Return whether `mark` can be read without waiting."""
         return True
@@ -137,6 +141,10 @@ class DeviceClock(Clock):
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
+    def on_host(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return time.perf_counter()
+
     def is_past(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
@@ -157,8 +165,7 @@ class Axis:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._origin = clock.mark()
-        clock.seconds(self._origin, self._origin)
-        self._origin_s = time.perf_counter()
+        self._origin_s = clock.on_host(self._origin)
 
     def move_to(self, mark: Any) -> None:
         """Count from `mark` from now on: between distant marks a GPU tells the time with few digits."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
+
 import pytest
 import torch
 
@@ -111,6 +114,15 @@ def test_a_step_that_was_given_up_is_forgotten() -> None:
     recorder.forget_phase()
     assert step_of(recorder.complete(stats, step=3, plan=1), recorder.axis, memory_bytes=0) is None
     recorder.close()
+
+
+def test_an_axis_of_a_cpu_is_exact_also_if_its_process_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, perf_counter = Clock(), time.perf_counter
+    reads = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + next(reads))  # a second from look to look
+    axis = Axis(clock)
+    mark = clock.mark()
+    assert axis.seconds(mark) == pytest.approx(mark, abs=1e-6)
 
 
 def test_an_axis_that_moves_tells_the_same_time() -> None:

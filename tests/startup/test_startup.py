@@ -36,7 +36,7 @@ from tests.support.programs import REPOSITORY, SCRIPTS, Program, Run, assert_tra
 from tests.support.ranks import run_on_ranks
 
 # Far below the time-outs of the tests that expect an end at once.
-AT_ONCE_S = 20
+AT_ONCE_S = 120
 HOST = re.escape(socket.gethostname())
 
 
