@@ -24,12 +24,11 @@ Note: memory of graphs
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -41,18 +40,17 @@ from lightning_bucketddp.graphs.proof import (
     Outcome,
     PythonState,
     StepStart,
+    Values,
     checked_call,
     compute_watched,
     explain_failure,
-    find_obstacle,
+    is_of_user,
     methods_replaced,
-    signature_of,
-    tensors_in,
 )
+from lightning_bucketddp.graphs.replay import CUDAGraph, captured_in, is_replayable, replay_backward, take_gradients
 from lightning_bucketddp.part import RunPart
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.replay import captured_in, is_replayable, replay_backward, take_gradients
 from lightning_bucketddp.trainer_internals import ClosureParts, Undo, logging_in, replace_closures
 from lightning_bucketddp.wording import list_names
 
@@ -62,57 +60,10 @@ _NUM_BEFORE = 3
 _ASK_IN_FIRST, _ASK_EVERY = 64, 64
 _COMPARE_EVERY = 4096
 _MOST_GRAPHS = 8
-_LAUNCHED_WITHIN_S = 1.0
+_REPLAYS_PER_CAPTURE = 64
+_HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 # What ranks do together.
 _PROVE, _COMPARE = "prove", "compare"
-
-_T = TypeVar("_T")
-
-
-class CUDAGraph:
-    """Work that was captured on the current stream."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
-        # Whoever holds it may use the graph, and nobody else: an abort lets go of it.
-        self._use = threading.Lock()
-
-    def capture(self, body: Callable[[], _T]) -> _T:
-        """Capture what `body` does, and return what it returns: each replay writes into the tensors in that."""
-        stream = torch.cuda.current_stream()
-        # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            # `thread_local`: NCCL's watchdog asks for its events meanwhile, and loaders pin memory.
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                return body()
-        except BaseException:
-            # torch leaves its random numbers as if they were still captured.
-            generator = torch.cuda.default_generators[stream.device_index]
-            generator.graphsafe_set_state(generator.clone_state())
-            raise
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-
-    def replay(self) -> None:
-        with self._use:
-            self._graph.replay()
-
-    def release(self) -> None:
-        """Let go of it while the thread that trains may be waiting for it: NCCL is being aborted."""
-        # Not while it is launched. If that takes long, it is the end of the process that lets go of it.
-        if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
-            self._graph.reset()
-            self._use.release()
-
-
-def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
-    """Return what makes graphs on this device, all in one pool; None: nothing does."""
-    if device.type != "cuda":
-        return None
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CUDAGraph(pool)
 
 
 @dataclass(frozen=True)
@@ -142,9 +93,9 @@ class _Step:
         )
 
     @property
-    def values(self) -> list[Tensor]:
+    def values(self) -> Values:
         """What it computes besides gradients."""
-        return tensors_in((self.result.loss, self.result.extra, self.logged))
+        return Values.of((self.result.loss, self.result.extra, self.logged))
 
 
 class StepHost(Protocol):
@@ -259,7 +210,7 @@ class CapturedSteps(RunPart):
             # It will be captured again, as it is now.
             del self._steps[key]
             self._num_recaptured += 1
-            if self._num_recaptured > _MOST_GRAPHS:
+            if self._num_recaptured > _MOST_GRAPHS + self.num_replayed // _REPLAYS_PER_CAPTURE:
                 self._give_up(f"`{changed}` changes between steps")
             step = None
         can_replay = step is not None and step.finds_gradients(zeroed=closure.zero_grad is not None)
@@ -380,7 +331,7 @@ class CapturedSteps(RunPart):
         def body() -> _Step:
             result, logged, backward = self._run_as_captured(closure, arguments, loss_digest)
             gradients = [None if param.grad is None else param.grad.detach() for param in params]
-            state = PythonState(self._module)
+            state = PythonState(self._module, self.collectives.device)
             return _Step(graph, inputs, params, before, gradients, result, logged, backward, state)
 
         try:
@@ -432,3 +383,42 @@ class CapturedSteps(RunPart):
     def _compare_outcomes(self, with_graph: Outcome, without: Outcome, *, when: str) -> None:
         if different := with_graph.find_difference(without, self._module, factor=self._reducer.factor):
             self._give_up(f"{different} differs with a graph, when it was compared {when}")
+
+
+def find_obstacle(trainer: Any, reducer: Reducer) -> str:
+    """Return why no step of this fit can be captured; empty: it may be possible."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    for owner in (module, *trainer.callbacks):
+        for name in (*_HOOKS_IN_CLOSURE, *(("backward", "optimizer_zero_grad") if owner is module else ())):
+            # Lightning's classes have these hooks, and do nothing in them.
+            if (method := getattr(type(owner), name, None)) is not None and is_of_user(method):
+                return f"`{type(owner).__name__}.{name}` runs within it"
+    return "a communication hook may do other things in each step" if reducer.uses_hook else ""
+
+
+def signature_of(arguments: Mapping[str, Any], device: torch.device) -> tuple[Any, list[Tensor]]:
+    """Return what a graph has fixed of a batch, hashable, and the tensors in it, in their order."""
+    tensors: list[Tensor] = []
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device != device:
+                raise NotCapturedError(f"the batch has a tensor on {value.device}")
+            if value.layout is not torch.strided or type(value) is not Tensor:
+                raise NotCapturedError(f"the batch has a tensor of another kind, `{type(value).__name__}`")
+            tensors.append(value)
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, str | bytes | int | float | bool | type(None)):
+            return type(value), value
+        if isinstance(value, Mapping):
+            return type(value), tuple((key, visit(each)) for key, each in value.items())
+        if isinstance(value, list | tuple):
+            return type(value), tuple(map(visit, value))
+        if is_dataclass(value):
+            return type(value), tuple(visit(getattr(value, field.name)) for field in fields(value))
+        raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
+
+    # Whether a step uses the number of the batch is found out otherwise.
+    return visit({name: value for name, value in arguments.items() if name != "batch_idx"}), tensors

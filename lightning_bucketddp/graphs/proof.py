@@ -1,45 +1,58 @@
 """Whether a step can be captured: what it depends on besides tensors, and whether it computes the same twice.
 
 A graph repeats kernels. Python ran once, when it was captured. So a step may be captured only if Python would do the
-same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch; that
-change attributes of modules (counters, metrics, buffers that are replaced); that draw Python's, numpy's or torch's
-random numbers on the CPU; that have hooks. Attributes that others change between steps are compared before each replay.
-What is left (a global variable, the time of day) is found by comparing steps now and then.
+same in every step. Known to do otherwise: steps that read the number of the batch, of the step or of the epoch, or a
+learning rate; that change attributes of modules (counters, metrics, buffers that are replaced); that draw random
+numbers on the CPU; that have hooks. Attributes that others change between steps are compared before each replay. What
+is left (a global variable, an entry of a large table) is found by comparing steps now and then.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding.gradient import copy_of, own_part
 from lightning_bucketddp.trainer_internals import SET_BY_LIGHTNING, ClosureParts, replace_method, trainer_replaced
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic, torch.dtype, torch.device, torch.Size)
+# What has more entries is a table of data: they are not compared one by one before each replay.
+_MOST_ENTRIES = 1000
+# What has no keys under which a change could be seen, and the state of it.
+_STATES: dict[Any, Callable[[Any], Any]] = {
+    np.ndarray: np.ndarray.tolist,
+    set | frozenset: lambda items: sorted(map(repr, items)),
+    random.Random: random.Random.getstate,
+    np.random.Generator: lambda generator: generator.bit_generator.state,
+    torch.Generator: lambda generator: generator.get_state().tolist() if generator.device.type == "cpu" else "",
+}
 _HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes of modules that torch or Lightning change by themselves, or that have no numbers in them.
 _NOT_OF_THE_USER = {*SET_BY_LIGHTNING, "log", "training_step"} | vars(nn.Module()).keys() - {
     *("training", "_parameters", "_buffers"),
 }
-_HOOKS_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 # What a step may ask of its Trainer: it is the same in every step.
 _CONSTANT_OF_TRAINER = {
     *("strategy", "world_size", "global_rank", "local_rank", "node_rank", "num_nodes", "num_devices", "device_ids"),
-    *("precision", "precision_plugin", "accelerator", "datamodule", "lightning_module", "model", "optimizers"),
+    *("precision", "precision_plugin", "accelerator", "lightning_module", "model", "optimizers"),
     *("max_epochs", "max_steps", "num_training_batches", "accumulate_grad_batches", "estimated_stepping_batches"),
     *("training", "validating", "testing", "predicting", "sanity_checking", "evaluating", "state", "barebones"),
     *("is_global_zero", "default_root_dir", "log_dir", "gradient_clip_val", "fast_dev_run", "log_every_n_steps"),
@@ -59,13 +72,15 @@ class NotCapturedError(Exception):
     """A step cannot be captured; the text says why."""
 
 
-def _is_of_user(thing: Any) -> bool:
+def is_of_user(thing: Any) -> bool:
+    """Return whether a function or a class is the user's own."""
     return str(getattr(thing, "__module__", type(thing).__module__)).partition(".")[0] not in _PACKAGES
 
 
 def users_line(error: BaseException | None = None) -> str:
     """Return the last line of the user's own that `error` has come from, or that runs now, as ` at FILE:LINE`."""
-    frames = traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+    own = inspect.currentframe()  # with None, how many frames are left out depends on the version of Python
+    frames = traceback.walk_stack(own) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
             return f" at {frame.f_code.co_filename}:{line}"
@@ -97,6 +112,23 @@ class WatchedTrainer:
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["tell"](f"`training_step` sets `trainer.{name}`{users_line()}")
         setattr(vars(self)["watched"], name, value)
+
+
+@contextmanager
+def rates_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell when something inside reads an optimizer or a scheduler: what they hold changes from step to step."""
+
+    def read(self: Any, name: str) -> Any:
+        tell(f"`training_step` reads `{type(self).__name__}.{name}`{users_line()}")
+        return object.__getattribute__(self, name)
+
+    for cls in (Optimizer, LRScheduler):
+        cls.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cls in (Optimizer, LRScheduler):
+            del cls.__getattribute__
 
 
 def watched_index(index: int, tell: Callable[[str], None]) -> int:
@@ -139,25 +171,12 @@ def waits_told(device: torch.device, tell: Callable[[str], None]) -> Iterator[No
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def find_obstacle(trainer: Any, reducer: Reducer) -> str:
-    """Return why no step of this fit can be captured; empty: it may be possible."""
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        return "optimization is manual"
-    for owner in (module, *trainer.callbacks):
-        for name in (*_HOOKS_IN_CLOSURE, *(("backward", "optimizer_zero_grad") if owner is module else ())):
-            # Lightning's classes have these hooks, and do nothing in them.
-            if (method := getattr(type(owner), name, None)) is not None and _is_of_user(method):
-                return f"`{type(owner).__name__}.{name}` runs within it"
-    return "a communication hook may do other things in each step" if reducer.uses_hook else ""
-
-
 def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
     """Return a hook of the user's that runs in a step, in words; `num_ours` are the others on a parameter."""
     for name, module in root.named_modules():
         hooks = [hook for kind in _HOOKS_OF_MODULE for hook in getattr(module, kind, {}).values()]
         for hook in hooks:
-            if _is_of_user(hook):
+            if is_of_user(hook):
                 return f"`{name or type(module).__name__}` has a hook, `{getattr(hook, '__qualname__', hook)}`"
     for name, param in root.named_parameters():
         if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > num_ours(param):
@@ -168,48 +187,69 @@ def find_hooks(root: nn.Module, num_ours: Callable[[Tensor], int]) -> str:
 
 
 class PythonState:
-    """Plain attributes of all modules, and where their tensors are: compared before a captured step is replayed."""
+    """Attributes of all modules, what they hold, and where their tensors are: compared before each replay."""
 
-    def __init__(self, root: nn.Module) -> None:
-        # What holds something under a key, what that is, its address if it is a tensor, and its name.
-        self._values: list[tuple[Any, Any, Any, int, str]] = []
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
+        # What holds something under a key, what that is, where it is if it is a tensor, and its name.
+        self._values: list[tuple[Any, Any, Any, Any, str]] = []
         self._sizes: list[tuple[Any, int, str]] = []
+        self._visited: set[int] = set()
         for path, module in root.named_modules():
             own = vars(module)
             self._sizes.append((own, len(own), path or type(module).__name__))
             for key, value in own.items():
-                if key not in _NOT_OF_THE_USER:
-                    self._note(own, key, value, f"{path}.{key}" if path else key)
+                name = f"{path}.{key}" if path else key
+                if key in ("_parameters", "_buffers"):
+                    self._look_into(value, name)
+                elif key not in _NOT_OF_THE_USER:
+                    self._note(own, key, value, name)
 
-    def _note(self, owner: Any, key: Any, value: Any, name: str, *, depth: int = 0) -> None:
-        if isinstance(value, _PLAIN):
-            self._values.append((owner, key, value, 0, name))
-        elif isinstance(value, Tensor):
-            self._values.append((owner, key, value, value.data_ptr(), name))
-        elif depth < 2 and not isinstance(value, nn.Module):
-            is_object = hasattr(value, "__dict__") and _is_of_user(type(value))
-            inside = vars(value) if is_object and not isinstance(value, dict) else value
-            if isinstance(inside, dict | list | tuple):
-                self._sizes.append((inside, len(inside), name))
+    def _note(self, owner: Any, key: Any, value: Any, name: str) -> None:
+        place = self._place_of(value) if isinstance(value, Tensor) else None
+        self._values.append((owner, key, _kept(value), place, name))
+        if not isinstance(value, (*_PLAIN, Tensor, nn.Module)) and id(value) not in self._visited:
+            self._visited.add(id(value))
+            self._look_into(vars(value) if hasattr(value, "__dict__") and is_of_user(type(value)) else value, name)
+
+    def _look_into(self, inside: Any, name: str) -> None:
+        if isinstance(inside, dict | list | tuple | deque):
+            self._sizes.append((inside, len(inside), name))
+            if len(inside) <= _MOST_ENTRIES:
                 for each, item in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
-                    self._note(inside, each, item, f"{name}[{each!r}]", depth=depth + 1)
+                    self._note(inside, each, item, f"{name}[{each!r}]")
+
+    def _place_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Return where a tensor is. A graph reads what is there, but of one on the CPU what was there."""
+        is_fixed = tensor.is_cpu and not self._on_host and not tensor.is_inference()
+        return tensor.data_ptr(), tensor._version if is_fixed else 0
 
     def find_change(self) -> str:
         """Return the name of something that is not as it was; empty: all is."""
         for container, size, name in self._sizes:
             if len(container) != size:
                 return name
-        for owner, key, value, address, name in self._values:
+        for owner, key, value, place, name in self._values:
             try:
                 now = owner[key]
             except KeyError:
                 return name
-            if address:
-                if now is not value or now.data_ptr() != address:
+            if place is not None:
+                if now is not value or self._place_of(now) != place:
                     return name
-            elif now is not value and not (type(now) is type(value) and now == value):
-                return name
+            elif now is not value:
+                now = _kept(now)
+                if type(now) is not type(value) or not isinstance(value, _PLAIN) or now != value:
+                    return name
         return ""
+
+
+def _kept(value: Any) -> Any:
+    """Return what `value` is compared by: itself, or the text of what is in it and changes without a key."""
+    for kind, state_of in _STATES.items():
+        if isinstance(value, kind) and getattr(value, "size", 0) <= _MOST_ENTRIES:
+            return str(state_of(value))
+    return value
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
@@ -223,32 +263,51 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OTHER_ROUNDING = 2e-2
 
 
+class Values(NamedTuple):
+    """What a step logs and returns."""
+
+    tensors: list[Tensor]
+    numbers: list[Any]  # Python's
+
+    @classmethod
+    def of(cls, collection: Any) -> Values:
+        tensors: list[Tensor] = []
+        numbers: list[Any] = []
+        apply_to_collection(collection, Tensor, tensors.append)
+        apply_to_collection(collection, (int, float), numbers.append)
+        return cls(tensors, numbers)
+
+    def copied(self) -> Values:
+        return Values([tensor.clone() for tensor in self.tensors], self.numbers)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a step has computed."""
 
-    values: list[Tensor]
+    values: Values
     gradients: list[Tensor | None]
     buffers: list[Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module, values: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Outcome:
+    def of(cls, module: nn.Module, values: Values, gradients: Sequence[Tensor | None]) -> Outcome:
         """Copy it."""
         copies = [None if gradient is None else own_part(gradient).clone() for gradient in gradients]
-        return cls([value.clone() for value in values], copies, [buffer.clone() for buffer in module.buffers()])
+        return cls(values.copied(), copies, [buffer.clone() for buffer in module.buffers()])
 
     def find_difference(self, other: Outcome, module: nn.Module, *, factor: float) -> str:
         """Return what is another there, in words; empty: nothing is, but for rounding and `factor`, of gradients."""
-        if len(self.values) != len(other.values):
-            return "the number of logged values"
-        names = ["the loss", *("an output or a logged value" for _ in self.values[1:])]
+        tensors, of_other = self.values.tensors, other.values.tensors
+        if len(tensors) != len(of_other) or self.values.numbers != other.values.numbers:
+            return "a number that is logged or returned"
+        names = ["the loss", *("an output or a logged value" for _ in tensors[1:])]
         names += [f"the gradient of `{name}`" for name, _ in module.named_parameters()]
         names += [f"`{name}`" for name, _ in module.named_buffers()]
         gradients = self.gradients
         if factor != 1:
             gradients = [None if gradient is None else own_part(gradient) * factor for gradient in gradients]
-        ours = [*self.values, *gradients, *self.buffers]
-        theirs = [*other.values, *other.gradients, *other.buffers]
+        ours = [*tensors, *gradients, *self.buffers]
+        theirs = [*of_other, *other.gradients, *other.buffers]
         for name, one, another in zip(names, ours, theirs, strict=True):
             if not _are_alike(one, another):
                 return name
@@ -302,7 +361,7 @@ class StepStart:
             buffer.copy_(copied)
         self._generator.set_state(self._random_state)
 
-    def outcome(self, values: list[Tensor]) -> Outcome:
+    def outcome(self, values: Values) -> Outcome:
         """Return what a step has computed that ended with this; nothing is copied."""
         by_param = {id(param): copied for param, _, copied in self._gradients}
         gradients = [by_param.get(id(param)) for param in self._module.parameters()]
@@ -319,39 +378,6 @@ class StepStart:
         kept._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         kept._random_state = self._generator.get_state()
         return kept
-
-
-def tensors_in(collection: Any) -> list[Tensor]:
-    """Return all tensors in a collection, in their order."""
-    tensors: list[Tensor] = []
-    apply_to_collection(collection, Tensor, tensors.append)
-    return tensors
-
-
-def signature_of(arguments: Mapping[str, Any], device: torch.device) -> tuple[Any, list[Tensor]]:
-    """Return what a graph has fixed of a batch, hashable, and the tensors in it, in their order."""
-    tensors: list[Tensor] = []
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.device != device:
-                raise NotCapturedError(f"the batch has a tensor on {value.device}")
-            if value.layout is not torch.strided or type(value) is not Tensor:
-                raise NotCapturedError(f"the batch has a tensor of another kind, `{type(value).__name__}`")
-            tensors.append(value)
-            return value.shape, value.stride(), value.dtype
-        if isinstance(value, str | bytes | int | float | bool | type(None)):
-            return type(value), value
-        if isinstance(value, Mapping):
-            return type(value), tuple((key, visit(each)) for key, each in value.items())
-        if isinstance(value, list | tuple):
-            return type(value), tuple(map(visit, value))
-        if is_dataclass(value):
-            return type(value), tuple(visit(getattr(value, field.name)) for field in fields(value))
-        raise NotCapturedError(f"the batch has a `{type(value).__name__}`, which is unknown")
-
-    # Whether a step uses the number of the batch is found out otherwise.
-    return visit({name: value for name, value in arguments.items() if name != "batch_idx"}), tensors
 
 
 def checked_call(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[str]) -> tuple[Any, ...]:
@@ -376,7 +402,7 @@ def methods_replaced(module: nn.Module, **methods: Callable[..., Any]) -> Iterat
 
 def compute_watched(
     closure: ClosureParts, trainer: Any, reducer: Reducer, device: torch.device
-) -> tuple[Any, list[Tensor], list[str]]:
+) -> tuple[Any, Values, list[str]]:
     """Compute a step without a graph; return its result, with copies of all values, and why not to capture it."""
     found: list[str] = []
     logged: list[Any] = []
@@ -393,7 +419,7 @@ def compute_watched(
     @functools.wraps(training_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
         watched = WatchedTrainer(trainer, found.append)
-        with trainer_replaced(module, watched), waits_told(device, found.append):
+        with trainer_replaced(module, watched), waits_told(device, found.append), rates_told(found.append):
             return training_step(*args, **kwargs)
 
     arguments = dict(closure.arguments)
@@ -402,11 +428,11 @@ def compute_watched(
     if hook := find_hooks(module, reducer.num_hooks):
         found.append(hook)
     with methods_replaced(module, log=watched_log, training_step=watched_step):
-        state, numbers = PythonState(module), random_states(device)
+        state, numbers = PythonState(module, device), random_states(device)
         result = closure.run()
         if changed := state.find_change():
             found.append(f"`training_step` changes `{changed}`")
         if random_states(device) != numbers:
             found.append("`training_step` draws random numbers on the CPU")
     closure.arguments.update(arguments)
-    return result, [value.clone() for value in tensors_in((result.loss, result.extra, logged))], found
+    return result, Values.of((result.loss, result.extra, logged)).copied(), found

@@ -16,7 +16,8 @@ from lightning_bucketddp.comm.step_exchange import StepExchange
 from lightning_bucketddp.config import MIB
 from lightning_bucketddp.data.sharded_iterable import IterableSharding
 from lightning_bucketddp.data.uneven_data import FirstBatches, UnevenData
-from lightning_bucketddp.graphs.captured_steps import CapturedSteps, new_graph
+from lightning_bucketddp.graphs.captured_steps import CapturedSteps
+from lightning_bucketddp.graphs.replay import new_graph
 from lightning_bucketddp.local_steps.islands import Islands, find_islands, refuse_layers_between_islands
 from lightning_bucketddp.local_steps.rounds import LocalRounds
 from lightning_bucketddp.part import RunPart

@@ -5,15 +5,18 @@ On a CPU there are no graphs: in their place stands something that runs a captur
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,14 +42,31 @@ from tests.support.scripts.models import WIDTH, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
 
-class RunAgain:
-    """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time."""
+def attributes_of(root: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return what the user's code has set on modules, other than tensors and modules."""
+    return [
+        (vars(module), key, value)
+        for module in root.modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and not isinstance(value, Tensor | nn.Module)
+    ]
 
-    def __init__(self) -> None:
+
+class RunAgain:
+    """Stands for a graph: runs what was captured again, and writes what comes out where it was the first time.
+
+    Attributes of `module` have the values then that they had when it was captured: a graph knows no others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._has_run = False
 
     def capture(self, body: Callable[[], Any]) -> Any:
         self._body, self._step = body, body()
+        # A function stays what it is, and so does what a method belongs to.
+        memo = {id(value): value for _, _, value in attributes_of(self._module) if callable(value)}
+        self._attributes = [(own, key, copy.deepcopy(it, memo)) for own, key, it in attributes_of(self._module)]
         self._has_run = True
         return self._step
 
@@ -55,9 +75,14 @@ class RunAgain:
         if self._has_run:
             self._has_run = False
             return
+        now = attributes_of(self._module)
+        for own, key, value in self._attributes:
+            own[key] = value
         with torch.enable_grad():
             step = self._body()
-        pairs = [*zip(self._step.values, step.values, strict=True)]
+        for own, key, value in now:
+            own[key] = value
+        pairs = [*zip(self._step.values.tensors, step.values.tensors, strict=True)]
         pairs += zip(self._step.gradients, step.gradients, strict=True)
         with torch._C.DisableTorchFunctionSubclass():
             for before, now in pairs:
@@ -192,11 +217,95 @@ class Listing(Network):
         return super().loss(batch) * self.factors.by_name["loss"]
 
 
+@dataclass
 class Relisting(Callback):
-    """Changes one of them, once an epoch."""
+    """Changes something, once an epoch."""
+
+    change: Callable[[Any, float], None]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.factors.by_name["loss"] = 1.0 + trainer.current_epoch
+        self.change(pl_module, 1.0 + trainer.current_epoch)
+
+
+def set_factor(module: Any, factor: float) -> None:
+    module.factors.by_name["loss"] = factor
+
+
+def replace_factors(module: Any, factor: float) -> None:
+    module.factors = SimpleNamespace(by_name={"loss": factor})
+
+
+def replace_inner_factors(module: Any, factor: float) -> None:
+    module.factors.by_name = {"loss": factor}
+
+
+class Deep(Network):
+    """Has a factor deep in its hyperparameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"losses": [{"mse": {"weights": {"all": 1.0}}}]}
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * self.config["losses"][0]["mse"]["weights"]["all"]
+
+
+def set_deep_factor(module: Any, factor: float) -> None:
+    module.config["losses"][0]["mse"]["weights"]["all"] = factor
+
+
+def set_numpy_temperature(module: Any, factor: float) -> None:
+    module.temperature = np.float32(factor)
+
+
+class Adding(Network):
+    """Counts in a set and in an array what its loss is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[float] = set()
+        self.array = np.ones(2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + len(self.names)) * float(self.array[1])
+
+
+def add_name(module: Any, factor: float) -> None:
+    module.names.add(factor)
+
+
+def fill_array(module: Any, factor: float) -> None:
+    module.array[1] = factor
+
+
+class Rated(Network):
+    """Logs its learning rate."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return self.loss(batch)
+
+
+class Scheduled(Network):
+    """Holds the scheduler, and scales its loss by what that says."""
+
+    def configure_optimizers(self) -> Any:
+        [optimizer], [self.scheduler] = super().configure_optimizers()
+        return [optimizer], [self.scheduler]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * self.scheduler.get_last_lr()[0]
+
+
+class OwnNumbers(Network):
+    """Has random numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) * self.numbers.random()
 
 
 class LateHook(Callback):
@@ -281,6 +390,11 @@ class Program:
     all_alone: bool = False  # each gradient is treated as a large one
 
 
+def line_in(module: type[LightningModule]) -> str:
+    """Return where the first line of a `training_step` is."""
+    return f"{__file__}:{module.training_step.__code__.co_firstlineno + 1}."
+
+
 PROGRAMS = {
     "plain": Program(),
     "without_dropout": Program(lambda: Network(dropout=0.0)),
@@ -316,9 +430,18 @@ PROGRAMS = {
     "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
     "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 2})]),
     "stopped_early": Program(callbacks=lambda: [EarlyStopping("loss_epoch", mode="max", patience=2)], num_replayed=5),
-    "list_on_module": Program(Listing, callbacks=lambda: [Relisting()]),
-    "number_of_batch": Program(Numbered, reason="uses the number of the batch at "),
-    "number_of_step": Program(Annealed, reason="reads `trainer.global_step` at "),
+    "list_on_module": Program(Listing, callbacks=lambda: [Relisting(set_factor)]),
+    "other_object_on_module": Program(Listing, callbacks=lambda: [Relisting(replace_factors)]),
+    "other_dict_in_object": Program(Listing, callbacks=lambda: [Relisting(replace_inner_factors)]),
+    "deep_in_module": Program(Deep, callbacks=lambda: [Relisting(set_deep_factor)]),
+    "numpy_on_module": Program(callbacks=lambda: [Relisting(set_numpy_temperature)]),
+    "set_on_module": Program(Adding, callbacks=lambda: [Relisting(add_name)]),
+    "array_on_module": Program(Adding, callbacks=lambda: [Relisting(fill_array)]),
+    "learning_rate": Program(Rated, reason=f"reads `LightningAdam.param_groups` at {line_in(Rated)}"),
+    "scheduler": Program(Scheduled, reason=f"reads `StepLR.get_last_lr` at {line_in(Scheduled)}"),
+    "random_of_its_own": Program(OwnNumbers, reason="`training_step` changes `numbers`"),
+    "number_of_batch": Program(Numbered, reason=f"uses the number of the batch at {line_in(Numbered)}"),
+    "number_of_step": Program(Annealed, reason=f"reads `trainer.global_step` at {line_in(Annealed)}"),
     "counting": Program(Counting, reason="`training_step` changes `num_calls`"),
     "metric": Program(Measuring, reason="metric"),
     "random_on_host": Program(Gambling, reason="draws random numbers on the CPU"),
@@ -347,7 +470,7 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
         patch.setattr(fit_state, "rank_zero_info", lines.append)
         patch.setattr(nonfinite.log, "warning", warnings.append)
         if device().type == "cpu":
-            patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
+            patch.setattr(fit_state, "new_graph", lambda _: partial(RunAgain, module))
         error = ""
         try:
             trainer.fit(module, known.data())
@@ -394,7 +517,7 @@ def train_and_resume(*, captures: bool, directory: str) -> dict[str, Any]:
         trainer = make_trainer(strategy, max_epochs=max_epochs, enable_checkpointing=True, callbacks=[best])
         with pytest.MonkeyPatch.context() as patch:
             if device().type == "cpu":
-                patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
+                patch.setattr(fit_state, "new_graph", lambda _, module=module: partial(RunAgain, module))
             trainer.fit(module, loader(), ckpt_path=path)
         graphs = strategy._state.graphs
         num_replayed.append(0 if graphs is None else graphs.num_replayed)
@@ -423,11 +546,11 @@ def train_recorded(*, directory: str) -> int:
     torch.manual_seed(1)
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=True)
     monitor = BucketDDPMonitor(every_n_steps=1, dirpath=directory)
-    trainer = make_trainer(strategy, max_epochs=4, callbacks=[monitor])
+    trainer, module = make_trainer(strategy, max_epochs=4, callbacks=[monitor]), Network()
     with pytest.MonkeyPatch.context() as patch:
         if device().type == "cpu":
-            patch.setattr(fit_state, "new_graph", lambda _: RunAgain)
-        trainer.fit(Network(), loader())
+            patch.setattr(fit_state, "new_graph", lambda _: partial(RunAgain, module))
+        trainer.fit(module, loader())
     graphs = strategy._state.graphs
     assert graphs is not None
     return graphs.num_replayed
@@ -467,10 +590,10 @@ def train_aborted_in_proof() -> int:
         def release(self) -> None:
             released.append(self)
 
-    strategy = BucketDDPStrategy(cuda_graphs=True)
+    strategy, module = BucketDDPStrategy(cuda_graphs=True), Network()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_state, "new_graph", lambda _: Graph)
-        make_trainer(strategy, max_epochs=2).fit(Network(), loader())
+        patch.setattr(fit_state, "new_graph", lambda _: partial(Graph, module))
+        make_trainer(strategy, max_epochs=2).fit(module, loader())
     return len(released)
 
 

@@ -1,16 +1,68 @@
-"""A backward that is captured as a CUDA graph: the host's part of it, when it is captured and in each replay."""
+"""A CUDA graph, and the host's part of the backward in it: when it is captured, and in each replay."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.reducer.launch_queue import CapturedBackward
 from lightning_bucketddp.reducer.reducer import Reducer
+
+_LAUNCHED_WITHIN_S = 1.0
+
+_T = TypeVar("_T")
+
+
+class CUDAGraph:
+    """Work that was captured on the current stream."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+        # Whoever holds it may use the graph, and nobody else: an abort lets go of it.
+        self._use = threading.Lock()
+
+    def capture(self, body: Callable[[], _T]) -> _T:
+        """Capture what `body` does, and return what it returns: each replay writes into the tensors in that."""
+        stream = torch.cuda.current_stream()
+        # Others free cuBLAS' workspaces at any time, as Lightning does when a Trainer ends: one in the pool is ours.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # `thread_local`: NCCL's watchdog asks for its events meanwhile, and loaders pin memory.
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                return body()
+        except BaseException:
+            # torch leaves its random numbers as if they were still captured.
+            generator = torch.cuda.default_generators[stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def replay(self) -> None:
+        with self._use:
+            self._graph.replay()
+
+    def release(self) -> None:
+        """Let go of it while the thread that trains may be waiting for it: NCCL is being aborted."""
+        # Not while it is launched. If that takes long, it is the end of the process that lets go of it.
+        if self._use.acquire(timeout=_LAUNCHED_WITHIN_S):
+            self._graph.reset()
+            self._use.release()
+
+
+def new_graph(device: torch.device) -> Callable[[], CUDAGraph] | None:
+    """Return what makes graphs on this device, all in one pool; None: nothing does."""
+    if device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CUDAGraph(pool)
 
 
 @contextmanager
