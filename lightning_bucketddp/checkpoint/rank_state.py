@@ -224,6 +224,8 @@ class RankSeeds:
     def __init__(self) -> None:
         self._checkpoint: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
+        # Until the first batch: whoever resumes from what is saved before it creates the iterators again, which draw.
+        self._at_start: dict[str, Any] | None = None
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """Remember what a checkpoint says, for the training that may begin with it."""
@@ -246,6 +248,7 @@ class RankSeeds:
         if collectives.rank in states:
             self._resumed_from = from_plain(states[collectives.rank], torch.device("cpu"))
             set_random_state(self._resumed_from, device)
+        self._at_start = random_state(device)
         if saved is None:
             rank_zero_info(f"bucketddp: rank_seeds: {seeds}.")
         elif len(states) == collectives.world_size:
@@ -270,11 +273,11 @@ class RankSeeds:
         """Call before the first batch: undo what Lightning has drawn since `begin` and an uninterrupted run had not."""
         if self._resumed_from is not None and not _has_begun_epoch(trainer.fit_loop):
             set_random_state(self._resumed_from, device)
-        self._resumed_from = None
+        self._resumed_from = self._at_start = None
 
     def gather(self, collectives: Collectives | None, device: torch.device) -> dict[str, Any]:
         """Return what goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
-        return {"states": gather_to_rank_zero(to_plain(random_state(device)), collectives)}
+        return {"states": gather_to_rank_zero(to_plain(self._at_start or random_state(device)), collectives)}
 
     def _split(self, step: int, collectives: Collectives, *, except_for: Mapping[int, Any]) -> str:
         """Seed this rank by its number; return what all ranks get, in words, but for those that have a state."""

@@ -88,12 +88,12 @@ def begin_training(strategy: TrainerStrategy) -> None:
     for part in strategy._parts:
         part.begin_training()
     strategy._checkpoints.begin_training()
-    if strategy._rank_seeds is not None:
-        strategy._rank_seeds.continue_after_start(strategy.trainer, strategy.root_device)
     assert strategy.reducer is not None  # there is one as long as there is a fit
     strategy._state.tally = FitTally(strategy.trainer.global_step, strategy.reducer)
     if strategy.restarts is not None:
         strategy.restarts.begin_training()
+    if strategy._rank_seeds is not None:
+        strategy._rank_seeds.continue_after_start(strategy.trainer, strategy.root_device)
 
 
 def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:

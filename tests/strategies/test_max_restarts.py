@@ -97,6 +97,13 @@ def test_before_the_first_checkpoint_a_run_goes_on_from_its_start(without_faults
     assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 0, 0]
 
 
+def test_before_the_first_checkpoint_random_numbers_begin_again(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"rescue": False, "drops": True, "options": {"rank_seeds": True}}
+    whole = weights(train(tmp_path / "whole", **plan))
+    finished = train(tmp_path / "failed", fault("raise", step=2), **plan)
+    assert weights(finished) == whole, finished.output
+
+
 def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_path: Path) -> None:
     faults = [fault("raise", step=2), fault("raise", rank=0, step=5)]
     finished = train(tmp_path, *faults, within=TORCHRUN, monitor=True)

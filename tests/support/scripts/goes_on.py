@@ -48,8 +48,9 @@ def is_first(name: str) -> bool:
 class Learner(LightningModule):
     """Has state in each place that a restart must put back: buffers, modes, a parameter that training unfreezes."""
 
-    def __init__(self, faults: list[dict[str, Any]]) -> None:
+    def __init__(self, faults: list[dict[str, Any]], *, drops: bool = False) -> None:
         super().__init__()
+        self.dropout = nn.Dropout() if drops else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
         self.frozen = nn.Parameter(torch.ones(()))
         self.frozen.requires_grad = False
@@ -59,7 +60,7 @@ class Learner(LightningModule):
         self._meet_fault()
         inputs, targets, index = batch
         note("batches", [self.current_epoch, self.global_step, index.tolist()], self.global_rank)
-        return F.mse_loss(self.frozen * self.layers(inputs), targets)
+        return F.mse_loss(self.frozen * self.layers(self.dropout(inputs)), targets)
 
     def validation_step(self, batch: list[Tensor]) -> None:
         self._meet_fault("validation")
@@ -179,7 +180,7 @@ def fit(plan: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Learner(plan["faults"])
+    module = Learner(plan["faults"], drops=plan.get("drops", False))
     inputs = torch.linspace(-1, 1, 4 * NUM_SAMPLES).view(-1, 4)
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
     size = plan.get("batch_size", len(inputs) // STEPS_PER_EPOCH // num_ranks)
