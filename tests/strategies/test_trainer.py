@@ -173,7 +173,7 @@ class _ClassOfBatchNorm(Callback):
         self.seen = type(pl_module.layers[2]).__name__
 
 
-class _AddsLayer(Callback):
+class AddsLayer(Callback):
     """Gives the model another layer at the start of the second epoch, different on every rank."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -188,7 +188,7 @@ class _AddsLayer(Callback):
 def fit_with_a_layer_added_between_epochs() -> dict[str, Any]:
     """The weights at the end, and how far the added layer has come from where rank 0 started it."""
     module = models.Regression()
-    make_trainer("bucketddp", max_epochs=3, callbacks=_AddsLayer()).fit(module, models.loader())
+    make_trainer("bucketddp", max_epochs=3, callbacks=AddsLayer()).fit(module, models.loader())
     torch.manual_seed(0)
     start = nn.Linear(module.layers[-1].in_features, module.layers[-1].out_features)
     return {
