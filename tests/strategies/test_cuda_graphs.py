@@ -287,7 +287,7 @@ class Program:
 PROGRAMS = {
     "plain": Program(),
     "without_dropout": Program(lambda: Network(dropout=0.0), is_alike=True),
-    "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 4}),
+    "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 4}, num_replayed=5),
     "clipped": Program(trainer={"gradient_clip_val": 0.1}, is_alike=True),
     "bf16-mixed": Program(trainer={"precision": "bf16-mixed"}),
     "16-mixed": Program(trainer={"precision": "16-mixed"}, needs_gpu=True),
@@ -312,7 +312,7 @@ PROGRAMS = {
     "weighted_alone": Program(options={"gradient_weight": weight_of_rank}, all_alone=True),
     "sharded_parameters": Program(options={"shard_optimizer": "parameters"}),
     "sharded_accumulating": Program(
-        options={"shard_optimizer": True}, trainer={"accumulate_grad_batches": 3, "max_epochs": 4}
+        options={"shard_optimizer": True}, trainer={"accumulate_grad_batches": 3, "max_epochs": 4}, num_replayed=5
     ),
     "sharded_16-mixed": Program(options={"shard_optimizer": True}, trainer={"precision": "16-mixed"}, needs_gpu=True),
     "sharded_int8_wire": Program(options={"shard_optimizer": True, "reduce_dtype": "int8"}),
