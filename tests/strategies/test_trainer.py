@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
@@ -203,29 +206,59 @@ class OwnLayerSync(LayerSync):
         return model
 
 
+def _on_rank_one(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda module: change(module) if dist.get_rank() == 1 else None
+
+
+def _put(module: Any, layer: nn.Module) -> None:
+    module.layers[2] = layer
+
+
+def _fully_shard(module: Any) -> None:
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
+    fully_shard(module.layers[2], mesh=init_device_mesh("cpu", (2,)))
+
+
+def _ignore(module: Any) -> None:
+    module._ddp_params_and_buffers_to_ignore = [f"layers.2.module.{name}" for name in ("weight", "bias")]
+    _put(module, DistributedDataParallel(module.layers[2]))
+
+
+def _tensor_parallel(module: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # slow to import
+
+    parallelize_module(module.layers[2], init_device_mesh("cpu", (2,)), ColwiseParallel())
+
+
+# What is done to a `Regression` before it is trained.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing_to_train": lambda module: module.requires_grad_(False),
+    "lazy": lambda module: setattr(module, "layers", nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))),
+    "shape": _on_rank_one(lambda module: _put(module, nn.Linear(8, 3))),
+    "dtype": _on_rank_one(lambda module: module.layers[2].double()),
+    "requires_grad": _on_rank_one(lambda module: module.layers[2].weight.requires_grad_(False)),
+    "extra_layer": _on_rank_one(lambda module: setattr(module, "extra", nn.Linear(1, 1))),
+    "ddp": lambda module: _put(module, DistributedDataParallel(module.layers[2])),
+    "ddp_later": lambda module: setattr(module, "configure_model", lambda: CHANGES["ddp"](module)),
+    # The layer itself is still there, and comes first.
+    "ddp_beside": lambda module: setattr(module, "parallel", DistributedDataParallel(module.layers[2])),
+    "fabric": lambda module: _put(module, Fabric(accelerator="cpu", devices=1).setup(module.layers[2])),
+    "on_one_rank": _on_rank_one(lambda module: _put(module, nn.DataParallel(module.layers[2]))),
+    "fully_shard": _fully_shard,
+    "tensor_parallel": _tensor_parallel,
+    "unwrapped": lambda module: _put(module, DistributedDataParallel(module.layers[2]).module),
+    "ignored": _ignore,
+}
+
+
 @like_torchrun()
 def refusal(*, of: str) -> str:
     """The error that a fit raises on this rank."""
     module = models.Regression()
-    is_rank_one = dist.get_rank() == 1
-    if of == "nothing_to_train":
-        module.requires_grad_(False)
-    elif of == "lazy":
-        module.layers = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))
-    elif of == "shape" and is_rank_one:
-        module.layers[2] = nn.Linear(8, 3)
-    elif of == "dtype" and is_rank_one:
-        module.layers[2].double()
-    elif of == "requires_grad" and is_rank_one:
-        module.layers[2].weight.requires_grad_(False)
-    elif of == "extra_layer" and is_rank_one:
-        module.extra = nn.Linear(1, 1)
-    elif of == "wrapped_on_one_rank" and is_rank_one:
-        module.layers[0] = nn.DataParallel(module.layers[0])
-    elif of == "wrapped_later":
-        module.configure_model = lambda: models.wrap(module, "ddp")  # type: ignore[method-assign]
-    elif of.startswith("wrapped: "):
-        models.wrap(module, of.removeprefix("wrapped: "))
+    CHANGES[of](module)
     return raised_by(lambda: make_trainer("bucketddp", max_epochs=1).fit(module, models.loader()))
 
 
@@ -337,17 +370,17 @@ UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {I
 @pytest.mark.parametrize(
     ("of", "text"),
     [
-        ("wrapped: ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped: ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped: fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
-        ("wrapped_on_one_rank", f"`layers.0` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
+        ("ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("ddp_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
+        ("on_one_rank", f"`layers.2` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
         (
-            "wrapped: fully_shard",
+            "fully_shard",
             f"`layers.2` was made parallel by `fully_shard`, {BY_ITSELF} Leave that call out, {IGNORED}",
         ),
         (
-            "wrapped: tensor_parallel",
+            "tensor_parallel",
             f"`layers.2` was made parallel by `fully_shard` or `parallelize_module`, {BY_ITSELF} Leave that call out,"
             f" {IGNORED}",
         ),
@@ -360,7 +393,7 @@ def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, 
 
 @for_each("how", ["unwrapped", "ignored"])
 def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how: str) -> None:
-    assert run_on_ranks(refusal, of=f"wrapped: {how}") == ["", ""]
+    assert run_on_ranks(refusal, of=how) == ["", ""]
 
 
 @on_ranks()
