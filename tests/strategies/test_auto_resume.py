@@ -26,10 +26,12 @@ from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
+from tests.data.test_epoch_position import ByParity, Numbers, SizedStream
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
 
@@ -44,19 +46,22 @@ class Setting:
 
     loader: str = "shuffled"
     num_samples: int = 28  # with `loader="two"` there is another dataset with half of them
+    batch_size: int = 2
     saves: bool = False  # every step, and not only what an exception leaves
+    saves_on_exception: bool = True
     checkpoints: dict[str, Any] = field(default_factory=dict)  # options of the `ModelCheckpoint` in the place of ours
     scores: Sequence[float] = ()  # what it logs as `score`, by step
     plans: bool = False  # asks for the number of steps in `configure_optimizers`, which makes the loaders early
     stops: bool = False  # a hook ends the run after the first epoch
     is_manual: bool = False  # optimizes by itself
+    has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
     trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
     num_epochs: int = 2
 
 
 class Interruption(NamedTuple):
-    """Where a run is interrupted: at a batch (counted over all epochs), in a hook."""
+    """Where a run is interrupted: at a batch (counted over all epochs, or in this start), in a hook."""
 
     batch: int
     hook: str = "training_step"
@@ -72,23 +77,11 @@ class Outcome:
     resumed_from: str | None = None
     # The samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
     seen: dict[int, list[int]] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)  # the learning rates of the epochs
     weights: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)  # what was logged about `auto_resume`, and warned
     # What the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
     best: tuple[dict[str, float], str, Any] = ({}, "", None)
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.as_tensor(index)
-
-    def __len__(self) -> int:
-        return self._size
 
 
 class Pairs(BatchSampler):
@@ -105,6 +98,7 @@ class Seeing(LightningModule):
         self.automatic_optimization = not setting.is_manual
         self.setting, self.interruption = setting, interruption
         self.outcome = Outcome()
+        self._num_batches = 0
         self._pending: list[int] = []
 
     def on_fit_start(self) -> None:
@@ -113,14 +107,19 @@ class Seeing(LightningModule):
     def on_train_start(self) -> None:
         self.outcome.begun_at = self.trainer.global_step
 
-    def _interrupt(self, hook: str) -> None:
-        at = self.interruption
-        if at is not None and at.hook == hook and self.trainer.fit_loop.total_batch_idx == at.batch:
+    def on_train_epoch_start(self) -> None:
+        self.outcome.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def _interrupt(self, hook: str, batch: int | None = None) -> None:
+        if self.interruption == (self.trainer.fit_loop.total_batch_idx if batch is None else batch, hook):
             raise Interrupted
 
     def training_step(self, batch: Any) -> Tensor:
         self._interrupt("training_step")
-        batches = [one for one in batch if one is not None] if isinstance(batch, list) else [batch]
+        self._interrupt("this start", self._num_batches)
+        self._num_batches += 1
+        given = batch if isinstance(batch, list) else [batch]
+        batches = [torch.as_tensor(one) for one in given if one is not None]
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
         if self.setting.scores:
@@ -135,7 +134,7 @@ class Seeing(LightningModule):
         return loss
 
     def validation_step(self, batch: Any) -> None:
-        self.layer(batch.view(-1, 1).float())
+        self.log("loss", torch.tensor(1.0))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -155,17 +154,25 @@ class Seeing(LightningModule):
     def configure_optimizers(self) -> Any:
         if self.setting.plans:
             assert self.trainer.estimated_stepping_batches > 0
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        if not self.setting.has_plateau:
+            return optimizer
+        schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
 
 
 def make_loader(setting: Setting) -> Any:
-    data = Numbers(setting.num_samples)
+    data: Any = Numbers(setting.num_samples)
     if setting.loader == "workers":
         return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
     if setting.loader == "single":
         return DataLoader(data, batch_size=None, shuffle=True)
     if setting.loader == "batch sampler":
         return DataLoader(data, batch_sampler=Pairs(RandomSampler(data), batch_size=2, drop_last=False))
+    if setting.loader == "own batches":
+        return DataLoader(data, batch_sampler=ByParity(range(len(data)), setting.batch_size, False))
+    if setting.loader == "stream":
+        return DataLoader(SizedStream(setting.num_samples), batch_size=setting.batch_size)
     if setting.loader == "two":
         return [
             DataLoader(data, batch_size=2, shuffle=True),
@@ -174,7 +181,7 @@ def make_loader(setting: Setting) -> Any:
     if setting.loader == "two, no cycle":
         longer, shorter = make_loader(Setting("two", setting.num_samples))
         return CombinedLoader([longer, shorter], "max_size")
-    return DataLoader(data, batch_size=2, shuffle=setting.loader != "in order")
+    return DataLoader(data, batch_size=setting.batch_size, shuffle=setting.loader != "in order")
 
 
 @like_torchrun()
@@ -200,27 +207,32 @@ def fit(
     **of_module: Any,
 ) -> Outcome:
     seed_everything(7)
-    has_logger = setting.loader == "logger"
-    saving: list[Callback] = [] if has_logger else [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    has_logger, is_stream = setting.loader == "logger", setting.loader == "stream"
+    saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    if has_logger or not setting.saves_on_exception:
+        saving.clear()
     options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
     saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
     trainer = make_trainer(
-        BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
+        BucketDDPStrategy(
+            auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size, shard_iterable=is_stream
+        ),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=True,
         callbacks=[*saving, saves] if setting.saves else saving,
         logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
         log_every_n_steps=1,
-        use_distributed_sampler=setting.loader != "own sampler",
-        **setting.trainer,
+        use_distributed_sampler=setting.loader not in ("own sampler", "own batches"),
+        **{"num_sanity_val_steps": 0, **setting.trainer},
     )
     module = Seeing(setting, interruption, **of_module)
-    validation = DataLoader(Numbers(4)) if "val_check_interval" in setting.trainer else None
+    validates = setting.has_plateau or "val_check_interval" in setting.trainer
+    loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
     logging.captureWarnings(True)
     with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
         try:
-            trainer.fit(module, make_loader(setting), validation, ckpt_path=ckpt_path)
+            trainer.fit(module, *loaders, ckpt_path=ckpt_path)
         except Interrupted:
             module.outcome.is_interrupted = True
         finally:
@@ -230,7 +242,7 @@ def fit(
         module.outcome,
         ended_at=trainer.global_step,
         weights=[param.detach().clone() for param in module.parameters()],
-        messages=[line for line in lines if "`auto_resume`" in line or "resumable" in line],
+        messages=[text for text in lines if any(of in text for of in ("`auto_resume`", "resumable", "begins again"))],
         best=(scores, Path(saves.best_model_path).name, saves.best_model_score),
     )
 
@@ -273,7 +285,7 @@ RESUMED = {
     ),
     "manual optimization": (Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)]),
     "validation": (
-        Setting(trainer={"val_check_interval": 3, "num_sanity_val_steps": 0}),
+        Setting(trainer={"val_check_interval": 3}),
         [Interruption(3), Interruption(9, "optimizer_step")],
     ),
     "without batches": (Setting("single"), [Interruption(20)]),
