@@ -10,11 +10,10 @@ import signal
 import sys
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -27,14 +26,14 @@ from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.strategies.auto_resume import AutoResume, plain
-from tests.support.ranks import run_on_ranks
+from tests.data.test_epoch_position import ByParity, Numbers, SizedStream
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, lines_logged, make_trainer, workers_allowed
-
-NUM_EPOCHS = 2
 
 
 class Interrupted(Exception):
@@ -43,37 +42,26 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run trains.
-
-    Attributes:
-        loader: which kind of training data it has.
-        num_samples: of the dataset; with `loader="two"` there is another one with half of them.
-        saves: every step, or only what an exception leaves.
-        checkpoints: options of the `ModelCheckpoint` in the place of ours.
-        scores: what it logs as `score`, by step.
-        is_manual: optimizes by itself.
-        trainer: further options.
-        stops: a hook ends the run after the first epoch.
-        plans: asks for the number of steps in `configure_optimizers`, which makes the loaders early.
-    """
+    """How a run trains."""
 
     loader: str = "shuffled"
-    num_samples: int = 28
-    accumulate: int = 1
-    saves: bool = False
-    checkpoints: dict[str, Any] = field(default_factory=dict)
-    scores: Sequence[float] = ()
-    plans: bool = False
-    stops: bool = False
-    is_manual: bool = False
+    num_samples: int = 28  # with `loader="two"` there is another dataset with half of them
+    batch_size: int = 2
+    saves: bool = False  # every step, and not only what an exception leaves
+    saves_on_exception: bool = True
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # options of the `ModelCheckpoint` in the place of ours
+    scores: Sequence[float] = ()  # what it logs as `score`, by step
+    plans: bool = False  # asks for the number of steps in `configure_optimizers`, which makes the loaders early
+    stops: bool = False  # a hook ends the run after the first epoch
+    is_manual: bool = False  # optimizes by itself
+    has_plateau: bool = False  # validates, with a loss that never gets smaller, which its learning rate follows
     trainer: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
-    num_epochs: int = NUM_EPOCHS
+    num_epochs: int = 2
 
 
-@dataclass(frozen=True)
-class Interruption:
-    """Where a run is interrupted: at a batch (counted over all epochs), in a hook."""
+class Interruption(NamedTuple):
+    """Where a run is interrupted: at a batch (counted over all epochs, or in this start), in a hook."""
 
     batch: int
     hook: str = "training_step"
@@ -81,37 +69,19 @@ class Interruption:
 
 @dataclass
 class Outcome:
-    """What a start has done on this rank.
+    """What a start has done on this rank."""
 
-    Attributes:
-        begun_at: the step; None: it had nothing to do.
-        ended_at: the step.
-        seen: the samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
-        messages: what was logged about `auto_resume`, and warned.
-        best: what the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
-    """
-
-    begun_at: int | None = None
+    begun_at: int | None = None  # the step; None: it had nothing to do
     ended_at: int = 0
     is_interrupted: bool = False
     resumed_from: str | None = None
+    # The samples that it has trained on, by epoch, in order; micro-batches whose gradients are lost are not.
     seen: dict[int, list[int]] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)  # the learning rates of the epochs
     weights: list[Tensor] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)  # what was logged about `auto_resume`, and warned
+    # What the `ModelCheckpoint` knows: the scores of the best checkpoints by their names, and the best one.
     best: tuple[dict[str, float], str, Any] = ({}, "", None)
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.as_tensor(index)
-
-    def __len__(self) -> int:
-        return self._size
 
 
 class Pairs(BatchSampler):
@@ -128,6 +98,7 @@ class Seeing(LightningModule):
         self.automatic_optimization = not setting.is_manual
         self.setting, self.interruption = setting, interruption
         self.outcome = Outcome()
+        self._num_batches = 0
         self._pending: list[int] = []
 
     def on_fit_start(self) -> None:
@@ -136,14 +107,19 @@ class Seeing(LightningModule):
     def on_train_start(self) -> None:
         self.outcome.begun_at = self.trainer.global_step
 
-    def _interrupt(self, hook: str) -> None:
-        at = self.interruption
-        if at is not None and at.hook == hook and self.trainer.fit_loop.total_batch_idx == at.batch:
+    def on_train_epoch_start(self) -> None:
+        self.outcome.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def _interrupt(self, hook: str, batch: int | None = None) -> None:
+        if self.interruption == (self.trainer.fit_loop.total_batch_idx if batch is None else batch, hook):
             raise Interrupted
 
     def training_step(self, batch: Any) -> Tensor:
         self._interrupt("training_step")
-        batches = [one for one in batch if one is not None] if isinstance(batch, list) else [batch]
+        self._interrupt("this start", self._num_batches)
+        self._num_batches += 1
+        given = batch if isinstance(batch, list) else [batch]
+        batches = [torch.as_tensor(one) for one in given if one is not None]
         self._pending += [1000 * number + int(index) for number, one in enumerate(batches) for index in one.view(-1)]
         numbers = torch.cat([one.view(-1) for one in batches]).float()
         if self.setting.scores:
@@ -158,7 +134,7 @@ class Seeing(LightningModule):
         return loss
 
     def validation_step(self, batch: Any) -> None:
-        self.layer(batch.view(-1, 1).float())
+        self.log("loss", torch.tensor(1.0))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -178,17 +154,25 @@ class Seeing(LightningModule):
     def configure_optimizers(self) -> Any:
         if self.setting.plans:
             assert self.trainer.estimated_stepping_batches > 0
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        if not self.setting.has_plateau:
+            return optimizer
+        schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
 
 
 def make_loader(setting: Setting) -> Any:
-    data = Numbers(setting.num_samples)
+    data: Any = Numbers(setting.num_samples)
     if setting.loader == "workers":
         return DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
     if setting.loader == "single":
         return DataLoader(data, batch_size=None, shuffle=True)
     if setting.loader == "batch sampler":
         return DataLoader(data, batch_sampler=Pairs(RandomSampler(data), batch_size=2, drop_last=False))
+    if setting.loader == "own batches":
+        return DataLoader(data, batch_sampler=ByParity(range(len(data)), setting.batch_size, False))
+    if setting.loader == "stream":
+        return DataLoader(SizedStream(setting.num_samples), batch_size=setting.batch_size)
     if setting.loader == "two":
         return [
             DataLoader(data, batch_size=2, shuffle=True),
@@ -197,46 +181,19 @@ def make_loader(setting: Setting) -> Any:
     if setting.loader == "two, no cycle":
         longer, shorter = make_loader(Setting("two", setting.num_samples))
         return CombinedLoader([longer, shorter], "max_size")
-    return DataLoader(data, batch_size=2, shuffle=setting.loader != "in order")
-
-
-@contextmanager
-def listening(messages: list[str]) -> Iterator[None]:
-    """Add what is logged, and warned, to `messages`."""
-    logging.captureWarnings(True)
-    try:
-        with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines:
-            yield
-    finally:
-        logging.captureWarnings(False)
-        messages += [line for line in lines if "`auto_resume`" in line or "resumable" in line]
+    return DataLoader(data, batch_size=setting.batch_size, shuffle=setting.loader != "in order")
 
 
 @like_torchrun()
 def run_program(
-    *fits: Interruption | None,
-    directory: Path,
-    setting: Setting,
-    ckpt_path: str | None = None,
-    is_new_process: bool = True,
-    **of_run: Any,
+    *, fits: list[Interruption | None], setting: Setting, is_new_process: bool = True, **options: Any
 ) -> list[Outcome]:
-    """Run a program that fits once or several times, until it is interrupted; the outcome of each fit.
-
-    Args:
-        fits: where each of them is interrupted.
-        is_new_process: has not fitted before, as far as it knows.
-        of_run: what is given to the module, but for `filename`, which is for its checkpoints.
-    """
-    if is_new_process:
+    """Run a program that fits as often, until it is interrupted; what each fit has done."""
+    if is_new_process:  # which has not fitted before, as far as it knows
         AutoResume.num_fits_ended.clear()
-    outcomes = []
-    for interruption in fits:
-        module = fit(interruption, directory=directory, setting=setting, ckpt_path=ckpt_path, **of_run)
-        outcomes.append(module.outcome)
-        module.outcome.weights = [param.detach().clone() for param in module.parameters()]
-        if module.outcome.is_interrupted:
-            break
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(fits) and not (outcomes and outcomes[-1].is_interrupted):
+        outcomes.append(fit(fits[len(outcomes)], setting=setting, **options))
     return outcomes
 
 
@@ -245,45 +202,54 @@ def fit(
     *,
     directory: Path,
     setting: Setting,
-    ckpt_path: str | None,
+    ckpt_path: str | None = None,
     filename: str = "{step}",
     **of_module: Any,
-) -> Seeing:
+) -> Outcome:
     seed_everything(7)
-    has_logger = setting.loader == "logger"
-    saving: list[Callback] = [] if has_logger else [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    has_logger, is_stream = setting.loader == "logger", setting.loader == "stream"
+    saving: list[Callback] = [OnExceptionCheckpoint(directory / "checkpoints", "exception")]
+    if has_logger or not setting.saves_on_exception:
+        saving.clear()
     options = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **setting.checkpoints}
     saves = ModelCheckpoint(None if has_logger else directory / "checkpoints", filename, **options)
-    if setting.saves:
-        saving.append(saves)
     trainer = make_trainer(
-        BucketDDPStrategy(auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size),
+        BucketDDPStrategy(
+            auto_resume=True, rank_seeds=True, global_batch_size=setting.global_batch_size, shard_iterable=is_stream
+        ),
         max_epochs=setting.num_epochs if "max_steps" not in setting.trainer else None,
         default_root_dir=directory,
         enable_checkpointing=True,
-        callbacks=saving,
+        callbacks=[*saving, saves] if setting.saves else saving,
         logger=[CSVLogger(directory, "logs"), TensorBoardLogger(directory, "board")] if has_logger else False,
         log_every_n_steps=1,
-        accumulate_grad_batches=setting.accumulate,
-        use_distributed_sampler=setting.loader != "own sampler",
-        **setting.trainer,
+        use_distributed_sampler=setting.loader not in ("own sampler", "own batches"),
+        **{"num_sanity_val_steps": 0, **setting.trainer},
     )
     module = Seeing(setting, interruption, **of_module)
-    with listening(module.outcome.messages), workers_allowed():
+    validates = setting.has_plateau or "val_check_interval" in setting.trainer
+    loaders = make_loader(setting), DataLoader(Numbers(4)) if validates else None
+    logging.captureWarnings(True)
+    with lines_logged(rank_zero.log.name, "py.warnings", level=logging.INFO) as lines, workers_allowed():
         try:
-            validation = DataLoader(Numbers(4)) if "val_check_interval" in setting.trainer else None
-            trainer.fit(module, make_loader(setting), validation, ckpt_path=ckpt_path)
+            trainer.fit(module, *loaders, ckpt_path=ckpt_path)
         except Interrupted:
             module.outcome.is_interrupted = True
-    module.outcome.ended_at = trainer.global_step
+        finally:
+            logging.captureWarnings(False)
     scores = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
-    module.outcome.best = scores, Path(saves.best_model_path).name, saves.best_model_score
-    return module
+    return replace(
+        module.outcome,
+        ended_at=trainer.global_step,
+        weights=[param.detach().clone() for param in module.parameters()],
+        messages=[text for text in lines if any(of in text for of in ("`auto_resume`", "resumable", "begins again"))],
+        best=(scores, Path(saves.best_model_path).name, saves.best_model_score),
+    )
 
 
 def start(interruption: Interruption | None = None, **options: Any) -> Outcome:
     """Run a program that fits once."""
-    [outcome] = run_program(interruption, **options)
+    [outcome] = run_program(fits=[interruption], **options)
     return outcome
 
 
@@ -309,49 +275,38 @@ def joined(starts: list[Outcome]) -> dict[int, list[int]]:
 
 
 # Batches of 2 samples on 2 ranks: 7 in each epoch.
-@pytest.mark.parametrize(
-    ("setting", "interruptions"),
-    [
-        pytest.param(Setting(saves=True), [Interruption(9), Interruption(9, "on_train_batch_end")], id="shuffled"),
-        pytest.param(Setting(accumulate=2), [Interruption(1), Interruption(10)], id="while accumulating"),
-        pytest.param(
-            Setting(),
-            [Interruption(2, "optimizer_step"), Interruption(9, "on_train_batch_end")],
-            id="after the step",
-        ),
-        pytest.param(
-            Setting(num_epochs=3),
-            [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],
-            id="last batches",
-        ),
-        pytest.param(Setting("workers", plans=True), [Interruption(9)], id="workers", marks=pytest.mark.long),
-        pytest.param(
-            Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)], id="manual optimization"
-        ),
-        pytest.param(
-            Setting(trainer={"max_steps": 14}),
-            [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
-            id="number of steps",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            Setting(trainer={"val_check_interval": 3, "num_sanity_val_steps": 0}),
-            [Interruption(3), Interruption(9, "optimizer_step")],
-            id="validation",
-        ),
-        pytest.param(Setting("single"), [Interruption(20)], id="without batches"),
-        pytest.param(Setting("batch sampler"), [Interruption(9)], id="batch sampler"),
-        pytest.param(Setting("two"), [Interruption(6), Interruption(12)], id="two loaders"),
-        pytest.param(Setting("two, no cycle"), [Interruption(13)], id="two loaders that end"),
-        pytest.param(Setting("own sampler"), [Interruption(20)], id="random sampler of each rank"),
-        pytest.param(Setting("in order", num_samples=27), [Interruption(9)], id="padded", marks=pytest.mark.long),
-        pytest.param(Setting(num_samples=26, global_batch_size=8), [Interruption(5)], id="global batch"),
-    ],
-)
+RESUMED = {
+    "shuffled": (Setting(saves=True), [Interruption(9), Interruption(9, "on_train_batch_end")]),
+    "while accumulating": (Setting(trainer={"accumulate_grad_batches": 2}), [Interruption(1), Interruption(10)]),
+    "after the step": (Setting(), [Interruption(2, "optimizer_step"), Interruption(9, "on_train_batch_end")]),
+    "last batches": (
+        Setting(num_epochs=3),
+        [Interruption(6), Interruption(13, "optimizer_step"), Interruption(14)],
+    ),
+    "manual optimization": (Setting(is_manual=True), [Interruption(2, "optimizer_step"), Interruption(9)]),
+    "validation": (
+        Setting(trainer={"val_check_interval": 3}),
+        [Interruption(3), Interruption(9, "optimizer_step")],
+    ),
+    "without batches": (Setting("single"), [Interruption(20)]),
+    "batch sampler": (Setting("batch sampler"), [Interruption(9)]),
+    "two loaders": (Setting("two"), [Interruption(6), Interruption(12)]),
+    "two loaders that end": (Setting("two, no cycle"), [Interruption(13)]),
+    "random sampler of each rank": (Setting("own sampler"), [Interruption(20)]),
+    "global batch": (Setting(num_samples=26, global_batch_size=8), [Interruption(5)]),
+    "workers": (Setting("workers", plans=True), [Interruption(9)]),
+    "number of steps": (
+        Setting(trainer={"max_steps": 14}),
+        [Interruption(6, "on_train_batch_end"), Interruption(8), Interruption(10)],
+    ),
+    "padded": (Setting("in order", num_samples=27), [Interruption(9)]),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.sampled(5)
-def test_each_sample_is_trained_on_once_in_each_epoch(
-    setting: Setting, interruptions: list[Interruption], tmp_path: Path
-) -> None:
+def test_each_sample_is_trained_on_once_in_each_epoch(name: str, tmp_path: Path) -> None:
+    setting, interruptions = RESUMED[name]
     ranks = run_on_ranks(interrupt_and_resume, directory=tmp_path, setting=setting, interruptions=interruptions)
     for undisturbed, starts in ranks:
         assert len(undisturbed.seen) == setting.num_epochs
@@ -363,15 +318,10 @@ def test_each_sample_is_trained_on_once_in_each_epoch(
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        # 5 batches of 2 samples on 2 ranks: 10 batches of 1 rank.
-        pytest.param(Setting(num_epochs=1), id="batch size of a rank"),
-        pytest.param(Setting(num_epochs=1, global_batch_size=4), id="global batch size"),
-    ],
-)
-def test_fewer_ranks_go_on_with_the_samples_that_are_left(setting: Setting, tmp_path: Path) -> None:
+@pytest.mark.parametrize("global_batch_size", [None, 4])
+def test_fewer_ranks_go_on_with_the_samples_that_are_left(global_batch_size: int | None, tmp_path: Path) -> None:
+    # 5 batches of 2 samples on 2 ranks: 10 batches of 1 rank.
+    setting = Setting(num_epochs=1, global_batch_size=global_batch_size)
     two = run_on_ranks(start, directory=tmp_path, setting=setting, interruption=Interruption(5))
     [one] = run_on_ranks(start, world_size=1, directory=tmp_path, setting=setting)
     seen = [sample for outcome in (*two, one) for sample in outcome.seen[0]]
@@ -455,15 +405,11 @@ def test_hyperparameters_are_compared_by_what_they_hold() -> None:
 
 def test_fits_that_are_alike_are_runs_of_their_own(tmp_path: Path) -> None:
     options: dict[str, Any] = {"directory": tmp_path, "setting": Setting(num_epochs=1, saves=True)}
-    [[first, second], _] = run_on_ranks(run_folds, interruptions=[None, Interruption(3), None], **options)
+    [[first, second], _] = run_on_ranks(run_program, fits=[None, Interruption(3), None], **options)
     assert [first.begun_at, second.begun_at] == [0, 0]
-    [folds, _] = run_on_ranks(run_folds, interruptions=[None, None, None], **options)
+    [folds, _] = run_on_ranks(run_program, fits=[None, None, None], **options)
     assert [fold.begun_at for fold in folds] == [None, 3, 0]
     assert torch.equal(folds[0].weights[0], first.weights[0])
-
-
-def run_folds(*, interruptions: list[Interruption | None], **options: Any) -> list[Outcome]:
-    return run_program(*interruptions, **options)
 
 
 def test_a_resumed_run_goes_on_in_its_directory_and_knows_its_best_checkpoints(tmp_path: Path) -> None:
@@ -524,16 +470,11 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path: Path) -> None
     assert torch.equal(again.weights[0], first.weights[0])
 
 
+@on_ranks(1)
 @like_torchrun()
-def fit_with_a_finder(*, directory: Path) -> str:
-    trainer = make_trainer(
-        BucketDDPStrategy(auto_resume=True), default_root_dir=directory, callbacks=LearningRateFinder()
-    )
-    with pytest.raises(ValueError, match="do not go together") as raised:
-        trainer.fit(Seeing(Setting(), None), make_loader(Setting()))
-    return str(raised.value)
-
-
 def test_a_search_while_resuming_is_refused(tmp_path: Path) -> None:
-    [text] = run_on_ranks(fit_with_a_finder, world_size=1, directory=tmp_path)
-    assert text.startswith("`auto_resume=True` and the callback `LearningRateFinder` do not go together: it searches")
+    finder = LearningRateFinder()
+    trainer = make_trainer(BucketDDPStrategy(auto_resume=True), default_root_dir=tmp_path, callbacks=finder)
+    text = "^`auto_resume=True` and the callback `LearningRateFinder` do not go together: it searches"
+    with pytest.raises(ValueError, match=text):
+        trainer.fit(Seeing(Setting(), None), make_loader(Setting()))

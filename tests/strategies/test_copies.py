@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from tests.support.collectives import all_reduced
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
 
@@ -88,20 +88,22 @@ class Copies(Callback):
                 state["exp_avg"].fill_(1e6)
 
 
-@like_torchrun()
-def train_with_copies(
-    *, strategy: str, way: str | None, hook: str = "", sync_batchnorm: bool = False
-) -> dict[str, Any]:
+def train(callback: Callback | None, *, sync_batchnorm: bool) -> dict[str, Tensor]:
     torch.manual_seed(dist.get_rank())
     module = Wide()
-    copies = Copies(way, hook) if way else None
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=copies, sync_batchnorm=sync_batchnorm)
-    trainer.fit(module, loader())
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "collectives_by_copies": copies.num_collectives if copies else 0,
-        "copies": copies.num_copies if copies else 0,
-    }
+    make_trainer("bucketddp", max_epochs=1, callbacks=callback, sync_batchnorm=sync_batchnorm).fit(module, loader())
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
+@pytest.mark.parametrize(("way", "hook"), [("deepcopy", "on_after_backward"), ("pickle", "on_train_batch_end")])
+@on_ranks()
+@like_torchrun()
+def test_a_copy_is_independent(way: str, hook: str, sync_batchnorm: bool) -> None:
+    copies = Copies(way, hook)
+    trained = train(copies, sync_batchnorm=sync_batchnorm)
+    assert (copies.num_copies, copies.num_collectives) == (10, 0)
+    torch.testing.assert_close(trained, train(None, sync_batchnorm=sync_batchnorm), rtol=0, atol=0)
 
 
 class _Sizes(Callback):
@@ -138,31 +140,6 @@ def sizes(*, strategy: str, directory: Path) -> dict[str, int]:
     measured = _Sizes(directory)
     make_trainer(strategy, max_epochs=1, callbacks=measured).fit(Wide(), loader())
     return measured.num_bytes
-
-
-NUM_BATCHES = 10
-
-
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_copy_is_independent(way: str, hook: str) -> None:
-    ranks = run_on_ranks(train_with_copies, strategy="bucketddp", way=way, hook=hook)
-    [expected, _] = run_on_ranks(train_with_copies, strategy="ddp", way=None)
-    for rank in ranks:
-        assert rank["copies"] == NUM_BATCHES
-        assert rank["collectives_by_copies"] == 0
-        assert rank["weights"] == expected["weights"]
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_module_with_synchronised_layers_can_be_copied(way: str) -> None:
-    ranks = run_on_ranks(
-        train_with_copies, strategy="bucketddp", way=way, hook="on_after_backward", sync_batchnorm=True
-    )
-    [expected, _] = run_on_ranks(train_with_copies, strategy="bucketddp", way=None, sync_batchnorm=True)
-    for rank in ranks:
-        assert rank["collectives_by_copies"] == 0
-        assert rank["weights"] == expected["weights"]
 
 
 def test_what_is_saved_is_as_small_as_with_ddp(tmp_path: Path) -> None:

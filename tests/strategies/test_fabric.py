@@ -11,6 +11,7 @@ from torch import nn
 
 import lightning_bucketddp
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
+from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts.fabrics import LOOPS, NUM_STEPS, ROOTS, _accumulate, _set_up, _step, _weights, make_fabric
@@ -18,15 +19,9 @@ from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, ours
 
 
 @like_torchrun()
-def train(*, strategy: str, loop: str, root: str = ROOTS[0]) -> list[Any]:
+def train(*, strategy: Any, loop: str, root: str = ROOTS[0]) -> list[Any]:
     """The weights that one of the training loops below leaves."""
     return LOOPS[loop](make_fabric(strategy, root=root))
-
-
-@like_torchrun()
-def train_with_the_public_class(*, loop: str) -> list[Any]:
-    """The same, with an instance of the class that is for the Trainer, too."""
-    return LOOPS[loop](make_fabric(lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)))
 
 
 @like_torchrun()
@@ -53,18 +48,19 @@ def load(*, strategy: str, path: Path) -> list[Any]:
 
 @like_torchrun()
 def failure_to_save(*, path: Path) -> str:
-    """What `fabric.save` raises."""
     return raised_by(lambda: make_fabric("bucketddp").save(path, {"step": 1}))
 
 
+@for_each("root", ROOTS)
+@on_ranks()
 @like_torchrun()
-def refusal_of_wrapped(*, root: str, whole: bool) -> str:
-    """The error with which a module is refused of which torch DDP wraps a part, or the whole."""
+def test_a_module_that_is_parallel_already_is_refused_on_every_rank(root: str) -> None:
     parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    module = parallel if whole else nn.Sequential(nn.Linear(4, 4), parallel)
-    return raised_by(
-        lambda: make_fabric("bucketddp", root=root).setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    )
+    wrapped = "is wrapped in `DistributedDataParallel`, but this strategy averages the gradients of all submodules"
+    for module, name in ((nn.Sequential(nn.Linear(4, 4), parallel), "1"), (parallel, "DistributedDataParallel")):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=f"^`{name}` {wrapped} by itself. Leave the wrapper out"):
+            make_fabric("bucketddp", root=root).setup(module, optimizer)
 
 
 @like_torchrun()
@@ -117,16 +113,10 @@ def test_training_equals_ddp(loop: str) -> None:
     assert run_on_ranks(train, strategy="bucketddp", loop=loop) == ddp
 
 
-def test_both_roots_train_alike() -> None:
-    lightning, lightning_fabric = (
-        run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS
-    )
-    assert lightning == lightning_fabric
-
-
-def test_the_class_that_is_for_the_trainer_too_trains_alike() -> None:
-    by_name = run_on_ranks(train, strategy="bucketddp", loop="two_modules")
-    assert run_on_ranks(train_with_the_public_class, loop="two_modules") == by_name
+def test_both_roots_and_the_class_that_is_for_the_trainer_too_train_alike() -> None:
+    expected, other_root = (run_on_ranks(train, strategy="bucketddp", loop="two_modules", root=root) for root in ROOTS)
+    public_class = lightning_bucketddp.BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    assert run_on_ranks(train, strategy=public_class, loop="two_modules") == expected == other_root
 
 
 @on_ranks()
@@ -172,15 +162,7 @@ def test_collectives_return_what_those_of_ddp_do() -> None:
     }
 
 
-@pytest.mark.parametrize("root", ROOTS)
-def test_a_module_that_is_parallel_already_is_refused_on_every_rank(root: str) -> None:
-    part, whole = (run_on_ranks(refusal_of_wrapped, root=root, whole=whole) for whole in (False, True))
-    wrapped = "is wrapped in `DistributedDataParallel`, but this strategy averages the gradients of all submodules"
-    assert all(error.startswith(f"ValueError: `1` {wrapped} by itself. Leave the wrapper out") for error in part)
-    assert all(error.startswith(f"ValueError: `DistributedDataParallel` {wrapped} by itself.") for error in whole)
-
-
-@pytest.mark.parametrize("by", ["the_same_fabric", "another_fabric"])
+@for_each("by", ["the_same_fabric", "another_fabric"])
 def test_a_module_that_is_set_up_again_is_averaged_once(by: str) -> None:
     expected = run_on_ranks(train, strategy="bucketddp", loop="backward")
     assert run_on_ranks(train_after_another_set_up, by=by) == [("", weights) for weights in expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning import Fabric
@@ -91,18 +91,21 @@ def main(strategy: str, kind: str) -> None:
     gc.collect()
     lines = at_first.left_behind(known_children=lambda: ProcessState.now().children)
     at_last = [line.partition(":")[0] for line in lines]
-    path = Path(os.environ["RESULTS"], f"{strategy} rank {rank}.json")
+    path = Path(os.environ["RESULTS"], f"{kind} {strategy} rank {rank}.json")
     path.write_text(json.dumps({"runs": left, "at last": at_last}))
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_run_leaves_behind_what_ddp_leaves(kind: str, tmp_path: Path) -> None:
+def test_a_run_leaves_behind_what_ddp_leaves(tmp_path: Path) -> None:
     # At once: for the most part they wait to see whether a thread ends.
-    programs = [Program(["-m", "tests.strategies.test_leftovers", strategy, kind]) for strategy in ("ddp", "bucketddp")]
+    programs = [
+        Program(["-m", "tests.strategies.test_leftovers", strategy, kind])
+        for kind in RUNS
+        for strategy in ("ddp", "bucketddp")
+    ]
     finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
     assert finished.returncode == 0, finished.output
-    for rank in (0, 1):
-        ours, theirs = (finished.results[f"{strategy} rank {rank}"] for strategy in ("bucketddp", "ddp"))
+    for kind, rank in itertools.product(RUNS, (0, 1)):
+        ours, theirs = (finished.results[f"{kind} {strategy} rank {rank}"] for strategy in ("bucketddp", "ddp"))
         for in_ours, in_theirs in zip(ours["runs"], theirs["runs"], strict=True):
             assert set(in_ours) <= set(in_theirs)
         # No thread, logger or handler of signals, whatever `ddp` does.

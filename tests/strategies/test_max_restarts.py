@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from benchmarks.ports import own_port
-from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.recording.schema import read_run
 from lightning_bucketddp.strategies.restarts import ModuleAtStart
 from tests.support.hosts import two_hosts
@@ -60,41 +58,46 @@ def assert_each_sample_once(directory: Path, *, num_ranks: int = 2) -> None:
         assert sorted(samples) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize("start_method", ["popen", "fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_a_run_goes_on_after_every_kind_of_fault(start_method: str, without_faults: Any, tmp_path: Path) -> None:
-    faults = [
-        fault("raise", step=1),
-        fault("kill", step=3),
-        fault("stuck", step=5),
-        fault("raise", rank=0, step=7),
-        fault("validation", rank=0, step=8),  # after the same batch, and not the same failure
-        fault("raise", rank=None, step=10),
-        fault("exit", step=12),
-    ]
+EVERY_KIND = [
+    fault("raise", step=1),
+    fault("kill", step=3),
+    fault("stuck", step=5),
+    fault("raise", rank=0, step=7),
+    fault("validation", rank=0, step=8),  # after the same batch, and not the same failure
+    fault("raise", rank=None, step=10),
+    fault("exit", step=12),
+]
+
+
+@pytest.mark.parametrize(
+    ("start_method", "faults"),
+    [
+        ("popen", EVERY_KIND),
+        ("fork", [fault("raise", rank=0, step=1), fault("kill", step=3)]),  # what a launcher has to do with
+        *(pytest.param(method, EVERY_KIND, marks=pytest.mark.long) for method in ("fork", "spawn")),
+    ],
+    ids=["popen", "fork", "fork_every_kind", "spawn"],
+)
+def test_a_run_goes_on_after_every_kind_of_fault(
+    start_method: str, faults: list[dict[str, Any]], without_faults: Any, tmp_path: Path
+) -> None:
     finished = train(tmp_path, *faults, start_method=start_method)
     assert weights(finished) == without_faults, finished.output
     assert_each_sample_once(tmp_path)
+    steps = [fault["step"] for fault in faults]
     attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
-    assert [attempt["step"] for attempt in attempts[0]] == [0, 1, 3, 5, 7, 8, 10, 12]
+    assert [attempt["step"] for attempt in attempts[0]] == [0, *steps]
     # Rank 0 keeps its process; rank 1 has another only where its own was gone.
     assert len({attempt["pid"] for attempt in attempts[0]}) == 1
     pids = [attempt["pid"] for attempt in attempts[1]]
-    assert [pid != before for before, pid in itertools.pairwise(pids)] == [
-        *(False, True, False, False, False, False, True)
-    ]
-    assert finished.output.count("bucketddp: restart ") == 7
+    is_new = [pid != before for before, pid in itertools.pairwise(pids)]
+    assert is_new == [fault["what"] in ("kill", "exit") for fault in faults]
+    assert finished.output.count("bucketddp: restart ") == len(faults)
     [record] = (tmp_path / ".bucketddp" / "runs").glob("*.json")
     restarts = json.loads(record.read_text())["restarts"]
-    assert [restart["step"] for restart in restarts] == [1, 3, 5, 7, 8, 10, 12]
-    assert "Rank 1" in restarts[1]["why"]
-    assert "SIGKILL" in restarts[1]["why"]
+    assert [restart["step"] for restart in restarts] == steps
+    assert re.search("Rank 1.*SIGKILL", restarts[1]["why"])
     assert not list((tmp_path / ".bucketddp" / "runs").glob("*.ckpt"))
-
-
-def test_before_the_first_checkpoint_a_run_goes_on_from_its_start(without_faults: Any, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("raise", step=2), fault("kill", step=4), rescue=False)
-    assert weights(finished) == without_faults, finished.output
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 0, 0]
 
 
 def test_before_the_first_checkpoint_random_numbers_begin_again(tmp_path: Path) -> None:
@@ -115,12 +118,6 @@ def test_under_torchrun_an_exception_ends_no_process(without_faults: Any, tmp_pa
     assert all(len({attempt["pid"] for attempt in notes(tmp_path, "attempts", rank)}) == 1 for rank in range(2))
 
 
-def test_divided_optimizer_state_goes_on_from_the_last_regular_checkpoint(without_faults: Any, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("kill", step=5), every=2, options={"shard_optimizer": True})
-    assert weights(finished) == without_faults, finished.output
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 4]
-
-
 def test_the_same_failure_at_the_same_batch_twice_ends_the_run(tmp_path: Path) -> None:
     finished = train(tmp_path, fault("raise", step=3, always=True))
     assert finished.returncode != 0
@@ -129,26 +126,20 @@ def test_the_same_failure_at_the_same_batch_twice_ends_the_run(tmp_path: Path) -
     assert "ValueError: by chance: raise" in finished.output
 
 
-def test_restarts_are_counted(tmp_path: Path) -> None:
-    finished = train(tmp_path, *(fault("raise", step=step) for step in (1, 2, 3)), max_restarts=2)
-    assert finished.returncode != 0
-    assert "no restart: `max_restarts`, 2, is reached" in finished.output
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 0)] == [0, 1, 2]
-    assert "[rank1]: ValueError: by chance: raise" in finished.output
-    assert "[rank1]: [rank1]: " not in finished.output
-
-
-def test_restarts_that_come_no_further_wait_longer_and_longer(without_faults: Any, tmp_path: Path) -> None:
-    faults = [fault(what, step=2) for what in ("raise", "OSError", "exit")]
-    finished = train(tmp_path, *faults)
+def test_restarts_that_come_no_further_wait_longer_and_begin_at_the_start_without_a_checkpoint(
+    without_faults: Any, tmp_path: Path
+) -> None:
+    finished = train(tmp_path, *(fault(what, step=2) for what in ("raise", "OSError", "exit")), rescue=False)
     assert weights(finished) == without_faults, finished.output
     assert re.findall(r"restart \d of 10 (.*?)\.", finished.output) == ["now", "in 1 s", "in 2 s"]
-    times = [attempt["at"] for attempt in notes(tmp_path, "attempts", 0)]
+    attempts = notes(tmp_path, "attempts", 0)
+    assert [attempt["step"] for attempt in attempts] == [0, 0, 0, 0]
+    times = [attempt["at"] for attempt in attempts]
     assert times[2] - times[1] > 1
     assert times[3] - times[2] > 2
 
 
-@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("stop", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.long)])
 def test_signals_end_the_run_also_between_two_attempts(stop: str, tmp_path: Path) -> None:
     finished = train(tmp_path, *(fault(what, rank=0, step=2) for what in ("raise", "OSError", stop)))
     assert finished.returncode != 0
@@ -156,18 +147,16 @@ def test_signals_end_the_run_also_between_two_attempts(stop: str, tmp_path: Path
     assert len(notes(tmp_path, "attempts", 0)) == 3
 
 
-def test_a_later_fit_of_a_program_goes_on_in_the_same_processes(without_faults: Any, tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("raise", step=3), fits=2)
-    assert weights(finished) == without_faults, finished.output
-    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 0, 3]
-
-
-def test_a_new_process_cannot_come_to_a_later_fit_of_a_program(tmp_path: Path) -> None:
-    finished = train(tmp_path, fault("kill", step=3), fits=2)
+def test_a_later_fit_of_a_program_goes_on_in_the_same_processes_but_not_in_a_new_one(
+    without_faults: Any, tmp_path: Path
+) -> None:
+    finished = train(tmp_path, {**fault("raise", step=3), "fit": 1}, {**fault("kill", step=5), "fit": 2}, fits=3)
     assert finished.returncode != 0
+    assert finished.results["end.rank0"]["weights"] == without_faults, finished.output  # of the second fit
+    assert [attempt["step"] for attempt in notes(tmp_path, "attempts", 1)] == [0, 0, 3, 0]
     told = " ".join(finished.output.split())
-    assert "no restart: this is fit 2 of the program, and a new process begins with the first" in told
-    assert "resuming from" not in finished.output
+    assert "no restart: this is fit 3 of the program, and a new process begins with the first" in told
+    assert told.count("resuming from") == 1
 
 
 @pytest.mark.parametrize("fault_of_rank_zero", ["kill", "interrupt"])
@@ -178,35 +167,33 @@ def test_the_end_of_rank_zero_and_ctrl_c_end_the_run(fault_of_rank_zero: str, tm
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
 
 
-def by_hand(
-    rank: int, text: str, variables: dict[str, str], *, within: str = '"$@"; exit 0', num_ranks: int = 3
-) -> Program:
-    """A rank that nobody starts again; that it was killed shall not end the others either."""
-    variables = {**variables, "LOCAL_RANK": str(rank), "RANKS": str(num_ranks)}
-    return Program([SCRIPTS / "goes_on.py", text], variables, within=("sh", "-c", within, "sh"))
+# A rank that nobody starts again; that it was killed shall not end the others either.
+NEVER_FAILS = '"$@"; exit 0'
 
 
 def train_by_hand(directory: Path, *faults: dict[str, Any], returns: int | None = None, **plan: Any) -> Run:
     """Train as a scheduler starts three ranks; the rank that `returns` is started again at the last fault, rank 0's."""
     directory.mkdir(exist_ok=True)
     text = json.dumps({"faults": faults, "rejoin_s": 8, "batch_size": 4, **plan})
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
-    programs = [by_hand(rank, text, variables) for rank in range(3)]
+    of_run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port()), "RANKS": "3"}
+    starts = [(rank, NEVER_FAILS) for rank in range(3)]
     if returns is not None:
-        within = f'until [ -e fault{len(faults) - 1}.0 ]; do sleep 0.1; done; exec "$@"'
-        programs.append(by_hand(returns, text, variables, within=within))
+        starts.append((returns, f'until [ -e fault{len(faults) - 1}.0 ]; do sleep 0.1; done; exec "$@"'))
+    programs = [
+        Program([SCRIPTS / "goes_on.py", text], {**of_run, "LOCAL_RANK": str(rank)}, within=("sh", "-c", within, "sh"))
+        for rank, within in starts
+    ]
     return run_together(*programs, root="lightning.pytorch", directory=directory)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"global_batch_size": 12},
         {"shard_optimizer": True},
         pytest.param({"local_steps": {"steps": 2, "islands": "rank"}}, marks=pytest.mark.long),
     ],
-    ids=lambda it: next(iter(it), "plain"),
+    ids=lambda it: next(iter(it)),
 )
 def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str, Any], tmp_path: Path) -> None:
     went_on = train_by_hand(tmp_path / "went_on", fault("kill", step=3), min_ranks=2, every=2, options=options)
@@ -216,6 +203,9 @@ def test_a_run_goes_on_without_a_rank_that_nobody_brings_back(options: dict[str,
     ends = [went_on.results[f"end.rank{rank}"] for rank in range(2)]
     assert [end["world_size"] for end in ends] == [2, 2]
     assert ends[0]["weights"] == ends[1]["weights"]
+    begun_at = [attempt["step"] for attempt in notes(tmp_path / "went_on", "attempts", 0)]
+    if "local_steps" not in options:  # state that is divided is in regular checkpoints only
+        assert begun_at == [0, 2 if "shard_optimizer" in options else 3]
     # Two ranks that are started with the same checkpoint end alike.
     [path] = re.findall(r"resuming from\s+`(.*?)`", went_on.output)
     resumed = train(tmp_path / "resumed", ranks=2, batch_size=4, ckpt_path=path, options=options)
@@ -276,19 +266,27 @@ def test_a_survivor_makes_a_store_in_place_of_one_that_nobody_brings_back(tmp_pa
     assert weights(resumed) == ends[0]["weights"] == ends[1]["weights"], resumed.output
 
 
-@pytest.mark.long
-def test_a_new_store_is_found_by_the_ranks_of_another_host(tmp_path: Path) -> None:
-    text = json.dumps({"faults": [fault("kill", rank=0, step=3)], "rejoin_s": 8, "batch_size": 4, "min_ranks": 3})
+def train_on_two_hosts(directory: Path, plan: dict[str, Any], *, within: str, local_ranks: list[int | None]) -> Run:
+    """Train on two hosts, of which each starts these ranks, or a program that starts its own (None)."""
     with two_hosts() as hosts:
+        # The number of threads is what Lightning sets where two ranks share a machine.
         of_run = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(own_port()), "NODES": "2", "OMP_NUM_THREADS": "1"}
         programs = [
-            replace(program, within=[*host.within, *program.within])
-            for node, host in enumerate(hosts)
-            for program in (
-                by_hand(local_rank, text, {**of_run, "NODE_RANK": str(node)}, num_ranks=4) for local_rank in range(2)
+            Program(
+                [SCRIPTS / "goes_on.py", json.dumps(plan)],
+                {**of_run, "NODE_RANK": str(node), **({} if rank is None else {"LOCAL_RANK": str(rank), "RANKS": "4"})},
+                within=[*host.within, "sh", "-c", within, "sh"],
             )
+            for node, host in enumerate(hosts)
+            for rank in local_ranks
         ]
-        finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path)
+        return run_together(*programs, root="lightning.pytorch", directory=directory)
+
+
+@pytest.mark.long
+def test_a_new_store_is_found_by_the_ranks_of_another_host(tmp_path: Path) -> None:
+    plan = {"faults": [fault("kill", rank=0, step=3)], "rejoin_s": 8, "batch_size": 4, "min_ranks": 3}
+    finished = train_on_two_hosts(tmp_path, plan, within=NEVER_FAILS, local_ranks=[0, 1])
     assert "rank 1 makes a new store at " in finished.output, finished.output
     assert "going on with 3 of 4 ranks" in finished.output
     ends = [finished.results[f"end.rank{rank}"] for rank in range(3)]
@@ -297,16 +295,8 @@ def test_a_new_store_is_found_by_the_ranks_of_another_host(tmp_path: Path) -> No
 
 
 def test_a_host_that_is_started_again_is_taken_in(without_faults: Any, tmp_path: Path) -> None:
-    text = json.dumps({"faults": [fault("kill", step=3), fault("raise", rank=0, step=6)]})
-    again = ("sh", "-c", '"$@" || "$@"', "sh")  # whatever looks after the second host
-    with two_hosts() as hosts:
-        of_run = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(own_port()), "NODES": "2"}
-        of_run["OMP_NUM_THREADS"] = "1"  # what Lightning sets where two ranks share a machine
-        programs = [
-            Program([SCRIPTS / "goes_on.py", text], {**of_run, "NODE_RANK": str(node)}, within=[*host.within, *again])
-            for node, host in enumerate(hosts)
-        ]
-        finished = run_together(*programs, root="lightning.pytorch", directory=tmp_path)
+    plan = {"faults": [fault("kill", step=3), fault("raise", rank=0, step=6)]}
+    finished = train_on_two_hosts(tmp_path, plan, within='"$@" || "$@"', local_ranks=[None])
     assert weights(finished) == without_faults, finished.output
     attempts = [notes(tmp_path, "attempts", rank) for rank in range(2)]
     assert [[attempt["step"] for attempt in of_rank] for of_rank in attempts] == [[0, 3, 6]] * 2
@@ -315,13 +305,16 @@ def test_a_host_that_is_started_again_is_taken_in(without_faults: Any, tmp_path:
 
 
 @pytest.mark.parametrize("num_restarts", [6, pytest.param(50, marks=pytest.mark.long)])
-def test_nothing_grows_with_restarts(num_restarts: int, tmp_path: Path) -> None:
-    faults = [fault("raise", rank=step % 2, step=step) for step in range(1, num_restarts + 1)]
+def test_restarts_are_counted_and_nothing_grows_with_them(num_restarts: int, tmp_path: Path) -> None:
+    faults = [fault("raise", rank=step % 2, step=step) for step in range(1, num_restarts + 2)]
     finished = train(tmp_path, *faults, max_restarts=num_restarts, epochs=num_restarts // 8 + 1, workers=1)
-    assert finished.returncode == 0, finished.output
+    assert finished.returncode != 0
+    assert f"no restart: `max_restarts`, {num_restarts}, is reached" in finished.output, finished.output
+    assert "[rank1]: ValueError: by chance: raise" in finished.output
+    assert "[rank1]: [rank1]: " not in finished.output
     for rank in range(2):
         attempts = notes(tmp_path, "attempts", rank)
-        assert len(attempts) == num_restarts + 1
+        assert [attempt["step"] for attempt in attempts] == list(range(num_restarts + 1))
         # The first few bring what every later one has: caches, lazily imported modules.
         settled, last = attempts[3], attempts[-1]
         for what in ("threads", "files", "children", "handlers"):
@@ -348,11 +341,3 @@ def test_a_module_is_put_back_to_what_fit_was_called_with() -> None:
         assert module.seen.tolist() == [0, 0]
         assert module[0].weight.grad is None
         module.seen += 3
-
-
-def test_restarts_need_checkpoints_to_go_on_from() -> None:
-    with pytest.raises(ValueError, match=r"`max_restarts` .* pass `auto_resume=True` as well"):
-        BucketDDPStrategy(max_restarts=3)
-    for wrong in (-1, 1.5, True):
-        with pytest.raises(ValueError, match="`max_restarts` must be 0 or a positive number of restarts"):
-            BucketDDPStrategy(max_restarts=wrong, auto_resume=True)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.fabric.plugins.precision import MixedPrecision
@@ -15,21 +14,21 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy
 from tests.strategies.test_nonfinite_trainer import WHAT, WIDTH, BadGradient, Batches, is_finite, outcome_of, spoil
-from tests.support.ranks import run_on_ranks
+from tests.support.cases import for_each
+from tests.support.ranks import raised_by, run_on_ranks
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun
 
 
 @like_torchrun()
-def save(*, path: Path, spoiled: str | None, on_nonfinite: Literal["warn", "raise", "skip"]) -> tuple[str, list[str]]:
-    """Save, make a weight bad, and save again: the error and the warnings of that."""
+def save(*, path: Path, on_nonfinite: Literal["warn", "raise", "skip"]) -> tuple[str, list[str]]:
+    """Save, make the bias bad, and save again: the error and the warnings of that."""
     fabric = make_fabric(BucketDDPStrategy(on_nonfinite=on_nonfinite))
     linear = nn.Linear(2, 2)
     wrapped, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
     state = {"model": wrapped, "optimizer": optimizer, "step": 1}
     fabric.save(path, state)
-    if spoiled is not None:
-        spoil(linear, spoiled)
+    spoil(linear, "bias")
     return outcome_of(lambda: fabric.save(path, state))
 
 
@@ -54,54 +53,38 @@ def train(
             return loss + (math.nan if bad == "loss" else BadGradient.apply(module[0].bias))
         return loss
 
-    def take_step(batch: list[Tensor]) -> None:
-        if loop == "closure":
+    def take_steps() -> None:
+        for batch in Batches(leaves_out):
 
             def closure() -> Tensor:
                 optimizer.zero_grad()
-                loss = loss_of(batch)
+                loss = loss_of(batch)  # noqa: B023
                 fabric.backward(loss)
                 return loss
 
-            optimizer.step(closure)
-            return
-        optimizer.zero_grad()
-        loss = loss_of(batch)
-        fabric.backward(loss)
-        if loop == "scaler":
-            fabric.clip_gradients(module, optimizer, max_norm=0.1)
-        optimizer.step()
+            if loop == "closure":
+                optimizer.step(closure)
+                continue
+            closure()
+            if loop == "scaler":
+                fabric.clip_gradients(module, optimizer, max_norm=0.1)
+            optimizer.step()
 
-    error = ""
-    try:
-        for batch in Batches(leaves_out):
-            take_step(batch)
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return error, [param.detach() for param in module.parameters()]
+    return raised_by(take_steps), [param.detach() for param in module.parameters()]
 
 
 def _scaler() -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
-@pytest.mark.parametrize("bad", WHAT)
-@pytest.mark.parametrize("loop", ["backward", "closure"])
+@for_each(("loop", "bad"), [("backward", "loss"), ("backward", "gradient"), ("closure", "gradient")])
 def test_fabric_raises_on_every_rank(loop: str, bad: str) -> None:
     for error, weights in run_on_ranks(train, on_nonfinite="raise", bad=bad, loop=loop):
         assert error.startswith(f"NonFiniteError: Not finite in backward 4: {WHAT[bad].replace('layers.', '')}.")
         assert is_finite(weights)
 
 
-@pytest.mark.parametrize(
-    ("loop", "bad"),
-    [
-        ("backward", "loss"),
-        ("backward", "gradient"),
-        ("closure", "loss"),
-        ("scaler", "loss"),
-    ],
-)
+@for_each(("loop", "bad"), [("backward", "loss"), ("backward", "gradient"), ("closure", "loss"), ("scaler", "loss")])
 def test_fabric_skips_the_step(loop: str, bad: str) -> None:
     expected = run_on_ranks(train, on_nonfinite="skip", loop=loop, leaves_out=[3])
     for error, weights in run_on_ranks(train, on_nonfinite="skip", bad=bad, loop=loop):
@@ -111,7 +94,7 @@ def test_fabric_skips_the_step(loop: str, bad: str) -> None:
 
 def test_fabric_refuses_to_write_bad_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="bias", on_nonfinite="raise")
+    rank_zero, rank_one = run_on_ranks(save, path=path, on_nonfinite="raise")
     assert "is not written, because weights are not finite: `bias`." in rank_zero[0]
     assert rank_one[0] == f"{rank_zero[0]} (on rank 0)"
     assert is_finite([torch.load(path, weights_only=False)["model"]["bias"]])
@@ -119,7 +102,7 @@ def test_fabric_refuses_to_write_bad_weights(tmp_path: Path) -> None:
 
 def test_fabric_writes_bad_weights_beside(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path, spoiled="bias", on_nonfinite="warn")
+    rank_zero, rank_one = run_on_ranks(save, path=path, on_nonfinite="warn")
     assert rank_one == ("", [])
     assert rank_zero == (
         "",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.strategies.test_precision import option
-from tests.support.ranks import run_on_ranks
+from tests.support.cases import for_each
+from tests.support.ranks import raised_by, run_on_ranks
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, lines_logged, make_trainer, unwrapped
 
 WIDTH = 4
@@ -77,19 +75,18 @@ class Module(LightningModule):
             skips = self.global_rank == self._setting.returns_none_on and int(batch[2]) == self._setting.at
             return None if skips else self.loss(batch)
         optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
         if self._setting.manual == "closure":
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss = self.loss(batch)
-                self.manual_backward(loss)
-                return loss
-
             optimizer.step(closure)
-            return None
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        else:
+            closure()
+            optimizer.step()
         return None
 
     def configure_optimizers(self) -> Any:
@@ -114,11 +111,9 @@ class Batches:
 class _Observer(Callback):
     """Keeps what was logged, and whether gradients were given to an optimizer."""
 
-    logged = 0.0
-    batches_stepped: list[int]
-
     def __init__(self) -> None:
-        self.batches_stepped = []
+        self.logged = 0.0
+        self.batches_stepped: list[int] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         self.batches_stepped.append(trainer.fit_loop.batch_idx)
@@ -131,6 +126,7 @@ class _Observer(Callback):
 class Outcome:
     error: str
     warnings: list[str]
+    of_checkpoints: list[str]
     weights: list[Tensor]
     optimizer_state: dict[Any, Any]
     logged: float
@@ -139,9 +135,7 @@ class Outcome:
 
 
 @like_torchrun()
-def fit(
-    *, setting: Setting, callbacks: Sequence[Callback] = (), ckpt_path: str | None = None, **trainer_options: Any
-) -> Outcome:
+def fit(*, setting: Setting, saves: ModelCheckpoint | None = None, ckpt_path: str | None = None) -> Outcome:
     """One epoch."""
     module = Module(setting)
     observer = _Observer()
@@ -153,19 +147,16 @@ def fit(
         gradient_clip_val=0.1 if setting.clips else None,
         use_distributed_sampler=False,
         log_every_n_steps=1,
-        callbacks=[observer, *callbacks],
+        callbacks=[observer, *([] if saves is None else [saves])],
+        enable_checkpointing=saves is not None,
         **option(setting.precision),
-        **trainer_options,
     )
-    error = ""
     with lines_logged("lightning_bucketddp") as messages:
-        try:
-            trainer.fit(module, Batches(setting.leaves_out), ckpt_path=ckpt_path)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        error, warned = outcome_of(lambda: trainer.fit(module, Batches(setting.leaves_out), ckpt_path=ckpt_path))
     return Outcome(
         error,
         messages,
+        warned,
         [param.detach() for param in module.parameters()],
         trainer.optimizers[0].state_dict()["state"] if trainer.optimizers else {},
         observer.logged,
@@ -174,23 +165,13 @@ def fit(
     )
 
 
-def fit_and_save_each_step(*, setting: Setting, directory: Path) -> str:
-    """The error of a fit that saves after each step."""
-    each_step = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    return fit(setting=setting, callbacks=[each_step], enable_checkpointing=True).error
-
-
-# --- Checkpoints
-
-
-def fit_and_keep_one(
-    *, setting: Setting, directory: Path, save_last: Any, ckpt_path: str | None = None
-) -> tuple[Outcome, list[str]]:
-    """A fit that saves after each step and keeps what it saved last; its outcome, and warnings about checkpoints."""
-    newest = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=save_last)
-    with collected_of_ours() as messages:
-        outcome = fit(setting=setting, callbacks=[newest], enable_checkpointing=True, ckpt_path=ckpt_path)
-    return outcome, messages
+def outcome_of(call: Callable[[], Any]) -> tuple[str, list[str]]:
+    """The error and the warnings of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = raised_by(call)
+    texts = [unwrapped(str(warning.message)) for warning in caught]
+    return error, [text for text in texts if text.startswith("bucketddp:")]
 
 
 class WithBuffers(LightningModule):
@@ -221,38 +202,16 @@ def spoil(module: nn.Module, name: str) -> None:
 
 @like_torchrun()
 def save(
-    *, path: Path, spoiled: str | None, on_nonfinite: Literal["warn", "raise", "skip"], weights_only: bool = False
+    *, path: Path, spoiled: str, on_nonfinite: Literal["warn", "raise", "skip"], weights_only: bool = False
 ) -> tuple[str, list[str]]:
-    """Save, make a weight bad, and save again: the error and the warnings of that."""
+    """Save what is infinite on purpose, make a weight bad, and save again: the error and the warnings of that."""
     module = WithBuffers()
     trainer = make_trainer(BucketDDPStrategy(on_nonfinite=on_nonfinite), max_epochs=1)
     samples: Any = torch.randn(8, 2)
     trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=4))
     trainer.save_checkpoint(path)
-    if spoiled is not None:
-        spoil(module, spoiled)
+    spoil(module, spoiled)
     return outcome_of(lambda: trainer.save_checkpoint(path, weights_only=weights_only))
-
-
-def outcome_of(call: Any) -> tuple[str, list[str]]:
-    """The error and the warnings of ours."""
-    error = ""
-    with collected_of_ours() as messages:
-        try:
-            call()
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    return error, messages
-
-
-@contextmanager
-def collected_of_ours() -> Iterator[list[str]]:
-    """The warnings of ours that are raised inside, when it ends."""
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield messages
-    messages += [text for warning in caught if (text := unwrapped(str(warning.message))).startswith("bucketddp:")]
 
 
 # In `Setting` rank 1's fourth batch is bad.
@@ -261,9 +220,11 @@ WHAT = {"loss": "the loss on rank 1 (nan)", "gradient": "the gradient of `layers
 WHAT_HELPS = "To find the cause, look at the data of that rank, clip gradients or lower the learning rate"
 
 
-def trained(bad: str = "", on_nonfinite: str | None = "skip", **setting: Any) -> list[Outcome]:
+def trained(
+    bad: str = "", on_nonfinite: str | None = "skip", saves: ModelCheckpoint | None = None, **setting: Any
+) -> list[Outcome]:
     options = {"on_nonfinite": on_nonfinite, **setting.pop("options", {})}
-    return run_on_ranks(fit, setting=Setting(bad, options=options, **setting))
+    return run_on_ranks(fit, setting=Setting(bad, options=options, **setting), saves=saves)
 
 
 def assert_same(a: Outcome, b: Outcome) -> None:
@@ -275,19 +236,10 @@ def is_finite(tensors: list[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-# --- How it is set
-
-
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
-def test_options_are_checked(root: str) -> None:
-    with pytest.raises(ValueError, match=r"^`on_nonfinite` must be one of warn, raise, skip, or None, got 'ignore'\.$"):
-        strategy_class(root)(on_nonfinite="ignore")
-
-
 # --- Warn
 
 
-@pytest.mark.parametrize("bad", WHAT)
+@for_each("bad", WHAT)
 def test_by_default_rank_zero_warns_and_training_goes_on(bad: str) -> None:
     rank_zero, rank_one = run_on_ranks(fit, setting=Setting(bad))
     assert rank_zero.warnings == [
@@ -307,30 +259,28 @@ def test_by_default_rank_zero_warns_and_training_goes_on(bad: str) -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true", "16-true"])
 @pytest.mark.sampled(2)
-def test_every_rank_raises_before_the_weights_change(precision: str) -> None:
+def test_every_rank_raises_before_the_weights_change_and_the_newest_checkpoint_is_finite(
+    precision: str, tmp_path: Path
+) -> None:
     expected = run_on_ranks(fit, setting=Setting(leaves_out=[3, 4, 5], precision=precision))
     for bad, what in WHAT.items():
-        for rank in trained(bad, "raise", precision=precision):
+        each_step = ModelCheckpoint(tmp_path / bad, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        for rank in trained(bad, "raise", precision=precision, saves=each_step):
             assert rank.error == (
                 f"NonFiniteError: Not finite in {WHERE}: {what}. No optimizer has used it, the weights are as they"
                 f" were. {WHAT_HELPS}; or pass `on_nonfinite='skip'` to the strategy to leave such steps out."
             )
             assert rank.global_step == 3
             assert_same(rank, expected[0])
+        files = sorted((tmp_path / bad).iterdir())
+        assert [path.name for path in files] == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+        assert is_finite(weights_in(files[-1]))
 
 
 def test_a_micro_batch_that_does_not_synchronise_is_found_when_one_does() -> None:
     for bad, what in WHAT.items():
         for rank in trained(bad, "raise", accumulate=3, at=3):
             assert rank.error.startswith(f"NonFiniteError: Not finite in step 1 (epoch 0, batch 5): {what}.")
-
-
-def test_the_newest_checkpoint_is_finite(tmp_path: Path) -> None:
-    setting = Setting("gradient", options={"on_nonfinite": "raise"})
-    for error in run_on_ranks(fit_and_save_each_step, setting=setting, directory=tmp_path):
-        assert WHAT["gradient"] in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert is_finite(list(torch.load(tmp_path / "step=3.ckpt", weights_only=False)["state_dict"].values()))
 
 
 # --- Skip
@@ -364,8 +314,7 @@ def test_a_skipped_step_leaves_no_trace(how: dict[str, Any]) -> None:
         assert 3 not in rank.batches_stepped
 
 
-@pytest.mark.parametrize("bad", WHAT)
-@pytest.mark.parametrize("at", [3, 5])
+@for_each(("at", "bad"), [(3, "loss"), (5, "gradient")])
 def test_a_bad_micro_batch_skips_the_step_of_all(at: int, bad: str) -> None:
     expected = trained(leaves_out=[3, 4, 5], accumulate=3)
     for rank in trained(bad, accumulate=3, at=at):
@@ -383,14 +332,14 @@ def test_a_grad_scaler_is_left_alone() -> None:
     assert "The GradScaler skips the step if gradients are not finite, either." in rank_zero.warnings[0]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["warn", "raise", "skip"])
+@for_each("on_nonfinite", ["warn", "raise", "skip"])
 def test_gradients_are_left_to_a_grad_scaler(on_nonfinite: str) -> None:
     for rank in trained("gradient", on_nonfinite, precision="scaler"):
         assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
         assert is_finite(rank.weights)
 
 
-@pytest.mark.parametrize("bad", ["loss", "gradient"])
+@for_each("bad", WHAT)
 def test_nothing_is_looked_at_on_request(bad: str) -> None:
     for rank in trained(bad, None):
         assert (rank.error, rank.warnings, rank.logged) == ("", [], 0)
@@ -408,17 +357,17 @@ def test_nothing_is_looked_at_on_request(bad: str) -> None:
 def test_by_default_the_newest_finite_checkpoint_is_kept(
     save_last: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    keep_one = partial(run_on_ranks, fit_and_keep_one, directory=tmp_path, save_last=save_last)
-    (rank_zero, warnings), (rank_one, no_warnings) = keep_one(setting=Setting("gradient", options=options))
+    newest = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=save_last)
+    rank_zero, rank_one = run_on_ranks(fit, setting=Setting("gradient", options=options), saves=newest)
     assert rank_zero.error == rank_one.error == ""
     assert rank_zero.global_step == 6
-    newest = "last.ckpt" if save_last is True else "step=3.ckpt"
-    assert warnings == [
+    resume_from = "last.ckpt" if save_last is True else "step=3.ckpt"
+    assert rank_zero.of_checkpoints == [
         "bucketddp: weights have become infinite or nan by step 4: `layers.0.bias`."
         f" Checkpoint `{tmp_path}/step=4.ckpt` is written as `{tmp_path}/nonfinite/step=4.ckpt`, and further ones"
-        f" likewise; earlier ones are neither replaced nor removed. Resume from `{tmp_path}/{newest}`."
+        f" likewise; earlier ones are neither replaced nor removed. Resume from `{tmp_path}/{resume_from}`."
     ]
-    assert no_warnings == []
+    assert rank_one.of_checkpoints == []
     # What was saved last, but not finite, is there too, and no more than one of each kind.
     links = {"step=6.ckpt"} if save_last == "link" else set()
     beside = {"step=6.ckpt"} if save_last == "link" else {"step=6.ckpt", "last.ckpt"}
@@ -429,8 +378,8 @@ def test_by_default_the_newest_finite_checkpoint_is_kept(
         assert is_finite(weights_in(path))
         assert torch.load(path, weights_only=False)["global_step"] == 3
     # Without the bad batch, training goes on from there, with all batches of the epoch.
-    (resumed, warnings), _ = keep_one(setting=Setting(options=options), ckpt_path="last")
-    assert (resumed.error, warnings) == ("", [])
+    resumed, _ = run_on_ranks(fit, setting=Setting(options=options), saves=newest, ckpt_path="last")
+    assert (resumed.error, resumed.of_checkpoints) == ("", [])
     assert resumed.global_step == 3 + 6
     assert is_finite(resumed.weights)
     assert is_finite(weights_in(tmp_path / "last.ckpt"))
@@ -440,13 +389,12 @@ def weights_in(path: Path) -> list[torch.Tensor]:
     return list(torch.load(path, weights_only=False)["state_dict"].values())
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize(
-    ("spoiled", "named"),
+    ("spoiled", "named", "weights_only"),
     [
-        ("linear", "`linear.weight`, `linear.bias`"),
-        ("norm.running_mean", "`norm.running_mean`"),
-        ("bias", "`bias`"),  # infinite from the start, and nan now
+        ("linear", "`linear.weight`, `linear.bias`", False),
+        ("norm.running_mean", "`norm.running_mean`", True),
+        ("bias", "`bias`", False),  # infinite from the start, and nan now
     ],
 )
 def test_a_checkpoint_with_bad_weights_is_written_beside(
@@ -481,10 +429,3 @@ def test_a_checkpoint_with_bad_weights_is_refused_on_every_rank(on_nonfinite: st
     assert rank_zero == (error, [])
     assert rank_one == (f"{error} (on rank 0)", [])
     assert is_finite([torch.load(path, weights_only=False)["state_dict"]["linear.weight"]])
-
-
-@pytest.mark.parametrize("on_nonfinite", ["warn", "raise"])
-def test_what_is_infinite_from_the_start_is_legitimate(on_nonfinite: str, tmp_path: Path) -> None:
-    ranks = run_on_ranks(save, path=tmp_path / "model.ckpt", spoiled=None, on_nonfinite=on_nonfinite)
-    assert ranks == [("", [])] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
@@ -337,25 +337,15 @@ class _WatchedGan(Gan):
             yield
         name_of = {param: name for name, param in self.named_parameters()}
         bucket_of = {bucket.wire.data_ptr(): bucket for bucket in reducer.bucket_set.buckets}
+        members = sorted(name_of[param] for tensor in reduced for param in bucket_of[tensor.data_ptr()].params)
         self.turns.append(
             {
-                "members": sorted(
-                    name_of[param] for tensor in reduced for param in bucket_of[tensor.data_ptr()].params
-                ),
+                "members": members,
                 "bytes": sum(tensor.nbytes for tensor in reduced),
                 "bytes_by_stats": reducer.stats.bytes_sent - before,
                 "num_collectives": len(reduced),
             }
         )
-
-
-@like_torchrun()
-def watch_turns(*, switching: str, discriminator_every: int) -> list[dict[str, Any]]:
-    """What was reduced in each turn of an epoch."""
-    module = _WatchedGan(switching=switching, discriminator_every=discriminator_every)
-    trainer = make_trainer(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), max_epochs=1)
-    trainer.fit(module, loader())
-    return module.turns
 
 
 NUM_BATCHES = 10
@@ -403,21 +393,19 @@ def test_two_networks_that_take_turns_equal_ddp(gan: str) -> None:
     assert ours == [ddp[0]] * 2
 
 
-@for_each("switching", ["toggle_optimizer", "toggle_model"])
-@for_each("discriminator_every", [1, 2])
+@for_each(("switching", "discriminator_every"), [("toggle_optimizer", 2), ("toggle_model", 1), ("nothing", 1)])
+@on_ranks()
+@like_torchrun()
 def test_a_network_that_is_toggled_off_is_not_communicated(switching: str, discriminator_every: int) -> None:
+    module = _WatchedGan(switching=switching, discriminator_every=discriminator_every)
+    make_trainer(BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), max_epochs=1).fit(module, loader())
     expected = [
-        members
+        # One that is only left alone is communicated.
+        sorted(GENERATOR + DISCRIMINATOR) if switching == "nothing" else members
         for batch in range(NUM_BATCHES)
         for members in ([GENERATOR, DISCRIMINATOR] if batch % discriminator_every == 0 else [GENERATOR])
     ]
-    for rank in run_on_ranks(watch_turns, switching=switching, discriminator_every=discriminator_every):
-        assert [turn["members"] for turn in rank] == expected
-        for turn in rank:
-            assert turn["num_collectives"] > 1
-            assert turn["bytes"] == turn["bytes_by_stats"]
-
-
-def test_a_network_that_is_only_left_alone_is_communicated() -> None:
-    for rank in run_on_ranks(watch_turns, switching="nothing", discriminator_every=1):
-        assert all(turn["members"] == sorted(GENERATOR + DISCRIMINATOR) for turn in rank)
+    assert [turn["members"] for turn in module.turns] == expected
+    for turn in module.turns:
+        assert turn["num_collectives"] > 1
+        assert turn["bytes"] == turn["bytes_by_stats"]

@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.registration import strategy_class
 from lightning_bucketddp.config import LocalSteps, Timeouts
 from lightning_bucketddp.strategies.options import check_devices, option_defaults
+from tests.support.cases import for_each
 from tests.support.ranks import on_ranks
 from tests.support.scripts.fit import Regression
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
-TRAINER_ROOTS = ["lightning.pytorch", "pytorch_lightning"]
 FABRIC_ROOTS = ["lightning.fabric", "lightning_fabric"]
+ROOTS = ["lightning.pytorch", "pytorch_lightning", *FABRIC_ROOTS]
 START_METHOD_OF = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # The Trainer and Fabric give a strategy the module.
 NOT_FOR_USERS_OF_A_STRATEGY = {"self", "module"}
@@ -54,7 +55,7 @@ def launched_by(strategy: Any) -> str:
 
 @pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_false", "_find_unused_parameters_true"])
 @pytest.mark.parametrize("name", START_METHOD_OF)
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.sampled(16)
 def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: str) -> None:
     strategy = strategy_of(root, f"bucketddp{name}{suffix}")
@@ -62,27 +63,24 @@ def test_each_name_starts_processes_its_own_way(root: str, name: str, suffix: st
     assert launched_by(strategy) == START_METHOD_OF[name]
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-def test_an_interactive_session_forks(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interactive_session_forks_unless_another_start_method_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert launched_by(strategy_of(root, "bucketddp")) == "fork"
-
-
-def test_a_start_method_that_was_asked_for_is_used_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert [launched_by(strategy_of(root, "bucketddp")) for root in ROOTS] == ["fork"] * 4
     assert BucketDDPStrategy(start_method="spawn")._start_method == "spawn"
 
 
 # --- Keywords
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@for_each("root", ROOTS)
 def test_a_strategy_is_made_of_few_classes(root: str) -> None:
     ours = [cls for cls in strategy_class(root).__mro__ if cls.__module__.startswith("lightning_bucketddp.")]
     assert len(ours[2:]) <= 3  # behind the class of the root, and the one that all roots share
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@for_each("root", ROOTS)
 def test_keywords_are_those_of_ddp(root: str) -> None:
     strategy = strategy_class(root)
     ours = inspect.signature(strategy).parameters
@@ -93,7 +91,7 @@ def test_keywords_are_those_of_ddp(root: str) -> None:
     assert [name for name in lightning_ddp if name != "kwargs"] == list(ours)[: len(lightning_ddp) - 1]
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
+@for_each("root", ROOTS)
 def test_a_command_line_has_every_option_with_its_type_and_a_line_of_help(root: str) -> None:
     parser = ArgumentParser()
     parser.add_class_arguments(strategy_class(root), "trainer.strategy")
@@ -108,87 +106,36 @@ def test_a_command_line_has_every_option_with_its_type_and_a_line_of_help(root: 
         assert kind, name
 
 
-def test_new_keywords_of_torch_ddp_mean_the_same() -> None:
-    options = BucketDDPStrategy(bucket_cap_mb_list=[1, 5], forward_sync_buffers=False).options
-    assert (options.reducer.bucket_cap_mb, options.broadcast_buffers) == ([1, 5], False)
-
-
-def test_a_weight_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`gradient_weight` must be `batch_size` or a function .*, got 'tokens'\."):
-        BucketDDPStrategy(gradient_weight="tokens")
-
-
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-@pytest.mark.parametrize("option", [True, False, "parameters"])
-def test_optimizers_can_be_sharded_by_slices_and_by_parameters(root: str, option: Any) -> None:
-    assert strategy_class(root)(shard_optimizer=option).options.shard_optimizer == option
-    assert strategy_class(root)().options.shard_optimizer is False
-
-
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-@pytest.mark.parametrize("option", ["slices", None, 2, [True]])
-def test_another_way_to_shard_optimizers_is_refused(root: str, option: Any) -> None:
-    with pytest.raises(ValueError, match="shard_optimizer") as raised:
-        strategy_class(root)(shard_optimizer=option)
-    assert str(raised.value) == f"`shard_optimizer` must be True, False or 'parameters', got {option!r}."
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
+@for_each(
+    ("given", "taken"),
     [
-        ({"steps": 0}, "`local_steps` must be a positive number of steps, got 0."),
-        ({"steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
-        ({"islands": 0}, "`islands` must be 'host', 'rank' or a positive number of islands, got 0."),
-        ({"islands": "node"}, "`islands` must be 'host', 'rank' or a positive number of islands, got 'node'."),
-        ({"outer_lr": 0.0}, "`outer_lr` must be a positive number, got 0.0."),
-        ({"outer_momentum": 1}, "`outer_momentum` must be a number from 0 to less than 1, got 1."),
+        # Those of newer torch DDP.
+        ({"bucket_cap_mb_list": [1, 5]}, {"bucket_cap_mb": [1, 5]}),
+        ({"forward_sync_buffers": False}, {"broadcast_buffers": False}),
+        *(({"shard_optimizer": value}, {"shard_optimizer": value}) for value in (True, False, "parameters")),
+        ({}, {"shard_optimizer": False}),
+        *(({"reduce_dtype": dtype}, {"reduce_dtype": "bf16"}) for dtype in (torch.bfloat16, "bf16")),
+        ({"reduce_dtype": torch.int8}, {"reduce_dtype": "int8"}),
+        ({"reduce_dtype": None}, {"reduce_dtype": None}),
+        *(({"bucket_cap_mb": value}, {"bucket_cap_mb": value}) for value in (1, 0.5, [1, 25.5], "auto", None)),
     ],
 )
-def test_local_steps_that_make_no_sense_are_refused_by_name(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        LocalSteps(**{"steps": 5, **options})
+@for_each("root", ROOTS)
+def test_a_value_is_taken(root: str, given: dict[str, Any], taken: dict[str, Any]) -> None:
+    options = strategy_class(root)(**given).options
+    for name, value in taken.items():
+        assert getattr(options if hasattr(options, name) else options.reducer, name) == value
 
 
-@pytest.mark.parametrize("local_steps", [5, LocalSteps(5)])
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shard_optimizer": True}, "`local_steps` and `shard_optimizer` do not go together: optimizers whose state"),
-        ({"ddp_comm_hook": print}, "`local_steps` and `ddp_comm_hook` do not go together: a hook says what all ranks"),
-        ({"gradient_weight": len}, "`local_steps` and `gradient_weight` do not go together: batches are weighed"),
-        ({"model_averaging_period": 3}, "`local_steps` and `model_averaging_period` do not go together: both average"),
-    ],
-)
-def test_what_cannot_be_had_with_local_steps_is_refused_by_name(
-    local_steps: int | LocalSteps, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        BucketDDPStrategy(local_steps=local_steps, **options)
+@for_each("root", ROOTS)
+def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
+    for given, seconds in ((5, 5), (0.5, 0.5), (timedelta(minutes=1), 60)):
+        assert strategy_class(root)(timeout=given)._timeout == timedelta(seconds=seconds)
+    assert strategy_class(root)(timeout=None)._timeout is None
 
 
 def test_a_number_of_local_steps_is_short_for_all_about_them() -> None:
     assert BucketDDPStrategy(local_steps=5).options == BucketDDPStrategy(local_steps=LocalSteps(5)).options
-    with pytest.raises(ValueError, match=r"`local_steps` must be a positive number of steps, got '5'\."):
-        BucketDDPStrategy(local_steps="5")
-
-
-def test_sharded_optimizers_and_a_communication_hook_are_refused() -> None:
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2)
-    hooks: list[dict[str, Any]] = [
-        {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-        {
-            "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
-            "ddp_comm_state": state,
-            "model_averaging_period": 4,
-        },
-    ]
-    for hook in hooks:
-        with pytest.raises(ValueError, match="shard_optimizer") as raised:
-            BucketDDPStrategy(shard_optimizer=True, **hook)
-        assert str(raised.value) == (
-            "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients, and"
-            " with post-localSGD the weights differ between ranks. Pass one of them."
-        )
 
 
 def test_keywords_without_effect_are_taken() -> None:
@@ -209,47 +156,31 @@ def test_keywords_without_effect_are_taken() -> None:
     assert BucketDDPStrategy().options.without_effect == ()
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-def test_mixed_precision_of_torch_ddp_is_refused_with_what_to_do(root: str) -> None:
-    with pytest.raises(ValueError, match="mixed_precision") as raised:
-        strategy_class(root)(mixed_precision=object())
-    assert str(raised.value) == (
-        "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
-        ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.'
-    )
-
-
 GPU = torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(
-    ("device", "device_ids", "output_device"),
-    [(GPU, [1], 1), (GPU, ["cuda:1"], GPU), (GPU, [], None), (torch.device("cpu"), None, "cpu")],
-)
-def test_devices_that_lightning_has_chosen_may_be_named(
-    device: torch.device, device_ids: list[Any] | None, output_device: Any
-) -> None:
-    check_devices(device, device_ids, output_device)
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "device_ids", "output_device", "named"),
+@for_each(
+    ("device", "device_ids", "output_device", "refused"),
     [
-        ("device_ids", GPU, [0], None, "cuda:0"),
-        ("device_ids", GPU, [1, 2], None, "cuda:2"),
-        ("output_device", GPU, [1], 0, "cuda:0"),
-        ("output_device", torch.device("cpu"), None, "cuda:0", "cuda:0"),
+        (GPU, [1], 1, None),
+        (GPU, ["cuda:1"], GPU, None),
+        (GPU, [], None, None),
+        (torch.device("cpu"), None, "cpu", None),
+        (GPU, [0], None, "`device_ids` names cuda:0"),
+        (GPU, [1, 2], None, "`device_ids` names cuda:2"),
+        (GPU, [1], 0, "`output_device` names cuda:0"),
+        (torch.device("cpu"), None, "cuda:0", "`output_device` names cuda:0"),
     ],
 )
-def test_another_device_is_refused(
-    name: str, device: torch.device, device_ids: list[Any] | None, output_device: Any, named: str
+def test_only_devices_that_lightning_has_chosen_may_be_named(
+    device: torch.device, device_ids: list[Any] | None, output_device: Any, refused: str | None
 ) -> None:
-    with pytest.raises(ValueError, match=name) as raised:
+    if refused is None:
         check_devices(device, device_ids, output_device)
-    assert str(raised.value) == (
-        f"`{name}` names {named}, but Lightning has given this process {device}. Leave it out, and pass `devices` to"
-        " the Trainer or to Fabric."
-    )
+        return
+    text = f"{refused}, but Lightning has given this process {device}. Leave it out, and pass `devices` to the Trainer"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        check_devices(device, device_ids, output_device)
 
 
 @on_ranks()
@@ -275,108 +206,115 @@ def test_another_device_is_refused_at_set_up() -> None:
         make_trainer(BucketDDPStrategy(device_ids=[7]), max_epochs=1).fit(Regression())
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-@pytest.mark.parametrize(
-    ("misspelt", "meant"),
-    [("bucket_cap", "bucket_cap_mb"), ("find_unused_params", "find_unused_parameters"), ("comm_hook", "ddp_comm_hook")],
-)
-def test_an_unknown_keyword_is_answered_with_the_nearest(root: str, misspelt: str, meant: str) -> None:
-    with pytest.raises(TypeError) as raised:
-        strategy_class(root)(**{misspelt: True})
-    assert str(raised.value) == f"`BucketDDPStrategy` has no option `{misspelt}`. Did you mean `{meant}`?"
+@for_each("root", ROOTS)
+def test_an_unknown_keyword_is_answered_with_the_nearest_or_with_all(root: str) -> None:
+    listed = ", ".join(option_defaults(strategy_class(root).__init__))
+    for unknown, answer in {
+        "bucket_cap": "Did you mean `bucket_cap_mb`?",
+        "find_unused_params": "Did you mean `find_unused_parameters`?",
+        "comm_hook": "Did you mean `ddp_comm_hook`?",
+        "zzz": f"It takes: {listed}.",
+    }.items():
+        with pytest.raises(TypeError) as raised:
+            strategy_class(root)(**{unknown: True})
+        assert str(raised.value) == f"`BucketDDPStrategy` has no option `{unknown}`. {answer}"
 
 
-def test_a_keyword_like_no_other_is_answered_with_all() -> None:
-    with pytest.raises(TypeError) as raised:
-        BucketDDPStrategy(zzz=1)
-    listed = ", ".join(option_defaults(BucketDDPStrategy.__init__))
-    assert str(raised.value) == f"`BucketDDPStrategy` has no option `zzz`. It takes: {listed}."
+# --- Values that are refused
 
 
-@pytest.mark.parametrize("root", TRAINER_ROOTS + FABRIC_ROOTS)
-@pytest.mark.parametrize(
-    "value", [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "Auto", ["auto"], True]
-)
-@pytest.mark.sampled(12)
-def test_a_bucket_size_that_is_none_is_refused(root: str, value: Any) -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb") as raised:
-        strategy_class(root)(bucket_cap_mb=value)
-    assert str(raised.value) == (
-        "`bucket_cap_mb` must be 'auto', a positive number of MiB or a non-empty list of them, got"
-        f" {value!r}. The default is 'auto'."
-    )
+def must_be(name: str, what: str, *values: Any) -> list[tuple[dict[str, Any], str]]:
+    """What is said when `name` is one of `values`; torch DDP has two names for one thing."""
+    known_as = {"forward_sync_buffers": "broadcast_buffers"}.get(name, name)
+    return [({name: value}, f"`{known_as}` must be {what}, got {value!r}.") for value in values]
 
 
-FLAGS = ["overlap", "broadcast_buffers", "forward_sync_buffers", "init_sync", "async_checkpoints"]
-MUST_BE = {
-    **dict.fromkeys(FLAGS, ("yes", "True or False")),
-    "timeout": ("5", "a positive number of seconds"),
-    "timeouts": (5, "`Timeouts(...)`"),
-    "ddp_comm_hook": ("bf16_compress_hook", "a function or None"),
-    "process_group_backend": (5, "a name, for example 'gloo' or 'nccl'"),
-    "start_method": ("thread", "one of popen, spawn, fork, forkserver"),
-    "bucket_cap_mb_list": ("auto", "a list of sizes in MiB"),
-    "reduce_dtype": (torch.float64, "one of fp32, bf16, fp16, int8, or a dtype of torch that they stand for"),
-    "on_nonfinite": ("stop", "one of warn, raise, skip, or None"),
-}
-MUST_BE_FOR_TRAINER = {
-    **dict.fromkeys(["rank_seeds", "uneven_data", "shard_iterable", "auto_resume"], ("yes", "True or False")),
-    "ddp_comm_wrapper": ("fp16", "a function or None"),
-    "model_averaging_period": (0, "a positive number of steps"),
-}
+SECONDS = "a positive number of seconds"
+SIZES = "'auto', a positive number of MiB or a non-empty list of them"
+NO_SIZES = [0, -1, 0.0, math.nan, math.inf, [], [25, 0], [math.nan], "25", "Auto", ["auto"], True]
+HOOK_AND_SHARDS = "`shard_optimizer` and a communication hook do not go together: a hook gives every rank all gradients"
+REFUSED = [
+    *(case for name in ("overlap", "broadcast_buffers", "init_sync") for case in must_be(name, "True or False", "yes")),
+    *(case for name in ("forward_sync_buffers", "async_checkpoints") for case in must_be(name, "True or False", "yes")),
+    *must_be("bucket_cap_mb", SIZES, *NO_SIZES),
+    *must_be("bucket_cap_mb_list", "a list of sizes in MiB", "auto"),
+    *must_be("shard_optimizer", "True, False or 'parameters'", "slices", None, 2, [True]),
+    *must_be("timeout", SECONDS, "5", 0, -1, math.nan, math.inf, True),
+    ({"timeout": timedelta(0)}, f"`timeout` must be {SECONDS}, got 0.0."),
+    *must_be("timeouts", "`Timeouts(...)`", 5),
+    *must_be("ddp_comm_hook", "a function or None", "bf16_compress_hook"),
+    *must_be("process_group_backend", "a name, for example 'gloo' or 'nccl'", 5),
+    *must_be("start_method", "one of popen, spawn, fork, forkserver", "thread"),
+    *must_be("reduce_dtype", "one of fp32, bf16, fp16, int8, or a dtype of torch that they stand for", torch.float64),
+    *must_be("on_nonfinite", "one of warn, raise, skip, or None", "stop"),
+    (
+        {"mixed_precision": object()},
+        "`mixed_precision` of torch DDP is not supported, because Lightning does that: pass `precision` to the"
+        ' Trainer or to Fabric, for example "bf16-mixed". What gradients travel as is `reduce_dtype`.',
+    ),
+    (
+        {"timeouts": Timeouts(stall_s=1800)},
+        "`stall_s` must be less than `timeout`, which ends a run after 1800 s of waiting in any case, got 1800.",
+    ),
+    ({"shard_optimizer": True, "ddp_comm_hook": default_hooks.fp16_compress_hook}, HOOK_AND_SHARDS),
+]
+REFUSED_BY_TRAINER = [
+    *must_be("rank_seeds", "True or False", "yes"),
+    *must_be("uneven_data", "True or False", "yes"),
+    *must_be("shard_iterable", "True or False", "yes"),
+    *must_be("auto_resume", "True or False", "yes"),
+    *must_be("ddp_comm_wrapper", "a function or None", "fp16"),
+    *must_be("model_averaging_period", "a positive number of steps", 0),
+    ({"gradient_weight": "tokens"}, "`gradient_weight` must be `batch_size` or a function "),
+    ({"shard_optimizer": True, "ddp_comm_hook": print, "model_averaging_period": 4}, HOOK_AND_SHARDS),
+    *must_be("local_steps", "a positive number of steps", "5", 0),
+    *(
+        ({"local_steps": steps, **others}, f"`local_steps` and `{next(iter(others))}` do not go together: {why}")
+        for steps in (5, LocalSteps(5))
+        for others, why in (
+            ({"shard_optimizer": True}, "optimizers whose state"),
+            ({"ddp_comm_hook": print}, "a hook says what all ranks"),
+            ({"gradient_weight": len}, "batches are weighed"),
+            ({"model_averaging_period": 3}, "both average"),
+        )
+    ),
+    *(
+        ({"auto_resume": True, "max_restarts": wrong}, "`max_restarts` must be 0 or a positive number of restarts")
+        for wrong in (-1, 1.5, True)
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("root", "name"),
+@for_each("root", ROOTS)
+def test_a_value_that_makes_no_sense_is_refused_by_name(root: str) -> None:
+    for options, text in REFUSED if root in FABRIC_ROOTS else REFUSED + REFUSED_BY_TRAINER:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            strategy_class(root)(**options)
+
+
+@for_each(
+    ("options", "text"),
     [
-        *[(root, name) for root in ("lightning.pytorch", "lightning.fabric") for name in MUST_BE],
-        *[("lightning.pytorch", name) for name in MUST_BE_FOR_TRAINER],
+        ({"steps": 2.5}, "`local_steps` must be a positive number of steps, got 2.5."),
+        ({"islands": 0}, "`islands` must be 'host', 'rank' or a positive number of islands, got 0."),
+        ({"islands": "node"}, "`islands` must be 'host', 'rank' or a positive number of islands, got 'node'."),
+        ({"outer_lr": 0.0}, "`outer_lr` must be a positive number, got 0.0."),
+        ({"outer_momentum": 1}, "`outer_momentum` must be a number from 0 to less than 1, got 1."),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_by_name(root: str, name: str) -> None:
-    value, must_be = {**MUST_BE, **MUST_BE_FOR_TRAINER}[name]
-    # torch DDP has two names for one thing.
-    names = {"forward_sync_buffers": "broadcast_buffers"}
-    with pytest.raises(ValueError, match=re.escape(f"`{names.get(name, name)}` must be {must_be}, got {value!r}.")):
-        strategy_class(root)(**{name: value})
-
-
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
-def test_what_travels_may_be_a_dtype_or_its_name(root: str) -> None:
-    given = (torch.bfloat16, "bf16", torch.int8, None)
-    assert [strategy_class(root)(reduce_dtype=dtype).config.reduce_dtype for dtype in given] == [
-        *("bf16", "bf16", "int8", None),
-    ]
-
-
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
-def test_a_time_out_may_be_a_number_of_seconds(root: str) -> None:
-    assert [strategy_class(root)(timeout=timeout)._timeout for timeout in (5, 0.5, timedelta(minutes=1), None)] == [
-        timedelta(seconds=5),
-        timedelta(seconds=0.5),
-        timedelta(minutes=1),
-        None,
-    ]
-
-
-@pytest.mark.parametrize("root", ["lightning.pytorch", "lightning.fabric"])
-def test_a_stall_that_ends_a_run_later_than_the_time_out_is_refused(root: str) -> None:
-    text = "`stall_s` must be less than `timeout`, which ends a run after 1800 s of waiting in any case, got 1800."
+def test_local_steps_that_make_no_sense_are_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        strategy_class(root)(timeouts=Timeouts(stall_s=1800))
+        LocalSteps(**{"steps": 5, **options})
+
+
+def test_a_limit_that_is_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="`stall_warning_s` must be a positive number of seconds, got '5'"):
         Timeouts(stall_warning_s="5")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, timedelta(0)])
-def test_a_time_out_that_is_no_time_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="`timeout` must be a positive number of seconds, got "):
-        BucketDDPStrategy(timeout=value)
-
-
-@pytest.mark.parametrize("value", [1, 0.5, [1, 25.5], "auto", None])
-def test_a_bucket_size_is_taken_as_given(value: Any) -> None:
-    assert BucketDDPStrategy(bucket_cap_mb=value).config.bucket_cap_mb == value
+def test_restarts_need_checkpoints_to_go_on_from() -> None:
+    with pytest.raises(ValueError, match=r"`max_restarts` .* pass `auto_resume=True` as well"):
+        BucketDDPStrategy(max_restarts=3)
 
 
 # --- Subclasses

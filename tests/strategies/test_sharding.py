@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricStrategy
@@ -22,16 +19,11 @@ from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from tests.reducer import test_batch_weighting as participation
 from tests.reducer import test_training_changes as changes
 from tests.strategies import test_nonfinite_trainer as nonfinite
-from tests.strategies import test_optimization_styles as players
 from tests.strategies import test_optimization_styles as styles
-from tests.strategies import test_trainer as behaviour
-from tests.strategies import test_trainer as parity
+from tests.strategies import test_trainer as trainer_tests
 from tests.strategies.test_precision import Squares, option
-from tests.support.jobs.sharding import (
-    assert_equal_on_ranks,
-    foreign_parts_spoiled,
-    numbers_of,
-)
+from tests.support.cases import for_each
+from tests.support.jobs.sharding import assert_equal_on_ranks, foreign_parts_spoiled, numbers_of
 from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import fabrics, models
 from tests.support.scripts.checkpoints import state_in
@@ -105,18 +97,16 @@ class ChangedGradients(Wide):
 
 
 class ClippedByHand(styles.Manual):
-    """Calls torch's own clipping, by several norms."""
+    """Calls torch's own clipping."""
 
-    def __init__(self, norm_type: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         widen(self)
         self.norms: list[dict[str, float]] = []
-        self._norm_type = norm_type
 
     def differentiate(self, batch: list[Tensor]) -> None:
         super().differentiate(batch)
-        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type=self._norm_type)
-        self.norms.append({"norm": float(norm)})
+        self.norms.append({"norm": float(nn.utils.clip_grad_norm_(self.parameters(), 0.05))})
 
 
 class ZeroesInPlace(Wide):
@@ -153,38 +143,6 @@ class OwnKernel(Wide):
         return super().loss(batch) + sum(float(weight.sum()) for weight in weights) * self.layers[2].bias.sum()
 
 
-class Clamped(Wide):
-    """Changes weights between steps: by `data`, by an operation, by the memory that they are in, by `to`."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for param in self.parameters():
-                param.data.mul_(0.99)
-                param.clamp_(-0.4, 0.4)
-        if batch_idx == 3:
-            self.layers[0].weight.data = self.layers[0].weight.data.clone()
-        if batch_idx == 5:
-            self.zero_grad()
-            self.to(torch.float64)
-            self.to(torch.float32)
-        if batch_idx == 7:
-            self.load_state_dict({name: 0.5 * value for name, value in self.state_dict().items()})
-
-
-class Copied(Wide):
-    """Keeps an average of itself by hand, and learns from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = copy.deepcopy(self.layers).requires_grad_(False)
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        with torch.no_grad():
-            for mine, others in zip(self.average.parameters(), self.layers.parameters(), strict=True):
-                mine.lerp_(others, 0.1)
-        return self.loss(batch) + (self.layers(batch[0]) - self.average(batch[0])).square().mean()
-
-
 class Scripted(Wide):
     """Has layers that run without Python."""
 
@@ -213,16 +171,6 @@ class Scenario:
     loader: Callable[[], Any] = models.loader
 
 
-# Which of the scenarios of other suites read gradients, or have an optimizer that is refused.
-_REFUSED = {"lbfgs", "line_search", "kept_gradients", "gradients_kept_without_a_copy", "gradients_replaced"} | {
-    "gradients_replaced_while_accumulating"
-}
-
-
-def _widened(module: Callable[[], LightningModule]) -> Callable[[], LightningModule]:
-    return lambda: widen(module())
-
-
 def _uneven(**strategy: Any) -> Scenario:
     sizes = [[4, 2, 3, 1], [1, 4, 2]]
     setting = participation.Setting(sizes if "uneven_data" in strategy else [size[:3] for size in sizes])
@@ -238,43 +186,27 @@ def _uneven(**strategy: Any) -> Scenario:
 
 SCENARIOS: dict[str, Scenario] = {
     "plain_sgd": Scenario(PlainSGD, tolerance=0.0, num_epochs=2, validates=True),
-    "plain_sgd_accumulated": Scenario(PlainSGD, lambda: {"accumulate_grad_batches": 4}, tolerance=0.0),
     "groups_and_schedulers": Scenario(Groups, num_epochs=2),
     "configure_model": Scenario(ConfiguredLate),
     "changed_gradients": Scenario(ChangedGradients),
-    **{f"clipped_by_hand_{p}": Scenario(lambda p=p: ClippedByHand(p)) for p in (1.0, 2.0, math.inf)},  # type: ignore[misc]
+    "clipped_by_hand": Scenario(ClippedByHand),
     "clip_norm": Scenario(Wide, lambda: {"gradient_clip_val": 0.1}),
     "clip_value": Scenario(Wide, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "zeroes_in_place": Scenario(ZeroesInPlace),
     "module_zero_grad": Scenario(ModuleZeroGrad),
     "penalised": Scenario(Penalised),
     "own_kernel": Scenario(OwnKernel),
-    "clamped": Scenario(Clamped),
     "scripted": Scenario(Scripted),
-    "copied": Scenario(Copied),
     "scaler": Scenario(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
-    "layer_added": Scenario(Wide, lambda: {"callbacks": behaviour._AddsLayer()}, num_epochs=3),
+    "layer_added": Scenario(Wide, lambda: {"callbacks": trainer_tests.AddsLayer()}, num_epochs=3),
     "uneven_data": _uneven(uneven_data=True),
     "gradient_weight": _uneven(gradient_weight="batch_size"),
-    **{
-        name: Scenario(
-            how.module if name in ("two_optimizers", "batchnorm") else _widened(how.module),
-            lambda how=how: how.options,  # type: ignore[misc]
-            tolerance=1e-3 if name == "bf16-mixed" else 1e-6,
-        )
-        for name, how in parity.SCENARIOS.items()
-        if name not in _REFUSED and not name.startswith(("automatic", "clip", "accumulation", "plain", "buffer"))
-    },
-    **{
-        name: Scenario(_widened(how.module), lambda how=how: {"accumulate_grad_batches": how.accumulate})  # type: ignore[misc]
-        for name, how in styles.STYLES.items()
-        if name not in _REFUSED
-    },
-    **{
-        f"gan_{name}": Scenario(module)
-        for name, module in players.GANS.items()
-        if hasattr(LightningModule, name) or name != "toggled_optimizer"
-    },
+    "two_optimizers": Scenario(models.TwoPlayers),
+    "bf16-mixed": Scenario(Wide, lambda: {"precision": "bf16-mixed"}, tolerance=1e-3),
+    "unused_on_rank_0": Scenario(lambda: widen(models.SpareLayer(used_on=(1,)))),
+    "two_losses": Scenario(lambda: widen(styles.TwoLosses(first_stays_here=False))),
+    "gan_toggle_optimizer": Scenario(styles.GANS["toggle_optimizer"]),
+    "gan_accumulating": Scenario(styles.GANS["accumulating"]),
     **{
         name: Scenario(
             how.module,
@@ -284,63 +216,70 @@ SCENARIOS: dict[str, Scenario] = {
             same_start=how.same_start,
         )
         for name, how in changes.CHANGES.items()
+        if name in ("stochastic_weight_averaging", "exponential_weight_averaging")
     },
-    **{
-        f"finetuned_{name}": Scenario(changes.Backbone, lambda by=by: {"callbacks": by()}, num_epochs=4)  # type: ignore[misc]
-        for name, by in changes.FINETUNINGS.items()
-    },
+    "finetuned_backbone": Scenario(
+        changes.Backbone, lambda: {"callbacks": changes.FINETUNINGS["backbone"]()}, num_epochs=4
+    ),
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    weights: dict[str, Tensor]
-    metrics: dict[str, float]
-    norms: list[dict[str, float]]
-    num_steps: int
-    shards: Shards | None
-
-
-def train(scenario: Scenario, *, shard: ShardOption) -> Trained:
+def train(scenario: Scenario, *, shard: ShardOption) -> tuple[dict[str, Any], Shards | None]:
     torch.manual_seed(0 if scenario.same_start else dist.get_rank())  # rank 0's weights are those that count
     module = scenario.module()
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, **scenario.strategy)
     trainer = make_trainer(strategy, max_epochs=scenario.num_epochs, **scenario.options())
     with foreign_parts_spoiled():
         trainer.fit(module, scenario.loader(), models.loader() if scenario.validates else None)
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return Trained(weights, metrics, getattr(module, "norms", []), trainer.global_step, strategy.shards)
+    outcome = {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "norms": getattr(module, "norms", []),
+        "num_steps": trainer.global_step,
+    }
+    return outcome, strategy.shards
 
 
 @like_torchrun()
-def compare(*, scenario: str, shard: ShardOption = True) -> int:
-    """Train without and with sharding, assert that all is equal, and return how many elements are of this rank."""
-    how = SCENARIOS[scenario]
-    whole, sharded = (train(how, shard=value) for value in (False, shard))
-    assert sharded.num_steps == whole.num_steps > 0
-    same: dict[str, Any] = {"rtol": how.tolerance, "atol": how.tolerance}
-    torch.testing.assert_close(sharded.weights, whole.weights, **same)
-    torch.testing.assert_close(sharded.metrics, whole.metrics, **same)
-    torch.testing.assert_close(sharded.norms, whole.norms, rtol=1e-4, atol=1e-6)
-    for name, weight in sharded.weights.items():
+def compare(*, scenario: Scenario, shard: ShardOption = True) -> None:
+    """Train without and with sharding, and assert that all is equal."""
+    (whole, _), (sharded, shards) = (train(scenario, shard=value) for value in (False, shard))
+    assert sharded["num_steps"] == whole["num_steps"] > 0
+    torch.testing.assert_close(sharded.pop("norms"), whole.pop("norms"), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sharded, whole, rtol=scenario.tolerance, atol=scenario.tolerance)
+    for name, weight in sharded["weights"].items():
         assert_equal_on_ranks(weight, name)
-    assert sharded.shards is not None
-    return assert_divided(sharded.shards)
-
-
-def assert_divided(shards: Shards) -> int:
-    """Assert that each element is of one rank; return how many are of this one."""
+    # Each element is of one rank.
+    assert shards is not None
     divided = [shard for known in shards.optimizers for shard in known.shards.values()]
     own = torch.tensor([stop - start for shard in divided for start, stop in [shard.own]])
     of_all = own.clone()
     dist.all_reduce(of_all)
     assert of_all.tolist() == [shard.param.numel() for shard in divided]
     assert 0 < own.sum() < of_all.sum()
-    return int(own.sum())
 
 
-# --- Refusals and failures
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.sampled(5)
+@on_ranks()
+def test_training_equals_that_without_sharding(scenario: str) -> None:
+    compare(scenario=SCENARIOS[scenario])
+
+
+@pytest.mark.parametrize("scenario", ["clip_norm", "finetuned_backbone", "scaler"])
+@pytest.mark.sampled(1)
+@on_ranks()
+def test_training_by_whole_parameters_equals_that_without_sharding(scenario: str) -> None:
+    compare(scenario=SCENARIOS[scenario], shard="parameters")
+
+
+@for_each("shard", [True, "parameters"])
+@on_ranks(4)
+def test_training_on_four_ranks_equals_that_without_sharding(shard: ShardOption) -> None:
+    compare(scenario=Scenario(Wide, lambda: {"precision": "64-true"}), shard=shard)
+
+
+# --- Failures
 
 
 class Raising(Wide):
@@ -362,32 +301,28 @@ class Raising(Wide):
         return super().configure_optimizers()
 
 
+@for_each(
+    ("what", "text"),
+    [
+        ("LBFGS", "ValueError: `shard_optimizer` cannot divide the state of `LBFGS`: it is not known"),
+        ("gradient is read", "`mean` reads the gradient of `layers.0.weight`, of which rank {rank} of 2 has"),
+        ("module fails", "of the module itself"),
+    ],
+)
+@on_ranks()
 @like_torchrun()
-def failure(*, what: str) -> tuple[str, set[str]]:
-    """What a fit raises, and what gradients it leaves."""
-    trainer = make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1)
+def test_what_fails_is_told_on_every_rank_and_leaves_no_gradient_in_the_module(what: str, text: str) -> None:
     module = Raising(what)
+    trainer = make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1)
     error = raised_by(lambda: trainer.fit(module, models.loader()))
-    return error, {type(param.grad).__name__ for param in module.parameters()}
+    assert text.format(rank=dist.get_rank()) in error
+    assert [param.grad for param in module.parameters()] == [None] * 4
 
 
-class Overflowing(Squares):
-    """Has an infinite gradient in one element, which one rank owns, of its third batch on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widen(self)
-        self.found: list[bool] = []
-
-    def on_after_backward(self) -> None:
-        if self.trainer.fit_loop.batch_idx == 3:
-            # The last row is of the last rank.
-            self.layers[0].weight.grad[-1, -1] = math.inf
-
-
+@for_each("on_nonfinite", ["skip", "raise"])
+@on_ranks()
 @like_torchrun()
-def fit_with_bad_gradient(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> tuple[str, list[str]]:
-    """What is raised and warned of when rank 1 has a gradient that is not finite, with and without sharding alike."""
+def test_a_gradient_that_is_not_finite_is_named_as_without_sharding(on_nonfinite: Literal["skip", "raise"]) -> None:
     results = []
     for shard in (False, True):
         module = nonfinite.Module(nonfinite.Setting("gradient"))
@@ -399,7 +334,8 @@ def fit_with_bad_gradient(*, on_nonfinite: Literal["warn", "raise", "skip"]) -> 
     (error, messages, weights), (error_sharded, messages_sharded, sharded) = results
     assert (error_sharded, messages_sharded) == (error, messages)
     torch.testing.assert_close(sharded, weights, rtol=1e-6, atol=1e-6)
-    return error, messages
+    if on_nonfinite == "raise" or dist.get_rank() == 0:
+        assert "the gradient of `layers.0.bias` on rank 1" in f"{error} {messages}"
 
 
 class Diverges(Wide):
@@ -408,6 +344,14 @@ class Diverges(Wide):
         if self.trainer.is_last_batch and self.global_rank == 1:
             with torch.no_grad():
                 self.layers[0].weight[0, 0] += 1
+
+
+@on_ranks()
+@like_torchrun()
+def test_a_weight_that_differs_is_found() -> None:
+    strategy = BucketDDPStrategy(shard_optimizer=True, replica_checks=4)
+    error = raised_by(lambda: make_trainer(strategy, max_epochs=1).fit(Diverges(), models.loader()))
+    assert "`layers.0.weight` differs between rank 0 and rank 1" in error
 
 
 # --- Checkpoints
@@ -434,11 +378,7 @@ def fit_and_save(
     resume_from: Path | None = None,
     asynchronously: bool = False,
 ) -> None:
-    """Train on the same samples per step on any number of ranks, and save in the last epoch and after the end.
-
-    Args:
-        shard: None: with torch DDP.
-    """
+    """Train on the same samples per step on any number of ranks, with torch DDP if `shard` is None, and save twice."""
     torch.manual_seed(0)
     strategy: Any = "ddp"
     if shard is not None:
@@ -460,116 +400,6 @@ class _SavesInEpoch(Callback):
         assert trainer.max_epochs is not None
         if batch_idx == 1 and trainer.current_epoch == trainer.max_epochs - 1:
             trainer.save_checkpoint(self._path)
-
-
-# --- Fabric
-
-
-@like_torchrun()
-def save_or_load_fabric(*, shard: ShardOption, path: Path, loads: bool) -> list[Any]:
-    """Save with Fabric after a step, or load that; the weights after one more."""
-    fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
-    module, optimizer = fabrics._set_up(fabric)
-    state = {"module": module, "optimizer": optimizer}
-    if loads:
-        fabric.load(path, state)
-    else:
-        fabrics._step(fabric, module, optimizer, step=0)
-        fabric.save(path, state)
-    fabrics._step(fabric, module, optimizer, step=1)
-    return fabrics._weights(module)
-
-
-TOLERANCE = 1e-6
-# What others in `SCENARIOS` show as well; beside ddp all of them are compared.
-ALIKE = {
-    *("clipped_by_hand_1.0", "manual_backward", "64-true", "unused_everywhere", "unused_on_rank_1", "idle_rank"),
-    *("same_graph_twice", "graph_of_backward", "manual_clipping", "own_clipping"),
-    *("gradients_changed_while_accumulating", "input_penalty", "gan_toggled_optimizer", "gan_toggle_model"),
-    *("gan_discriminator_every_second_batch", "mean_teacher", "frozen_after_a_batch", "pruned_without_validation"),
-    *("pruned_for_good", "weight_averaging_with_statistics", "weight_averaging", "accumulation_by_epoch", "copied"),
-    *("clipped_by_hand_inf", "plain_sgd_accumulated", "clamped", "two_losses_one_reduction", "closure", "batchnorm"),
-    *("gradients_changed_in_place", "weight_penalty", "pruned_by_masks", "frozen_before_a_batch"),
-    *("finetuned_layer_by_layer", "gan_nothing_switched_off"),
-}
-
-
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ALIKE])
-@pytest.mark.sampled(5)
-def test_training_equals_that_without_sharding(scenario: str) -> None:
-    run_on_ranks(compare, scenario=scenario)
-
-
-@pytest.mark.parametrize("scenario", ["clip_norm", "finetuned_backbone", "scaler"])
-@pytest.mark.sampled(1)
-def test_training_by_whole_parameters_equals_that_without_sharding(scenario: str) -> None:
-    run_on_ranks(compare, scenario=scenario, shard="parameters")
-
-
-@pytest.mark.parametrize("shard", [True, "parameters"])
-def test_training_on_four_ranks_equals_that_without_sharding(shard: bool | str) -> None:
-    run_on_ranks(compare, world_size=4, scenario="64-true", shard=shard)
-
-
-# --- Failures
-
-
-def test_an_optimizer_that_cannot_be_divided_is_refused_on_every_rank() -> None:
-    for error, _ in run_on_ranks(failure, what="LBFGS"):
-        assert error.startswith("ValueError: `shard_optimizer` cannot divide the state of `LBFGS`: it is not known")
-
-
-def test_a_gradient_that_is_read_is_an_error_and_stays_in_no_module() -> None:
-    for rank, (error, gradients) in enumerate(run_on_ranks(failure, what="gradient is read")):
-        assert f"`mean` reads the gradient of `layers.0.weight`, of which rank {rank} of 2 has" in error
-        assert gradients == {"NoneType"}
-
-
-def test_an_error_between_backward_and_step_is_the_one_that_is_raised() -> None:
-    for error, gradients in run_on_ranks(failure, what="module fails"):
-        assert "of the module itself" in error
-        assert gradients == {"NoneType"}
-
-
-@on_ranks()
-@like_torchrun()
-def test_all_ranks_skip_the_step_of_which_one_rank_has_an_infinite_gradient() -> None:
-    """One rank's share of a gradient overflows."""
-    outcomes = []
-    for shard in (False, True):
-        torch.manual_seed(0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
-        strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard, on_nonfinite=None)
-        module = Overflowing()
-        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-        trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.1, plugins=plugin)
-        trainer.fit(module, models.loader())
-        outcomes.append((scaler.get_scale(), dict(module.state_dict())))
-    (scale, weights), (sharded_scale, sharded) = outcomes
-    assert scale == sharded_scale
-    torch.testing.assert_close(sharded, weights, rtol=1e-6, atol=1e-6)
-    for name, weight in sharded.items():
-        assert_equal_on_ranks(weight, name)
-    assert scale == 32.0  # halved once
-    assert all(bool(weight.isfinite().all()) for weight in sharded.values())
-
-
-@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
-def test_a_gradient_that_is_not_finite_is_named_by_all_ranks(on_nonfinite: str) -> None:
-    ranks = run_on_ranks(fit_with_bad_gradient, on_nonfinite=on_nonfinite)
-    told = [error if on_nonfinite == "raise" else " ".join(messages) for error, messages in ranks]
-    assert "the gradient of `layers.0.bias` on rank 1" in told[0]
-
-
-@on_ranks()
-@like_torchrun()
-def test_a_weight_that_differs_is_found() -> None:
-    strategy = BucketDDPStrategy(shard_optimizer=True, replica_checks=4)
-    error = raised_by(lambda: make_trainer(strategy, max_epochs=1).fit(Diverges(), models.loader()))
-    assert "`layers.0.weight` differs between rank 0 and rank 1" in error
-
-
-# --- Checkpoints
 
 
 def assert_same_state(path: Path, expected: Path) -> None:
@@ -598,8 +428,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("shard", [True, "parameters"])
-@pytest.mark.parametrize("asynchronously", [False, True])
+@pytest.mark.parametrize(("shard", "asynchronously"), [(True, True), ("parameters", False)])
 def test_a_checkpoint_is_that_of_ddp(shard: bool | str, asynchronously: bool, undivided: Path, tmp_path: Path) -> None:
     path = tmp_path / "3.ckpt"
     run_on_ranks(fit_and_save, shard=shard, max_epochs=3, save_to=path, asynchronously=asynchronously)
@@ -654,12 +483,26 @@ def test_a_loop_of_fabric_trains_as_without_sharding(loop: str, shard: ShardOpti
     torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), ("parameters", True)])
-def test_a_checkpoint_of_fabric_trains_on(saved: bool | str, loaded: bool | str, tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt"
-    expected = run_on_ranks(save_or_load_fabric, shard=saved, path=path, loads=False)
-    trained = run_on_ranks(save_or_load_fabric, shard=loaded, path=path, loads=True)
-    torch.testing.assert_close(trained, expected, rtol=TOLERANCE, atol=TOLERANCE)
+@for_each(("saved", "loaded"), [(True, False), (False, True), ("parameters", True)])
+def test_a_checkpoint_of_fabric_trains_on(saved: ShardOption, loaded: ShardOption, tmp_path: Path) -> None:
+    run_on_ranks(compare_loaded, saved=saved, loaded=loaded, path=tmp_path / "model.ckpt")
+
+
+@like_torchrun()
+def compare_loaded(*, saved: ShardOption, loaded: ShardOption, path: Path) -> None:
+    weights = []
+    for shard, loads in ((saved, False), (loaded, True)):
+        fabric = fabrics.make_fabric(FabricStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, shard_optimizer=shard))
+        module, optimizer = fabrics._set_up(fabric)
+        state = {"module": module, "optimizer": optimizer}
+        if loads:
+            fabric.load(path, state)
+        else:
+            fabrics._step(fabric, module, optimizer, step=0)
+            fabric.save(path, state)
+        fabrics._step(fabric, module, optimizer, step=1)
+        weights.append(fabrics._weights(module))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-6)
 
 
 @on_ranks()

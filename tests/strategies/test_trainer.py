@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from tests.support.cases import for_each
 from tests.support.collectives import all_reduced
-from tests.support.ranks import on_ranks, run_on_ranks
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
@@ -43,8 +46,6 @@ SCENARIOS = {
     "manual_backward": Scenario(models.ManualRegression),
     "two_optimizers": Scenario(models.TwoPlayers, ddp="ddp_find_unused_parameters_true"),
     "lbfgs": Scenario(models.LBFGSRegression),
-    "bf16-mixed": Scenario(models.Regression, {"precision": "bf16-mixed"}),
-    "64-true": Scenario(models.Regression, {"precision": "64-true"}),
     "batchnorm": Scenario(models.ConvBatchNorm),
     "buffer_in_step": Scenario(lambda: models.RankZeroBuffer(changes_in="training_step")),
     "buffer_after_step": Scenario(lambda: models.RankZeroBuffer(changes_in="on_train_batch_end")),
@@ -57,18 +58,8 @@ SCENARIOS = {
 }
 
 
-@dataclass(frozen=True)
-class Training:
-    """What a rank has at the end, and what it saw on the way."""
-
-    weights: dict[str, Any]
-    validation_losses: list[float]
-    gradients_after_backward: list[Any]
-    gradients_before_step: list[Any]
-
-
 @like_torchrun()
-def train(*, scenario: str, strategy: str) -> Training:
+def train(*, scenario: str, strategy: str) -> dict[str, Any]:
     """Train `scenario`, with torch DDP or with us."""
     how = SCENARIOS[scenario]
     torch.manual_seed(dist.get_rank())  # rank 0's weights are those that count
@@ -76,58 +67,62 @@ def train(*, scenario: str, strategy: str) -> Training:
     observer = _Observer()
     trainer = make_trainer(how.ddp if strategy == "ddp" else strategy, max_epochs=2, callbacks=observer, **how.options)
     trainer.fit(module, models.loader(), models.loader())
-    weights = {name: value.tolist() for name, value in module.state_dict().items()}
-    return Training(weights, observer.validation_losses, observer.after_backward, observer.before_step)
+    return {"weights": {name: value.tolist() for name, value in module.state_dict().items()}, **vars(observer)}
 
 
 class _Observer(Callback):
     def __init__(self) -> None:
         self.validation_losses: list[float] = []
-        self.after_backward: list[Any] = []
-        self.before_step: list[Any] = []
+        self.gradients_after_backward: list[Any] = []
+        self.gradients_before_step: list[Any] = []
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validation_losses.append(trainer.callback_metrics["loss"].item())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.after_backward.append(_gradients(pl_module))
+        self.gradients_after_backward.append(_gradients(pl_module))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.before_step.append(_gradients(pl_module))
+        self.gradients_before_step.append(_gradients(pl_module))
 
 
 def _gradients(module: LightningModule) -> dict[str, Any]:
     return {name: p.grad.tolist() for name, p in module.named_parameters() if p.grad is not None}
 
 
-@like_torchrun()
-def count_reductions(*, module: str, accumulate: int) -> dict[str, Any]:
-    """How often each bucket was reduced, and in how many optimizer steps."""
-    modules: dict[str, Callable[[], LightningModule]] = {
-        "automatic": models.Regression,
-        "manual": models.ManualRegression,
-    }
-    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
-    buckets = _Buckets()
-    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=buckets)
-    with all_reduced() as reduced:
-        trainer.fit(modules[module](), models.loader())
-    assert strategy.reducer is not None
-    return {
-        "steps": trainer.global_step,
-        "reductions_by_bucket": [
-            sum(tensor.data_ptr() == buffer.data_ptr() for tensor in reduced) for buffer in buckets.buffers
-        ],
-        "counted_by_stats": strategy.reducer.stats.num_reductions,
-    }
-
-
 class _Buckets(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
         self.buffers = [bucket.wire for bucket in strategy.reducer.bucket_set.buckets]
+
+
+@for_each(
+    ("module", "accumulate", "steps"),
+    [
+        (models.Regression, 1, 10),
+        (models.Regression, 4, 3),
+        (models.Regression, 5, 2),
+        (models.Regression, 20, 1),
+        (models.ManualRegression, 1, 10),
+    ],
+)
+@on_ranks()
+@like_torchrun()
+def test_accumulation_reduces_each_bucket_once_per_step(
+    module: type[models.Regression], accumulate: int, steps: int
+) -> None:
+    strategy, buckets = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), _Buckets()
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=buckets)
+    with all_reduced() as reduced:
+        trainer.fit(module(), models.loader())
+    assert trainer.global_step == steps
+    by_bucket = [sum(tensor.data_ptr() == buffer.data_ptr() for tensor in reduced) for buffer in buckets.buffers]
+    assert len(by_bucket) > 1
+    assert set(by_bucket) == {steps}
+    assert strategy.reducer is not None
+    assert strategy.reducer.stats.num_reductions == sum(by_bucket)
 
 
 @like_torchrun()
@@ -144,9 +139,7 @@ def run_stages(*, stages: list[str], strategy: str) -> dict[str, Any]:
     return {
         "steps": trainer.global_step,
         # Metrics of `validate` and `test`, outputs of `predict`, nothing of `fit`.
-        "results": [
-            torch.stack(r).tolist() if stage == "predict" else r for stage, r in zip(stages, results, strict=True)
-        ],
+        "results": [torch.stack(r).tolist() if isinstance(r, list) and torch.is_tensor(r[0]) else r for r in results],
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
 
@@ -173,7 +166,7 @@ class _ClassOfBatchNorm(Callback):
         self.seen = type(pl_module.layers[2]).__name__
 
 
-class _AddsLayer(Callback):
+class AddsLayer(Callback):
     """Gives the model another layer at the start of the second epoch, different on every rank."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -184,17 +177,18 @@ class _AddsLayer(Callback):
             trainer.optimizers[0].add_param_group({"params": layer.parameters()})
 
 
+@on_ranks()
 @like_torchrun()
-def fit_with_a_layer_added_between_epochs() -> dict[str, Any]:
-    """The weights at the end, and how far the added layer has come from where rank 0 started it."""
+def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> None:
     module = models.Regression()
-    make_trainer("bucketddp", max_epochs=3, callbacks=_AddsLayer()).fit(module, models.loader())
+    make_trainer("bucketddp", max_epochs=3, callbacks=AddsLayer()).fit(module, models.loader())
     torch.manual_seed(0)
     start = nn.Linear(module.layers[-1].in_features, module.layers[-1].out_features)
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "trained": not torch.equal(start.weight, module.layers[-1].weight),
-    }
+    assert not torch.equal(start.weight, module.layers[-1].weight)
+    for weight in module.state_dict().values():
+        of_rank_zero = weight.clone()
+        dist.broadcast(of_rank_zero, src=0)
+        assert torch.equal(weight, of_rank_zero)
 
 
 class OwnLayerSync(LayerSync):
@@ -212,34 +206,60 @@ class OwnLayerSync(LayerSync):
         return model
 
 
+def _on_rank_one(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda module: change(module) if dist.get_rank() == 1 else None
+
+
+def _put(module: Any, layer: nn.Module) -> None:
+    module.layers[2] = layer
+
+
+def _fully_shard(module: Any) -> None:
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
+    fully_shard(module.layers[2], mesh=init_device_mesh("cpu", (2,)))
+
+
+def _ignore(module: Any) -> None:
+    module._ddp_params_and_buffers_to_ignore = [f"layers.2.module.{name}" for name in ("weight", "bias")]
+    _put(module, DistributedDataParallel(module.layers[2]))
+
+
+def _tensor_parallel(module: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # slow to import
+
+    parallelize_module(module.layers[2], init_device_mesh("cpu", (2,)), ColwiseParallel())
+
+
+# What is done to a `Regression` before it is trained.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing_to_train": lambda module: module.requires_grad_(False),
+    "lazy": lambda module: setattr(module, "layers", nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))),
+    "shape": _on_rank_one(lambda module: _put(module, nn.Linear(8, 3))),
+    "dtype": _on_rank_one(lambda module: module.layers[2].double()),
+    "requires_grad": _on_rank_one(lambda module: module.layers[2].weight.requires_grad_(False)),
+    "extra_layer": _on_rank_one(lambda module: setattr(module, "extra", nn.Linear(1, 1))),
+    "ddp": lambda module: _put(module, DistributedDataParallel(module.layers[2])),
+    "ddp_later": lambda module: setattr(module, "configure_model", lambda: CHANGES["ddp"](module)),
+    # The layer itself is still there, and comes first.
+    "ddp_beside": lambda module: setattr(module, "parallel", DistributedDataParallel(module.layers[2])),
+    "fabric": lambda module: _put(module, Fabric(accelerator="cpu", devices=1).setup(module.layers[2])),
+    "on_one_rank": _on_rank_one(lambda module: _put(module, nn.DataParallel(module.layers[2]))),
+    "fully_shard": _fully_shard,
+    "tensor_parallel": _tensor_parallel,
+    "unwrapped": lambda module: _put(module, DistributedDataParallel(module.layers[2]).module),
+    "ignored": _ignore,
+}
+
+
 @like_torchrun()
-def refusal(*, of: str) -> tuple[str, str]:
+def refusal(*, of: str) -> str:
     """The error that a fit raises on this rank."""
     module = models.Regression()
-    is_rank_one = dist.get_rank() == 1
-    if of == "nothing_to_train":
-        module.requires_grad_(False)
-    elif of == "lazy":
-        module.layers = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(1))
-    elif of == "shape" and is_rank_one:
-        module.layers[2] = nn.Linear(8, 3)
-    elif of == "dtype" and is_rank_one:
-        module.layers[2].double()
-    elif of == "requires_grad" and is_rank_one:
-        module.layers[0].bias.requires_grad_(False)
-    elif of == "extra_layer" and is_rank_one:
-        module.extra = nn.Linear(1, 1)
-    elif of == "wrapped_on_one_rank" and is_rank_one:
-        module.layers[0] = nn.DataParallel(module.layers[0])
-    elif of == "wrapped_later":
-        module.configure_model = lambda: models.wrap(module, "ddp")  # type: ignore[method-assign]
-    elif of.startswith("wrapped: "):
-        models.wrap(module, of.removeprefix("wrapped: "))
-    try:
-        make_trainer("bucketddp", max_epochs=1).fit(module, models.loader())
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    CHANGES[of](module)
+    return raised_by(lambda: make_trainer("bucketddp", max_epochs=1).fit(module, models.loader()))
 
 
 NUM_BATCHES = 10
@@ -250,39 +270,16 @@ REMEDY = (
 )
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    list(SCENARIOS),
-)
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
 @pytest.mark.sampled(6)
 def test_training_equals_ddp(scenario: str) -> None:
     ours, ddp = ours_and_ddp(train, scenario=scenario)
     for rank in ours:
-        assert rank.weights == ddp[0].weights
-        assert rank.validation_losses == ddp[0].validation_losses
-        assert rank.gradients_before_step == ddp[0].gradients_before_step
-
-
-def test_hooks_see_averaged_gradients() -> None:
-    ours, ddp = ours_and_ddp(train, scenario="automatic")
-    for rank in ours:
-        assert len(rank.gradients_after_backward) == 2 * NUM_BATCHES
-        assert rank.gradients_after_backward == rank.gradients_before_step == ddp[0].gradients_after_backward
-
-
-@for_each(("accumulate", "steps"), [(1, 10), (4, 3), (5, 2), (20, 1)])
-def test_accumulation_reduces_each_bucket_once_per_step(accumulate: int, steps: int) -> None:
-    for rank in run_on_ranks(count_reductions, module="automatic", accumulate=accumulate):
-        assert rank["steps"] == steps
-        assert len(rank["reductions_by_bucket"]) > 1
-        assert set(rank["reductions_by_bucket"]) == {steps}
-        assert rank["counted_by_stats"] == sum(rank["reductions_by_bucket"])
-
-
-def test_manual_accumulation_reduces_each_bucket_once_per_step() -> None:
-    for rank in run_on_ranks(count_reductions, module="manual", accumulate=1):
-        assert rank["steps"] == NUM_BATCHES
-        assert set(rank["reductions_by_bucket"]) == {NUM_BATCHES}
+        for what in ("weights", "validation_losses", "gradients_before_step"):
+            assert rank[what] == ddp[0][what], what
+        if scenario == "automatic":  # hooks see averaged gradients
+            assert len(rank["gradients_after_backward"]) == 2 * NUM_BATCHES
+            assert rank["gradients_after_backward"] == rank["gradients_before_step"]
 
 
 @on_ranks()
@@ -329,7 +326,6 @@ def test_sync_batchnorm_is_reverted_after_a_fit_that_fails() -> None:
 @on_ranks()
 @like_torchrun()
 def test_a_layer_sync_plugin_of_the_user_is_applied_and_reverted_once() -> None:
-    """In a fit, and a validation after it."""
     plugin = OwnLayerSync()
     trainer = make_trainer("bucketddp", max_epochs=1, plugins=plugin)
     module = models.Regression()
@@ -338,48 +334,32 @@ def test_a_layer_sync_plugin_of_the_user_is_applied_and_reverted_once() -> None:
     assert plugin.calls == ["apply", "revert"]
 
 
-def test_a_layer_added_between_epochs_starts_from_rank_zero_and_is_trained() -> None:
-    ranks = run_on_ranks(fit_with_a_layer_added_between_epochs)
-    assert all(rank["trained"] for rank in ranks)
-    assert ranks[0]["weights"] == ranks[1]["weights"]
+MISMATCH = "ReplicaMismatchError: `layers.2.weight` has"
 
 
 @pytest.mark.parametrize(
-    ("of", "kind", "text"),
+    ("of", "text"),
     [
         (
             "nothing_to_train",
-            "ValueError",
-            "`Regression` has no parameter that requires a gradient, so there is nothing to train. Unfreeze a"
-            " parameter, or run `validate`, `test` or `predict`.",
+            "ValueError: `Regression` has no parameter that requires a gradient, so there is nothing to train. Unfreeze"
+            " a parameter, or run `validate`, `test` or `predict`.",
         ),
         (
             "lazy",
-            "ValueError",
-            "`Regression` has parameters without a shape yet: `layers.0.weight`, `layers.0.bias`, `layers.1.weight` and"
-            " 1 more. Run one batch through the module before training, for example in `configure_model` or `setup`.",
+            "ValueError: `Regression` has parameters without a shape yet: `layers.0.weight`, `layers.0.bias`,"
+            " `layers.1.weight` and 1 more. Run one batch through the module before training, for example in"
+            " `configure_model` or `setup`.",
         ),
-        (
-            "shape",
-            "ReplicaMismatchError",
-            f"`layers.2.weight` has shape [1, 8] on rank 0 but [3, 8] on rank 1.{REMEDY}",
-        ),
-        (
-            "dtype",
-            "ReplicaMismatchError",
-            f"`layers.2.weight` has dtype torch.float32 on rank 0 but torch.float64 on rank 1.{REMEDY}",
-        ),
-        (
-            "requires_grad",
-            "ReplicaMismatchError",
-            f"`layers.0.bias` has requires_grad True on rank 0 but False on rank 1.{REMEDY}",
-        ),
-        ("extra_layer", "ReplicaMismatchError", f"`extra.weight` exists on rank 1 but not on rank 0.{REMEDY}"),
+        ("shape", f"{MISMATCH} shape [1, 8] on rank 0 but [3, 8] on rank 1.{REMEDY}"),
+        ("dtype", f"{MISMATCH} dtype torch.float32 on rank 0 but torch.float64 on rank 1.{REMEDY}"),
+        ("requires_grad", f"{MISMATCH} requires_grad True on rank 0 but False on rank 1.{REMEDY}"),
+        ("extra_layer", f"ReplicaMismatchError: `extra.weight` exists on rank 1 but not on rank 0.{REMEDY}"),
     ],
 )
 @pytest.mark.sampled(3)
-def test_what_cannot_be_trained_is_named_on_every_rank(of: str, kind: str, text: str) -> None:
-    assert run_on_ranks(refusal, of=of) == [(kind, text)] * 2
+def test_what_cannot_be_trained_is_named_on_every_rank(of: str, text: str) -> None:
+    assert run_on_ranks(refusal, of=of) == [text] * 2
 
 
 BY_ITSELF = "but this strategy averages the gradients of all submodules by itself."
@@ -390,17 +370,17 @@ UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {I
 @pytest.mark.parametrize(
     ("of", "text"),
     [
-        ("wrapped: ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped: ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
-        ("wrapped: fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
-        ("wrapped_on_one_rank", f"`layers.0` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
+        ("ddp", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("ddp_later", f"`layers.2` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("ddp_beside", f"`parallel` is wrapped in `DistributedDataParallel`, {UNWRAP}"),
+        ("fabric", f"`layers.2` is wrapped in `_FabricModule`, {UNWRAP}"),
+        ("on_one_rank", f"`layers.2` is wrapped in `DataParallel` on rank 1, {UNWRAP}"),
         (
-            "wrapped: fully_shard",
+            "fully_shard",
             f"`layers.2` was made parallel by `fully_shard`, {BY_ITSELF} Leave that call out, {IGNORED}",
         ),
         (
-            "wrapped: tensor_parallel",
+            "tensor_parallel",
             f"`layers.2` was made parallel by `fully_shard` or `parallelize_module`, {BY_ITSELF} Leave that call out,"
             f" {IGNORED}",
         ),
@@ -408,12 +388,12 @@ UNWRAP = f"{BY_ITSELF} Leave the wrapper out: put its `.module` in its place, {I
 )
 @pytest.mark.sampled(3)
 def test_a_submodule_that_is_parallel_already_is_refused_on_every_rank(of: str, text: str) -> None:
-    assert run_on_ranks(refusal, of=of) == [("ValueError", text)] * 2
+    assert run_on_ranks(refusal, of=of) == [f"ValueError: {text}"] * 2
 
 
-@pytest.mark.parametrize("how", ["unwrapped", "ignored"])
+@for_each("how", ["unwrapped", "ignored"])
 def test_a_submodule_that_is_left_to_the_strategy_or_kept_from_it_is_trained(how: str) -> None:
-    assert run_on_ranks(refusal, of=f"wrapped: {how}") == [("", "")] * 2
+    assert run_on_ranks(refusal, of=how) == ["", ""]
 
 
 @on_ranks()

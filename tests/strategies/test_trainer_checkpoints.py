@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +22,7 @@ from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
 from lightning_bucketddp.wording import wrap
 from tests.support.disks import forbidden_directory, not_as_root, small_disk
 from tests.support.jobs.checkpoint import number_in, save_numbered
-from tests.support.programs import SCRIPTS, run
+from tests.support.programs import REPOSITORY, run
 from tests.support.ranks import raised_by, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.checkpoints import ADVICE, Saves, Scheduled, assert_same_state, full_disk, state_in
@@ -74,17 +76,6 @@ def save_in_background(*, directory: Path, max_epochs: int, room_for_bytes: int 
         return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
 
 
-@like_torchrun()
-def save_on_full_disk(*, directory: Path, room_for_bytes: int) -> str | None:
-    """Save over the checkpoint of an earlier epoch; what the fit raises."""
-    each_epoch = ModelCheckpoint(directory, filename="last", enable_version_counter=False)
-    trainer = make_trainer("bucketddp", max_epochs=1, enable_checkpointing=True, callbacks=each_epoch)
-    trainer.fit(Scheduled(), models.loader())
-    trainer.fit_loop.max_epochs = 2
-    with full_disk(room_for_bytes):
-        return raised_by(lambda: trainer.fit(Scheduled(), models.loader()))
-
-
 class TriesToSave(Callback):
     """Saves after each epoch, with the rights of anyone if it shall, and goes on when that fails."""
 
@@ -134,21 +125,6 @@ def save_alone(*, path: Path, port: int, **options: Any) -> tuple[str | None, li
     return raised, [str(warning.message) for warning in caught if "bucketddp" in str(warning.message)]
 
 
-@like_torchrun()
-def save(*, path: Path) -> str | None:
-    """What `trainer.save_checkpoint` raises after a fit."""
-    trainer = make_trainer("bucketddp", max_epochs=1)
-    trainer.fit(Scheduled(), models.loader())
-    return raised_by(lambda: trainer.save_checkpoint(path))
-
-
-@like_torchrun()
-def resume(*, path: Path) -> str | None:
-    """What `trainer.fit` raises for a checkpoint."""
-    trainer = make_trainer("bucketddp", max_epochs=1)
-    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
-
-
 @pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
 def test_a_resumed_run_equals_an_uninterrupted_one(first: str, second: str, tmp_path: Path) -> None:
     run_on_ranks(fit_and_save, strategy=first, max_epochs=1, save_to=tmp_path / "1.ckpt")
@@ -159,10 +135,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(first: str, second: str, tmp_
     assert_same_state(tmp_path / "3.ckpt", tmp_path / "expected.ckpt")
 
 
-@pytest.mark.parametrize(("first", "second"), [("ddp", "bucketddp"), ("bucketddp", "ddp"), ("bucketddp", "bucketddp")])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "first", "after", "second"),
+    [(2, "ddp", 1, "bucketddp"), (1, "bucketddp", 2, "ddp"), (1, "bucketddp", 2, "bucketddp")],
+)
 def test_a_checkpoint_resumes_at_another_world_size(
-    before: int, after: int, first: str, second: str, tmp_path: Path
+    before: int, first: str, after: int, second: str, tmp_path: Path
 ) -> None:
     run_on_ranks(fit_and_save, world_size=before, strategy=first, max_epochs=1, save_to=tmp_path / "before.ckpt")
     run_on_ranks(
@@ -176,10 +154,40 @@ def test_a_checkpoint_resumes_at_another_world_size(
     assert_same_state(tmp_path / "after.ckpt", tmp_path / "before.ckpt")
 
 
+class SavesAlone(Callback):
+    """Saves on rank 0 alone, as a script does by mistake."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            self.save_in("on_train_batch_end", trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.save_in("on_train_end", trainer)
+
+    def save_in(self, where: str, trainer: Trainer) -> None:
+        if where == self._where and trainer.is_global_zero:
+            trainer.save_checkpoint(Path(os.environ["RESULTS"], "alone.ckpt"))
+
+
+def main(where: str) -> None:
+    saves = SavesAlone(where)
+    trainer = make_trainer("bucketddp", devices=2, max_epochs=1, callbacks=saves)
+    trainer.fit(models.ConvBatchNorm(), models.loader())
+    saves.save_in("after", trainer)
+
+
 # The other rank waits in a forward, for buffers; at the end of the fit; or it has ended.
 @pytest.mark.parametrize("where", ["on_train_batch_end", pytest.param("on_train_end", marks=pytest.mark.long), "after"])
 def test_a_rank_that_saves_alone_is_told_to_save_on_all(where: str, tmp_path: Path) -> None:
-    ended = run(SCRIPTS / "saving_alone.py", where, root="lightning.pytorch", directory=tmp_path)
+    ended = run(
+        *("-m", "tests.strategies.test_trainer_checkpoints", where),
+        root="lightning.pytorch",
+        directory=tmp_path,
+        cwd=REPOSITORY,
+    )
     text = (
         f"RuntimeError: Rank 0 saves checkpoint `{tmp_path}/alone.ckpt`, and rank 1 did not. Call"
         " `trainer.save_checkpoint` on all ranks: rank 0 writes the file."
@@ -210,17 +218,6 @@ def test_a_failure_in_the_background_is_raised_on_every_rank(max_epochs: int, tm
     assert rank_zero.startswith(f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/epoch=")
     assert rank_zero.endswith(f".ckpt`: File too large. {ADVICE}")
     assert rank_one == f"{rank_zero} (on rank 0)"
-
-
-def test_a_full_disk_is_named_on_every_rank_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    rank_zero, rank_one = run_on_ranks(save_on_full_disk, directory=tmp_path, room_for_bytes=1000)
-    assert (
-        rank_zero
-        == f"CheckpointWriteError: Could not write checkpoint `{tmp_path}/last.ckpt`: File too large. {ADVICE}"
-    )
-    assert rank_one == f"{rank_zero} (on rank 0)"
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
-    assert state_in(tmp_path / "last.ckpt")["global_step"] == 10
 
 
 @contextmanager
@@ -269,14 +266,6 @@ def test_rank_zero_saves_alone_when_the_others_cannot_be_reached(is_async: bool,
     assert [entries["iter"] for entries in state["comm_hook_state"]["by_rank"]] == [3]
 
 
-def test_a_path_that_cannot_be_written_is_named_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "model.ckpt"
-    rank_zero, rank_one = run_on_ranks(save, path=path)
-    assert rank_zero == f"CheckpointWriteError: Could not write checkpoint `{path}`: Not a directory. {ADVICE}"
-    assert rank_one == f"{rank_zero} (on rank 0)"
-
-
 def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     torch.save({"state_dict": {"weight": torch.ones(1000)}}, path)
@@ -286,4 +275,14 @@ def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
         " complete archive). No intact checkpoint is beside it. Copy it again from where it came from, or resume from"
         " another one."
     )
-    assert run_on_ranks(resume, path=path) == [text, text]
+    assert run_on_ranks(failure_to_resume, path=path) == [text, text]
+
+
+@like_torchrun()
+def failure_to_resume(*, path: Path) -> str:
+    trainer = make_trainer("bucketddp", max_epochs=1)
+    return raised_by(lambda: trainer.fit(Scheduled(), models.loader(), ckpt_path=path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -23,13 +23,10 @@ lightning: Any = import_module(os.environ.get("LIGHTNING_ROOT", "lightning.pytor
 class Regression(lightning.LightningModule):
     """Every rank starts from weights of its own, the same in every run; rank 0's count."""
 
-    def __init__(
-        self, width: int = 2, extra_layer_on_rank: int | None = None, short_of_data_on_rank: int | None = None
-    ) -> None:
+    def __init__(self, width: int = 2, extra_layer_on_rank: int | None = None) -> None:
         super().__init__()
         self.layers: Any = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 1))
         self._extra_layer_on_rank = extra_layer_on_rank
-        self._short_of_data_on_rank = short_of_data_on_rank
 
     def configure_model(self) -> None:
         torch.manual_seed(self.global_rank)
@@ -47,8 +44,6 @@ class Regression(lightning.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         inputs = torch.linspace(-1, 1, 64).view(16, 4)
-        if self.global_rank == self._short_of_data_on_rank:
-            inputs = inputs[:10]
         return DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=2)
 
 

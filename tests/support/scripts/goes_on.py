@@ -6,7 +6,8 @@ What is in the command makes a run: its number of ranks is in RANKS, if another 
 
 Faults come one after the other, each once, when its rank begins the step: `kill`, `raise` or the name of an exception,
 `stuck` (in Python), `exit`, `validation` (an exception there), `await` (of a rank that knocks), `SIGINT` or `SIGTERM`
-(an exception, and the signal in the pause of 2 s before a restart); rank None means every rank.
+(an exception, and the signal in the pause of 2 s before a restart); rank None means every rank. A fault that has a
+`fit` comes in that one of several.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def is_first(name: str) -> bool:
 class Learner(LightningModule):
     """Has state in each place that a restart must put back: buffers, modes, a parameter that training unfreezes."""
 
-    def __init__(self, faults: list[dict[str, Any]], *, drops: bool = False) -> None:
+    def __init__(self, faults: list[dict[str, Any]], fit: int, *, drops: bool = False) -> None:
         super().__init__()
         self.dropout = nn.Dropout() if drops else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
         self.frozen = nn.Parameter(torch.ones(()))
         self.frozen.requires_grad = False
-        self._faults = faults
+        self._faults = {number: fault for number, fault in enumerate(faults) if fault.get("fit", fit) == fit}
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         self._meet_fault()
@@ -90,7 +91,7 @@ class Learner(LightningModule):
         )
 
     def _meet_fault(self, where: str = "training") -> None:
-        for number, fault in enumerate(self._faults):
+        for number, fault in self._faults.items():
             is_here = (fault["what"] == "validation") == (where == "validation")
             is_due = is_here and self.global_step == fault["step"] and fault["rank"] in (self.global_rank, None)
             if is_due and (fault.get("always") or is_first(f"fault{number}.{self.global_rank}")):
@@ -133,9 +134,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning sets another number, but not under torchrun
     if plan.get("stays_away") and os.environ.get("LOCAL_RANK") == "1" and list(RESULTS.glob("fault0.*")):
         sys.exit(1)  # the process that takes the place of rank 1
-    for _ in range(plan.get("fits", 1) - 1):
-        fit({**plan, "faults": []})
-    fit(plan)
+    for number in range(plan.get("fits", 1)):
+        fit(plan, number)
 
 
 class Rescue(OnExceptionCheckpoint):
@@ -152,7 +152,7 @@ def checkpoints(plan: dict[str, Any]) -> list[Callback]:
     return [ModelCheckpoint(where, **when), Rescue(where)]
 
 
-def fit(plan: dict[str, Any]) -> None:
+def fit(plan: dict[str, Any], number: int) -> None:
     seed_everything(1)
     options = plan.get("options", {})
     if "local_steps" in options:
@@ -180,7 +180,7 @@ def fit(plan: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Learner(plan["faults"], drops=plan.get("drops", False))
+    module = Learner(plan["faults"], number, drops=plan.get("drops", False))
     inputs = torch.linspace(-1, 1, 4 * NUM_SAMPLES).view(-1, 4)
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True), torch.arange(len(inputs)))
     size = plan.get("batch_size", len(inputs) // STEPS_PER_EPOCH // num_ranks)

@@ -6,12 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH = 4
@@ -49,37 +46,6 @@ class Regression(LightningModule):
     def configure_optimizers(self) -> Any:
         # With weight decay and momentum a parameter changes even by a gradient of zero, but not without one.
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def wrap(module: Regression, how: str) -> None:
-    """Have something else make the last layer of `module` parallel."""
-    layer = module.layers[2]
-    if how == "ddp":
-        module.layers[2] = DistributedDataParallel(layer)
-    elif how == "ddp_beside":  # the layer itself is still there, and comes first
-        module.parallel = DistributedDataParallel(layer)
-    elif how == "unwrapped":
-        module.layers[2] = DistributedDataParallel(layer).module
-    elif how == "ignored":
-        module.layers[2] = DistributedDataParallel(layer)
-        module._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            f"layers.2.module.{name}" for name, _ in layer.named_parameters()
-        ]
-    elif how == "fabric":
-        module.layers[2] = Fabric(accelerator="cpu", devices=1).setup(layer)
-    elif how == "fully_shard":
-        from torch.distributed.device_mesh import init_device_mesh
-
-        try:
-            from torch.distributed.fsdp import fully_shard
-        except ImportError:  # before torch 2.6
-            from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    elif how == "tensor_parallel":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), ColwiseParallel())
 
 
 class ManualRegression(Regression):
