@@ -143,7 +143,7 @@ class Rank:
         self._pending: list[int] = []
         self.batches: Any = _BatchProgress()
         self.epochs: Any = _Progress()
-        self.trainer: Any = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             state=SimpleNamespace(fn="fit"),
             world_size=start.num_ranks,
             global_rank=rank,
@@ -157,6 +157,7 @@ class Rank:
                 epoch_progress=self.epochs, epoch_loop=SimpleNamespace(batch_progress=self.batches), _restarting=False
             ),
         )
+        self.trainer = trainer
         self.position = EpochPosition(is_on=True)
         self.batch_size = GlobalBatchSize(global_size, weighs=True, begun=self.position.begun)
         self.batch_size.begin(self.trainer)
@@ -209,7 +210,8 @@ class Rank:
 
     def _set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:
-            for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            samplers: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+            for sampler in samplers:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
 

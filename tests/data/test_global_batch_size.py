@@ -368,7 +368,7 @@ def test_a_run_goes_on_after_the_same_steps_on_another_number_of_ranks(
     # From two ranks to four, then to one.
     steps = [stops_after, stops_after + 1, len(expected)]
     for world_size, (first, last) in zip((4, 1), pairwise(steps), strict=True):
-        how = {"max_steps": last, "save_to": tmp_path, "resume_from": tmp_path / f"step={first}.ckpt"}
+        how: Any = {"max_steps": last, "save_to": tmp_path, "resume_from": tmp_path / f"step={first}.ckpt"}
         runs.append(run_on_ranks(train, world_size=world_size, setting=setting, **how))
     assert samples_of_steps(*runs) == as_sets(expected)
     assert_weights(runs[-1], expected_weights(expected, num_samples=setting.num_samples))
