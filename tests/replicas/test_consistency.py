@@ -35,8 +35,6 @@ DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
 ]
-# Less than a word and more, and several times round the factors.
-NUM_ELEMENTS = [0, 1, 3, 125, 65_521, 8 * 65_521 + 3]
 
 
 def flip_bit(tensor: Tensor, bit: int) -> None:
@@ -54,7 +52,8 @@ def checksum(tensor: Tensor) -> int:
 def every_bit_counts(dtype: torch.dtype) -> None:
     """Any single bit, at the ends and anywhere between; and equal bits have equal checksums on every device."""
     generator = torch.Generator().manual_seed(1)
-    for num_elements in NUM_ELEMENTS:
+    # Less than a word and more, and twice round the factors.
+    for num_elements in (0, 1, 3, 125, 65_521, 16 * 65_521 // dtype.itemsize + 3):
         num_bytes = num_elements * dtype.itemsize
         raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
         tensor = raw.view(dtype).to(device())
