@@ -22,6 +22,7 @@ from lightning_bucketddp.comm.connections import SETTINGS, host_of, more_sockets
 from lightning_bucketddp.comm.process_group import access_store
 from lightning_bucketddp.startup.store import part_of
 from lightning_bucketddp.wording import wrap
+from tests.support.cases import for_each
 from tests.support.doomed_ranks import TIMEOUT_S, doomed_ranks
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts.fit import Regression, lightning
@@ -72,7 +73,6 @@ def nccl_variables() -> dict[str, str]:
 
 
 HOME = pwd.getpwuid(os.getuid()).pw_dir
-TWO_HOSTS = [{"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}]
 
 
 def write(root: Path, path: str, text: str = "") -> None:
@@ -97,23 +97,20 @@ def is_tuned(machine: Path, **environment: str) -> bool:
 # --- What a machine and its user want
 
 
-def test_an_ordinary_network_gets_more_sockets(machine: Path) -> None:
+def test_an_ordinary_network_or_an_unknown_machine_gets_more_sockets(machine: Path, tmp_path: Path) -> None:
     assert is_tuned(machine)
     (machine / "sys/class/infiniband").mkdir()
     assert is_tuned(machine)
+    assert is_tuned(tmp_path / "no such machine")
 
 
-def test_a_machine_of_which_nothing_is_known_gets_more_sockets(tmp_path: Path) -> None:
-    assert is_tuned(tmp_path)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_user_has_set_stays(name: str, machine: Path) -> None:
+    assert not is_tuned(machine, **{name: "1"})
+    assert not is_tuned(machine, **{name: ""})
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
-@pytest.mark.parametrize("value", ["1", ""])
-def test_what_the_user_has_set_stays(name: str, value: str, machine: Path) -> None:
-    assert not is_tuned(machine, **{name: value})
-
-
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("file", ["/etc/nccl.conf", f"{HOME}/.nccl.conf", "/opt/nccl.conf"])
 def test_what_the_user_has_set_in_a_file_of_nccl_stays(name: str, file: str, machine: Path) -> None:
     write(machine, file, f"# {name}=5\nNCCL_DEBUG=WARN\n")
@@ -141,33 +138,29 @@ def test_a_relative_file_is_the_one_that_nccl_opens(machine: Path, monkeypatch: 
     assert nccl_settings({"NCCL_CONF_FILE": "my.conf"})["NCCL_SOCKET_NTHREADS"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("variables", "is_left"),
+@for_each(
+    ("variables", "is_left", "is_left_beside_infiniband"),
     [
-        ({"NCCL_NET": "IB"}, True),
-        ({"NCCL_NET": "Socket"}, False),
-        ({"NCCL_NET": "socket"}, False),
-        ({"NCCL_NET_PLUGIN": "aws-ofi"}, True),
-        ({"NCCL_NET_PLUGIN": "none"}, False),
-        ({"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "aws-ofi"}, True),
-        ({"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, False),
+        ({}, False, True),
+        ({"NCCL_NET": "IB"}, True, True),
+        ({"NCCL_NET": "Socket"}, False, False),
+        ({"NCCL_NET": "socket"}, False, False),
+        ({"NCCL_NET_PLUGIN": "aws-ofi"}, True, True),
+        ({"NCCL_NET_PLUGIN": "none"}, False, True),
+        ({"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "aws-ofi"}, True, True),
+        ({"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, False, True),
+        ({"NCCL_IB_DISABLE": "0"}, False, True),
+        ({"NCCL_IB_DISABLE": "1"}, False, False),
     ],
 )
-def test_another_transport_that_the_user_has_chosen_stays(
-    variables: dict[str, str], is_left: bool, machine: Path
+def test_other_transports_that_the_user_has_chosen_or_nccl_may_use_stay(
+    variables: dict[str, str], is_left: bool, is_left_beside_infiniband: bool, machine: Path
 ) -> None:
     assert is_tuned(machine, **variables) is not is_left
-
-
-@pytest.mark.parametrize(
-    ("variables", "is_left"),
-    [({}, True), ({"NCCL_IB_DISABLE": "0"}, True), ({"NCCL_IB_DISABLE": "1"}, False), ({"NCCL_NET": "Socket"}, False)],
-)
-def test_infiniband_is_left_alone_where_nccl_may_use_it(
-    variables: dict[str, str], is_left: bool, machine: Path
-) -> None:
-    (machine / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert is_tuned(machine, **variables) is not is_left
+    infiniband = machine / "sys/class/infiniband/mlx5_0"
+    infiniband.mkdir(parents=True)
+    assert is_tuned(machine, **variables) is not is_left_beside_infiniband
+    infiniband.rmdir()
 
 
 @pytest.mark.parametrize("vendor", ["0x1d0f", "0x1ae0"])
@@ -193,10 +186,8 @@ def test_hosts_are_those_that_nccl_sees(machine: Path) -> None:
 def test_ranks_of_several_hosts_set_the_same_or_nothing(
     case: str, machine: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    variables, roots = [dict(v) for v in TWO_HOSTS], [machine, machine]
-    expected: list[dict[str, str]] = [dict(SETTINGS), dict(SETTINGS)]
-    if case != "two hosts":
-        expected = [{}, {}]
+    variables, roots = [{"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}], [machine, machine]
+    expected = [dict(SETTINGS) if case == "two hosts" else {} for _ in range(2)]
     if case == "one host":
         variables = [{"NCCL_HOSTID": "a"}] * 2
     elif case == "one by its name":

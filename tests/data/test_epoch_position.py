@@ -125,10 +125,10 @@ def make_loader(job: Job, start: Start, rank: int) -> Any:
 
 
 def make_loaders(job: Job, start: Start, rank: int) -> list[Any]:
-    others = replace(job, num_samples=job.num_others)
-    return [make_loader(job, start, rank)] + (
-        [make_loader(others, replace(start, batch_size=3), rank)] if job.num_others else []
-    )
+    loaders = [make_loader(job, start, rank)]
+    if job.num_others:
+        loaders.append(make_loader(replace(job, num_samples=job.num_others), replace(start, batch_size=3), rank))
+    return loaders
 
 
 class Rank:
@@ -174,9 +174,8 @@ class Rank:
         loop = checkpoint["loops"]["fit_loop"]
         self.epochs.load_state_dict(loop["epoch_progress"])
         self.batches.load_state_dict(loop["epoch_loop.batch_progress"])
-        self.num_steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"][
-            "completed"
-        ]
+        optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        self.num_steps = optimizer["step"]["total"]["completed"]
 
     def run(self, loaders: list[Any], checkpoint: dict[str, Any] | None) -> None:
         self.batch_size.begin_loaders()
@@ -298,10 +297,8 @@ def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None
     outcome: list[list[Rank]] = []
     saved: list[dict[str, Any]] = []
     for number, start in enumerate(starts):
-        ranks = [
-            Rank(job, start, rank, global_size=None if global_sizes is None else global_sizes[number])
-            for rank in range(start.num_ranks)
-        ]
+        size = None if global_sizes is None else global_sizes[number]
+        ranks = [Rank(job, start, rank, global_size=size) for rank in range(start.num_ranks)]
         generators = [one["bucketddp"]["position"]["generators"] for one in saved]
         for rank in ranks:
             torch.default_generator.manual_seed(7 + number)  # a restart draws other numbers; ranks draw the same
@@ -313,6 +310,7 @@ def run_program(job: Job, starts: list[Start], *, global_sizes: list[int] | None
             with warnings.catch_warnings():
                 rank.run(make_loaders(job, start, rank.trainer.global_rank), checkpoint)
         outcome.append(ranks)
+        assert len({rank.num_batches for rank in ranks}) == 1  # or they would wait for each other for ever
         saved = [rank.save() for rank in ranks]
         if not ranks[0].is_over:
             break
@@ -353,7 +351,7 @@ def programs(draw: st.DrawFn, *, changes_ranks: bool, changes_batches: bool) -> 
     return job, starts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=False))
 def test_a_run_that_is_resumed_goes_on_with_the_next_sample(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
@@ -367,14 +365,12 @@ def test_a_run_that_is_resumed_goes_on_with_the_next_sample(program: tuple[Job, 
         assert (ours.keys(), ours.total()) == (theirs.keys(), theirs.total()) or job.limit or job.drop_last
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=True))
 def test_another_batch_size_leaves_out_no_sample_and_repeats_none(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
     outcome = run_program(job, starts)
     [whole] = run_program(replace(job, limit=None, drop_last=False), starts[-1:])
-    for ranks in outcome:
-        assert len({rank.num_batches for rank in ranks}) == 1  # or they would wait for each other for ever
     for epoch in range(NUM_EPOCHS):
         for rank, alone in enumerate(whole):
             ours, order = in_order(outcome, epoch, rank), alone.seen[epoch]
@@ -385,19 +381,15 @@ def test_another_batch_size_leaves_out_no_sample_and_repeats_none(program: tuple
                 assert len(ours) > len(order) - largest
             if job.limit is None and not job.drop_last and job.kind not in ("of each rank", "own batches"):
                 assert len(ours) == len(order)
-            else:
-                assert (
-                    len(ours) <= len(order) + sum(start.batch_size for start in starts[1:]) or job.kind == "own batches"
-                )
+            elif job.kind != "own batches":
+                assert len(ours) <= len(order) + sum(start.batch_size for start in starts[1:])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(changes_ranks=True, changes_batches=True))
 def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[Start]]) -> None:
     job, starts = program
     outcome = run_program(job, starts)
-    for ranks in outcome:
-        assert len({rank.num_batches for rank in ranks}) == 1
     if job.kind == "of each rank":
         return  # whose orders are gone with their ranks
     for epoch in range(NUM_EPOCHS):
@@ -410,7 +402,7 @@ def test_another_number_of_ranks_leaves_out_no_sample(program: tuple[Job, list[S
                 assert ours.total() - len(ours) <= padding + sum(start.num_ranks - 1 for start in starts[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(programs(changes_ranks=True, changes_batches=True), st.lists(st.integers(1, 3), min_size=3, max_size=3))
 def test_a_global_batch_size_that_changes_leaves_out_no_sample(
     program: tuple[Job, list[Start]], factors: list[int]
@@ -418,8 +410,6 @@ def test_a_global_batch_size_that_changes_leaves_out_no_sample(
     job, starts = replace(program[0], kind="distributed", limit=None), program[1]
     global_sizes = [start.num_ranks * factor for start, factor in zip(starts, factors, strict=False)]
     outcome = run_program(job, starts, global_sizes=global_sizes)
-    for ranks in outcome:
-        assert len({rank.num_batches for rank in ranks}) == 1
     for epoch in range(NUM_EPOCHS):
         ours = trained(outcome, epoch)
         padding = max(start.num_ranks for start in starts) - 1
@@ -429,7 +419,7 @@ def test_a_global_batch_size_that_changes_leaves_out_no_sample(
         assert len(ours) > job.num_samples - (2 * step + padding if job.drop_last else 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(programs(changes_ranks=False, changes_batches=True), st.integers(1, 30), st.sampled_from(MODES))
 def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
     program: tuple[Job, list[Start]], num_others: int, mode: str
@@ -438,8 +428,6 @@ def test_loaders_beside_each_other_go_on_each_with_its_own_samples(
     for starts in ([replace(start, batch_size=2) for start in program[1]], program[1]):
         outcome = run_program(job, starts)
         [undisturbed] = run_program(job, starts[-1:])
-        for ranks in outcome:
-            assert len({rank.num_batches for rank in ranks}) == 1
         for epoch in range(NUM_EPOCHS):
             if starts is not program[1]:  # batches are the same
                 for rank, alone in enumerate(undisturbed):

@@ -70,9 +70,8 @@ def make_loader(kind: str, num_samples: int, batch_size: int) -> DataLoader[Any]
 def passes_of(loader: DataLoader[Any], part: Part, *, number: int = 1) -> tuple[list[list[list[int]]], Any]:
     """The batches of this rank, of `number` passes, and what deals them out."""
     if isinstance(loader.dataset, IterableDataset):
-        sharding = IterableSharding(
-            rank=part.rank, world_size=part.world_size, warn=pytest.fail, num_batches_trained=lambda: 0
-        )
+        place: Any = {"rank": part.rank, "world_size": part.world_size}
+        sharding = IterableSharding(**place, warn=pytest.fail, num_batches_trained=lambda: 0)
         loader = sharding.prepare_loader(loader, is_training=False)
         batches: Any = loader
     else:
@@ -119,25 +118,21 @@ def test_every_sample_counts_in_rounds_of_equal_batches(kind: str, number: int, 
 
 @MANY
 @given(st.sampled_from(SIZED), NUMBERS, RANKS, SIZES)
-def test_lengths_are_those_of_the_passes(kind: str, number: int, world_size: int, size: int) -> None:
-    for rank, repeats in itertools.product(range(world_size), (True, False)):
-        part = Part(rank, world_size, seed=3, repeats=repeats)
-        loader = divided(make_loader(kind, number, size), part)
-        [batches], _ = passes_of(make_loader(kind, number, size), part)
-        # Without repetitions a rank may have nothing for its last batch.
-        assert len(loader) - (0 if repeats else 1) <= len(batches) <= len(loader)
-
-
-@MANY
-@given(st.sampled_from(["plain", "drop_last", "single", "batches of the user"]), NUMBERS, RANKS, SIZES)
-def test_nothing_is_repeated_that_nobody_takes_back(kind: str, number: int, world_size: int, size: int) -> None:
-    ranks = [
-        passes_of(make_loader(kind, number, size), Part(rank, world_size, seed=3, repeats=False))[0][0]
-        for rank in range(world_size)
-    ]
+def test_lengths_are_those_of_the_passes_and_nothing_is_repeated_that_nobody_takes_back(
+    kind: str, number: int, world_size: int, size: int
+) -> None:
+    for repeats in (True, False):
+        ranks = []
+        for rank in range(world_size):
+            part = Part(rank, world_size, seed=3, repeats=repeats)
+            [batches], _ = passes_of(make_loader(kind, number, size), part)
+            length = len(divided(make_loader(kind, number, size), part))
+            # Without repetitions a rank may have nothing for its last batch.
+            assert length - (0 if repeats else 1) <= len(batches) <= length
+            ranks.append(batches)
     [expected], _ = passes_of(make_loader(kind, number, size), Part(0, 1, seed=3))
-    samples = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(ranks)))
-    assert samples == sorted(itertools.chain.from_iterable(expected))
+    samples = itertools.chain.from_iterable(itertools.chain.from_iterable(ranks))
+    assert sorted(samples) == sorted(itertools.chain.from_iterable(expected))
     if kind == "plain" and size > 1 and number >= world_size * math.ceil(math.ceil(number / world_size) / size):
         assert len({len(batches) for batches in ranks}) == 1
 
@@ -151,6 +146,8 @@ def test_samples_are_dealt_as_ddp_does_and_the_rest_in_a_round_of_its_own() -> N
         [[2, 5], [8], [9, 10]],
     ]
     assert [share.num_own_batches for _, share in shares] == [3, 2, 2]
+    # A copy is divided, and the loader of the user is not.
+    assert list(loaders[2].batch_sampler) == [[start, start + 1] for start in range(0, 10, 2)] + [[10]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["weighted", "subset"])
@@ -184,13 +181,6 @@ def test_endless_batches_are_taken_as_they_come() -> None:
     assert list(itertools.islice(loader.batch_sampler, 4)) == [[1], [3], [5], [0]]
     with pytest.raises(TypeError):
         len(loader)
-
-
-def test_a_copy_is_divided_and_the_loader_of_the_user_is_not() -> None:
-    loader = DataLoader(Numbered(10), batch_size=4)
-    exact = divided(loader, Part(1, 2, seed=0))
-    assert list(exact.batch_sampler) == [[1, 3, 5, 7], [9]]
-    assert list(loader.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]  # type: ignore[arg-type]
 
 
 def test_a_share_looks_like_what_it_is_a_share_of() -> None:

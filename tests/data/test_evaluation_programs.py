@@ -33,17 +33,17 @@ class Evaluated(LightningModule):
         self.layer = nn.Linear(1, 1)
         self.told: list[Any] = []
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         return self.layer(batch[1].float()[:, None]).mean()
 
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         raise NotImplementedError
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.evaluate(batch, batch_idx)
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.evaluate(batch)
 
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.evaluate(batch, batch_idx)
+    def test_step(self, batch: list[Tensor]) -> None:
+        self.evaluate(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -52,7 +52,7 @@ class Evaluated(LightningModule):
 class Gathers(Evaluated):
     """Collects outputs, and gathers them in a step and at the end."""
 
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         self.told.append(batch[0])
         gathered: Any = self.all_gather({"indices": batch[0], "pair": [batch[1], batch[2]]})
         assert gathered["indices"].shape == (dist.get_world_size(), len(batch[0])) == gathered["pair"][0].shape
@@ -97,7 +97,7 @@ class Measures(Evaluated):
         self.in_a_dict = {"mean": MeanMetric()}
         self.after_each = SumMetric()
 
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         indices, values, labels = batch
         self.trainer.strategy.batch_to_device(batch)
         scores = (indices * 7 % 11) / 11
@@ -157,22 +157,15 @@ def run_stage(module: Evaluated, loader: Any, *, stage: str = "test", callbacks:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-@like_torchrun()
-def gather(num_samples: list[int], stage: str) -> list[list[int]]:
-    modules = [Gathers() for _ in num_samples]
-    for module, number in zip(modules, num_samples, strict=True):
-        run_stage(module, DataLoader(Numbered(number), batch_size=4), stage=stage)
-    return [module.told for module in modules]
-
-
 @pytest.mark.parametrize("stage", ["test", "fit"])
+@on_ranks()
+@like_torchrun()
 def test_outputs_are_gathered_in_steps_and_at_the_end(stage: str) -> None:
-    num_samples = [101, 7, 3, 1]
-    first, second = run_on_ranks(gather, num_samples=num_samples, stage=stage)
-    assert first == second
-    for number, gathered in zip(num_samples, first, strict=True):
-        assert set(gathered) == set(range(number))
-        assert len(gathered) <= number + 3  # what is repeated
+    for number in (101, 7, 3, 1):
+        module = Gathers()
+        run_stage(module, DataLoader(Numbered(number), batch_size=4), stage=stage)
+        assert set(module.told) == set(range(number))
+        assert len(module.told) <= number + 3  # what is repeated
 
 
 @like_torchrun()
@@ -223,7 +216,7 @@ class Agreement(Evaluated):
         super().__init__()
         self.num_pairs = num_pairs
 
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         indices = batch[0]
         agrees = float(len(indices) == 2 and indices[1] - indices[0] == self.num_pairs)
         dist.all_reduce(torch.ones(1))
@@ -250,30 +243,27 @@ def test_batches_of_a_users_sampler_are_never_cut() -> None:
 class OwnValue(Evaluated):
     """Logs the value of each rank, which callbacks of that rank watch."""
 
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         self.log("own", batch[1].mean())
         self.log("shared", batch[1].mean(), sync_dist=True)
 
 
+@on_ranks(3)
 @like_torchrun()
-def watch(num_samples: int) -> Any:
+def test_a_rank_without_samples_watches_the_value_of_one_that_has_some() -> None:
     module = OwnValue()
     stopping = EarlyStopping("own", patience=5, check_finite=True)
-    loader = DataLoader(Numbered(num_samples), batch_size=4)
+    loader = DataLoader(Numbered(2), batch_size=4)
     logged = run_stage(module, loader, stage="fit", callbacks=[stopping], trainer={"max_epochs": 3})
-    return module.trainer.current_epoch, logged["own"], logged["shared"]
-
-
-def test_a_rank_without_samples_watches_the_value_of_one_that_has_some() -> None:
-    for outcome, own in zip(run_on_ranks(watch, world_size=3, num_samples=2), (0.0, 1.0, 0.0), strict=True):
-        assert outcome == (3, own, pytest.approx(0.5))
+    assert module.trainer.current_epoch == 3
+    assert (logged["own"], logged["shared"]) == ((0.0, 1.0, 0.0)[dist.get_rank()], pytest.approx(0.5))
 
 
 # --- random samplers
 
 
 class Remembers(Evaluated):
-    def evaluate(self, batch: list[Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: list[Tensor]) -> None:
         self.told.append((self.current_epoch, batch[0].tolist()))
 
 
@@ -318,9 +308,8 @@ def predict(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Any]:
         sampler: Any = DistributedSampler(data, shuffle=False) if kind == "divided by the user" else None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            predicted = run_stage(
-                Predicts(), DataLoader(data, batch_size=2, sampler=sampler), stage="predict", **options
-            )
+            loader = DataLoader(data, batch_size=2, sampler=sampler)
+            predicted = run_stage(Predicts(), loader, stage="predict", **options)
         outcomes.append((predicted, [str(warning.message) for warning in caught]))
     return outcomes
 
@@ -328,23 +317,21 @@ def predict(cases: list[tuple[str, int, dict[str, Any]]]) -> list[Any]:
 def test_predictions_come_in_the_order_of_one_process_and_steps_may_have_collectives() -> None:
     gathers = {"gather_predictions": True}
     cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("plain", 9, gathers),
         ("stream", 9, {**gathers, "shard_iterable": True}),
         ("stream", 3, {**gathers, "shard_iterable": True}),
+        ("plain", 9, gathers),
+        ("plain", 5, {**gathers, "trainer": {"use_distributed_sampler": False}}),
         ("plain", 7, {}),
     ]
     first, second = run_on_ranks(predict, cases=cases)
     in_order = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
-    assert [first[number][0] for number in range(3)] == [in_order, in_order, [[0, 1], [2]]]
-    own = [*itertools.chain.from_iterable(first[3][0]), *itertools.chain.from_iterable(second[3][0])]
-    assert sorted(own) == list(range(7))
-
-
-def test_predictions_that_every_rank_makes_are_returned_once_with_a_word() -> None:
-    cases = [("plain", 5, {"gather_predictions": True, "trainer": {"use_distributed_sampler": False}})]
-    [(predicted, caught)], _ = run_on_ranks(predict, cases=cases)
-    assert predicted == [[0, 1], [2, 3], [4]]
+    assert [predicted for predicted, _ in first[:3]] == [in_order, [[0, 1], [2]], in_order]
+    # What every rank predicts is returned once, with a word.
+    of_all, caught = first[3]
+    assert of_all == [[0, 1], [2, 3], [4]]
     assert [text for text in caught if "returns rank zero's own predictions" in text]
+    own = [*itertools.chain.from_iterable(first[4][0]), *itertools.chain.from_iterable(second[4][0])]
+    assert sorted(own) == list(range(7))
 
 
 def test_predictions_in_an_unknown_order_are_refused() -> None:

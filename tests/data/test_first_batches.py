@@ -83,16 +83,9 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a rank has said about its data, and in how many steps it has compared it."""
-
-    texts: list[str]
-    num_steps: int
-
-
 @like_torchrun()
-def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Said:
+def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> tuple[list[str], int]:
+    """What this rank says about its data, and in how many steps it has compared it."""
     torch.manual_seed(0)
     trainer = make_trainer(
         BucketDDPStrategy(**options or {}),
@@ -105,7 +98,7 @@ def fit(*, kind: str, options: dict[str, Any] | None = None, **trainer_options: 
     compared = strategy._state.first_batches
     assert not isinstance(compared, FirstBatches) or compared._is_decided or not compared._loaders  # at no more cost
     num_steps = len(compared._steps) if isinstance(compared, FirstBatches) else 0
-    return Said([str(one.message) for one in caught if "same data" in str(one.message)], num_steps)
+    return [str(one.message) for one in caught if "same data" in str(one.message)], num_steps
 
 
 SPLIT_ROWS = "Let the Trainer split it (`use_distributed_sampler=True`), or pass a `DistributedSampler` to the loader."
@@ -139,10 +132,8 @@ STREAM = "`train_dataloader` (`DataLoader` over `Numbers`)"
     ],
 )
 def test_the_same_data_on_all_ranks_is_warned_of_once(kind: str, loaders: str, remedy: str) -> None:
-    first, second = run_on_ranks(fit, kind=kind)
-    assert first.texts == [warning("All ranks", loaders, remedy)]
-    assert second.texts == []
-    assert first.num_steps == second.num_steps == 3
+    expected = warning("All ranks", loaders, remedy)
+    assert run_on_ranks(fit, kind=kind) == [([expected], 3), ([], 3)]
 
 
 @for_each(
@@ -150,51 +141,37 @@ def test_the_same_data_on_all_ranks_is_warned_of_once(kind: str, loaders: str, r
     [{"accumulate_grad_batches": 2}, {"options": {"gradient_weight": "batch_size", "uneven_data": True}}],
 )
 def test_it_is_noticed_in_other_exchanges_too(options: dict[str, Any]) -> None:
-    first, _ = run_on_ranks(fit, kind="stream", **options)
-    assert first.texts == [warning("All ranks", STREAM, SPLIT_STREAM)]
+    (texts, _), _ = run_on_ranks(fit, kind="stream", **options)
+    assert texts == [warning("All ranks", STREAM, SPLIT_STREAM)]
 
 
 def test_the_ranks_with_the_same_data_are_named() -> None:
-    first, *_ = run_on_ranks(fit, world_size=3, kind="equal on two of three ranks")
-    assert first.texts == [warning("Ranks 0, 2", STREAM, SPLIT_STREAM)]
+    (texts, _), *_ = run_on_ranks(fit, world_size=3, kind="equal on two of three ranks")
+    assert texts == [warning("Ranks 0, 2", STREAM, SPLIT_STREAM)]
 
 
 @for_each(
-    ("kind", "num_steps"),
+    ("kind", "options", "num_steps"),
     [
         # equal by nature
-        ("zeros", 3),
-        ("one sample", 3),
-        ("equal in the first step only", 2),
+        ("zeros", {}, 3),
+        ("one sample", {}, 3),
+        ("equal in the first step only", {}, 2),
         # different: the first step says so
-        ("another stream on each rank", 1),
+        ("another stream on each rank", {}, 1),
         # nothing to compare
-        ("texts", 0),
+        ("texts", {}, 0),
+        # split, or meant to be the same
+        ("rows", {"use_distributed_sampler": True}, 0),
+        ("stream", {"options": {"shard_iterable": True}}, 0),
+        ("rows", {"overfit_batches": 4}, 0),
+        # nobody to compare with
+        ("rows", {"world_size": 1, "options": {"gradient_weight": "batch_size"}}, 0),
     ],
 )
-def test_nothing_is_said_of_other_data(kind: str, num_steps: int) -> None:
-    for rank in run_on_ranks(fit, kind=kind):
-        assert rank.texts == []
-        assert rank.num_steps == num_steps
-
-
-@for_each(
-    ("kind", "options"),
-    [
-        ("rows", {"use_distributed_sampler": True}),
-        ("stream", {"options": {"shard_iterable": True}}),
-        ("rows", {"overfit_batches": 4}),
-    ],
-)
-def test_nothing_is_compared_where_data_is_split_or_meant_to_be_the_same(kind: str, options: dict[str, Any]) -> None:
-    for rank in run_on_ranks(fit, kind=kind, **options):
-        assert rank.texts == []
-        assert rank.num_steps == 0
-
-
-def test_one_process_has_nobody_to_compare_with() -> None:
-    [alone] = run_on_ranks(fit, world_size=1, kind="rows", options={"gradient_weight": "batch_size"})
-    assert (alone.texts, alone.num_steps) == ([], 0)
+def test_nothing_is_said_of_other_data(kind: str, options: dict[str, Any], num_steps: int) -> None:
+    for outcome in run_on_ranks(fit, kind=kind, **options):
+        assert outcome == ([], num_steps)
 
 
 # --- Digests
@@ -228,10 +205,7 @@ def test_a_digest_is_of_the_content_and_fits_in_a_float(kind: str) -> None:
     assert digest != digest_of(batch, before=1)
 
 
-@for_each(
-    "batch",
-    [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, 0)],
-)
+@for_each("batch", [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, 0)])
 def test_a_tensor_that_cannot_be_read_is_no_error(batch: Tensor) -> None:
     assert digest_of(batch) == digest_of(batch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
@@ -21,7 +21,7 @@ from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.trainer_lightning import ScaleLearningRate
 from lightning_bucketddp.data.global_batch_size import Division, StepSampler, divide
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import raised_by, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about, workers_allowed
 
 WIDTH = 4
@@ -147,27 +147,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw.
-
-    `steps` are its samples by the number of the step.
-    """
+    """What a rank saw, `steps`: its samples by the number of the step, `accumulated`: during the fit and after it."""
 
     weights: list[Tensor]
     steps: dict[int, list[int]]
     estimated: float | None
     batch_size: int
-    accumulated: int
-    accumulated_afterwards: int
-    num_batches: float
+    accumulated: tuple[int, int]
     val_sizes: set[int]
     lines: list[str]
-
-
-class _Division(Callback):
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.batch_size = trainer.train_dataloader.batch_size
-        self.accumulated = trainer.accumulate_grad_batches
-        self.num_batches = trainer.num_training_batches
 
 
 @like_torchrun()
@@ -180,8 +168,12 @@ def train(
     base_batch_size: int | None = None,
 ) -> Outcome:
     """Train; save after each step, if that is wanted."""
-    division = _Division()
-    callbacks: list[Callback] = [division]
+    division = []
+
+    def note(trainer: Any, _: LightningModule) -> None:
+        division.extend([trainer.train_dataloader.batch_size, trainer.accumulate_grad_batches])
+
+    callbacks: list[Callback] = [LambdaCallback(on_train_start=note)]
     if save_to is not None:
         callbacks.append(ModelCheckpoint(save_to, filename="{step}", save_top_k=-1, every_n_train_steps=1))
     if base_batch_size is not None:
@@ -204,10 +196,8 @@ def train(
         [param.detach() for param in module.net.parameters()],
         module.steps,
         module.estimated,
-        division.batch_size,
-        division.accumulated,
-        trainer.accumulate_grad_batches,
-        division.num_batches,
+        division[0],
+        (division[1], trainer.accumulate_grad_batches),
         module.val_sizes,
         lines,
     )
@@ -217,28 +207,22 @@ class OwnSampler(BatchSampler):
     pass
 
 
+# What a training that cannot have a global batch size is given, beside `Setting`.
+UNDIVIDED: dict[str, Callable[[], Any]] = {
+    "no_batches": lambda: DataLoader(Numbers(60), batch_size=None),
+    "own_sampler": lambda: DataLoader(Numbers(60), batch_sampler=OwnSampler(RandomSampler(range(60)), 4, False)),
+    "no_loader": lambda: iter([]),
+    "several": lambda: [Setting().loader(), Setting().loader()],
+}
+
+
 @like_torchrun()
-def refusal(*, setting: Setting, case: str) -> str:
+def refusal(*, setting: Setting, data: str | None = None, **options: Any) -> str:
     """What a fit raises that cannot have a global batch size."""
-    data = Numbers(setting.num_samples)
-    loaders: dict[str, Any] = {
-        "no_batches": lambda: DataLoader(data, batch_size=None),
-        "own_sampler": lambda: DataLoader(data, batch_sampler=OwnSampler(RandomSampler(data), 4, False)),
-        "no_loader": lambda: iter([]),
-        "several": lambda: [setting.loader(), setting.loader()],
-    }
-    options_of: dict[str, dict[str, Any]] = {
-        "accumulates": {"accumulate_grad_batches": 2},
-        "schedules": {"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})},
-    }
-    options = options_of.get(case, {})
     strategy = BucketDDPStrategy(global_batch_size=setting.size)
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=case != "own_sampler", **options)
-    try:
-        trainer.fit(Module(is_manual=setting.is_manual), loaders.get(case, setting.loader)())
-    except ValueError as error:
-        return str(error)
-    return "trained"
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=data != "own_sampler", **options)
+    loader = setting.loader() if data is None else UNDIVIDED[data]()
+    return raised_by(lambda: trainer.fit(Module(is_manual=setting.is_manual), loader))
 
 
 def as_sets(steps: list[list[int]]) -> list[list[int]]:
@@ -276,14 +260,9 @@ def test_the_fewest_batches_that_are_small_enough_make_a_step(num_ranks: int, la
     assert not [count for count in fewer if per_rank % count == 0 and per_rank // count <= largest]
 
 
-@for_each(("size", "multiples"), [(50, "48 or 52"), (3, "4")])
-def test_a_batch_that_the_ranks_cannot_share_is_refused(size: int, multiples: str) -> None:
-    with pytest.raises(ValueError, match="cannot share") as raised:
-        divide(size, num_ranks=4, largest=100)
-    assert str(raised.value) == (
-        f"`global_batch_size` is {size}, which 4 ranks cannot share evenly. Choose a multiple of 4, for example"
-        f" {multiples}."
-    )
+def test_the_smallest_batch_that_the_ranks_can_share_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`global_batch_size` is 3, .* a multiple of 4, for example 4\.$"):
+        divide(3, num_ranks=4, largest=100)
 
 
 @for_each("size", [0, -8, 2.5, "96", True])
@@ -330,14 +309,13 @@ def test_training_equals_one_process_with_the_whole_batch(world_size: int, batch
     assert samples_of_steps(ranks) == as_sets(WHOLE.steps())
     assert_weights(ranks, expected_weights(WHOLE.steps(), num_samples=60))
     for rank in ranks:
-        assert (rank.batch_size, rank.accumulated, rank.accumulated_afterwards) == (batch_size, accumulated, 1)
+        assert (rank.batch_size, rank.accumulated) == (batch_size, (accumulated, 1))
         assert rank.estimated == 6
         assert rank.val_sizes == {2 if world_size == 4 else 4}
     where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
     of_ours = f"bucketddp: global batch of 24: {batch_size} samples on {where}, accumulated over {accumulated} batches"
-    told = (
-        f"ScaleLearningRate: global batch {world_size} x {batch_size} x {accumulated} = 24, base 24: learning rate x 1"
-    )
+    batch = f"{world_size} x {batch_size} x {accumulated} = 24"
+    told = f"ScaleLearningRate: global batch {batch}, base 24: learning rate x 1"
     assert [rank.lines for rank in ranks] == [[of_ours, told], *[[]] * (world_size - 1)]
 
 
@@ -346,13 +324,12 @@ def test_training_equals_one_process_with_the_whole_batch(world_size: int, batch
     [
         Setting(batch_size=100, num_workers=1),
         Setting(reload_every=1),
-        Setting(drop_last=True, num_samples=71),
-        Setting(is_in_order=True),
+        Setting(is_in_order=True, drop_last=True, num_samples=71),
         Setting(num_samples=48, is_manual=True, batch_size=12),
         Setting(is_stream=True, options={"gradient_weight": "batch_size"}),
         Setting(num_samples=48, is_stream=True, drop_last=True),
     ],
-    ids=["one_batch", "reloaded", "drop_last", "in_order", "manual", "stream", "whole_stream"],
+    ids=["one_batch", "reloaded", "in_order", "manual", "stream", "whole_stream"],
 )
 def test_all_kinds_of_data_can_be_divided(setting: Setting) -> None:
     ranks = run_on_ranks(train, setting=setting)
@@ -387,63 +364,45 @@ def test_a_run_goes_on_after_the_same_steps_on_another_number_of_ranks(
     setting: Setting, stops_after: int, tmp_path: Path
 ) -> None:
     expected = setting.steps()
-    run = run_on_ranks(train, world_size=2, setting=setting, max_steps=stops_after, save_to=tmp_path)
-    runs = [run]
+    runs = [run_on_ranks(train, world_size=2, setting=setting, max_steps=stops_after, save_to=tmp_path)]
     # From two ranks to four, then to one.
     steps = [stops_after, stops_after + 1, len(expected)]
     for world_size, (first, last) in zip((4, 1), pairwise(steps), strict=True):
-        runs.append(
-            run_on_ranks(
-                train,
-                world_size=world_size,
-                setting=setting,
-                max_steps=last,
-                save_to=tmp_path,
-                resume_from=tmp_path / f"step={first}.ckpt",
-            )
-        )
+        how: Any = {"max_steps": last, "save_to": tmp_path, "resume_from": tmp_path / f"step={first}.ckpt"}
+        runs.append(run_on_ranks(train, world_size=world_size, setting=setting, **how))
     assert samples_of_steps(*runs) == as_sets(expected)
     assert_weights(runs[-1], expected_weights(expected, num_samples=setting.num_samples))
 
 
 # --- What cannot be
 
+NEEDED = "`global_batch_size` needs one training `DataLoader` that makes batches by its `batch_size`, and there is"
+OF_BOTH = "`global_batch_size` says how many batches are accumulated, and so does `{}`. Leave one of them out."
+
 
 @for_each(
-    ("case", "text"),
+    ("how", "text"),
     [
-        ("no_batches", "one with `batch_size=None`"),
-        ("own_sampler", "one with a `OwnSampler` of its own"),
-        ("no_loader", "a `list_iterator`"),
-        ("several", "several"),
+        ({"data": "no_batches"}, f"{NEEDED} one with `batch_size=None`."),
+        ({"data": "own_sampler"}, f"{NEEDED} one with a `OwnSampler` of its own."),
+        ({"data": "no_loader"}, f"{NEEDED} a `list_iterator`."),
+        ({"data": "several"}, f"{NEEDED} several."),
+        ({"accumulate_grad_batches": 2}, OF_BOTH.format("accumulate_grad_batches=2")),
+        (
+            {"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})},
+            OF_BOTH.format("GradientAccumulationScheduler"),
+        ),
+        (
+            {"setting": Setting(is_manual=True)},
+            "With `global_batch_size=24` each of 2 ranks would accumulate 3 batches of 4 samples, but with manual"
+            " optimization that is left to you. Give the `DataLoader` a `batch_size` of 12 or more.",
+        ),
+        (
+            {"setting": Setting(size=25)},
+            "`global_batch_size` is 25, which 2 ranks cannot share evenly. Choose a multiple of 2, for example 24 or"
+            " 26.",
+        ),
     ],
 )
-def test_data_that_cannot_be_divided_is_refused(case: str, text: str) -> None:
-    expected = (
-        "`global_batch_size` needs one training `DataLoader` that makes batches by its `batch_size`, and there is"
-        f" {text}."
-    )
-    assert run_on_ranks(refusal, setting=Setting(), case=case) == [expected] * 2
-
-
-@for_each(
-    ("case", "other"), [("accumulates", "accumulate_grad_batches=2"), ("schedules", "GradientAccumulationScheduler")]
-)
-def test_accumulation_of_the_user_is_refused(case: str, other: str) -> None:
-    expected = (
-        f"`global_batch_size` says how many batches are accumulated, and so does `{other}`. Leave one of them out."
-    )
-    assert run_on_ranks(refusal, setting=Setting(), case=case) == [expected] * 2
-
-
-def test_accumulation_in_manual_optimization_is_refused() -> None:
-    expected = (
-        "With `global_batch_size=24` each of 2 ranks would accumulate 3 batches of 4 samples, but with manual"
-        " optimization that is left to you. Give the `DataLoader` a `batch_size` of 12 or more."
-    )
-    assert run_on_ranks(refusal, setting=Setting(is_manual=True), case="") == [expected] * 2
-
-
-def test_a_batch_that_these_ranks_cannot_share_is_refused_before_training() -> None:
-    for text in run_on_ranks(refusal, setting=Setting(size=25), case=""):
-        assert text.startswith("`global_batch_size` is 25, which 2 ranks cannot share evenly.")
+def test_what_has_no_global_batch_is_refused_before_training(how: dict[str, Any], text: str) -> None:
+    assert run_on_ranks(refusal, **{"setting": Setting(), **how}) == [f"ValueError: {text}"] * 2

@@ -1,7 +1,8 @@
 """Draw programs that a user might write, train them with torch DDP and with `bucketddp`, and compare.
 
 A program that torch DDP trains has the same weights here, bit for bit, or is refused on all ranks; one that fails on a
-rank ends on all of them, and no rank has taken the step. The first that does not is shrunk and printed as a script.
+rank ends on all of them, and no rank has taken the step. The first that does not is shrunk, and printed with the
+command that runs it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.compare import check, right_weights
+from tests.fuzz.compare import check
 from tests.fuzz.program import draw
-from tests.fuzz.script import script_of
 from tests.fuzz.shrink import Finding, shrink
 from tests.fuzz.tally import Tally
-from tests.support.ranks import close_pools, device, use_gpu
+from tests.support.ranks import close_pools, use_gpu
 
 # Ranks get slower with all that was done on them.
 _PROGRAMS_PER_POOL = 40
@@ -64,7 +63,7 @@ def main(arguments: list[str]) -> int:
         if finding.verdict.is_failure and options.keep_going:
             print(finding.verdict, flush=True)
         if finding.verdict.is_failure and not options.keep_going:
-            _tell(seed, shrink(check, finding, within_s=60 * options.shrink_minutes))
+            _tell(shrink(check, finding, within_s=60 * options.shrink_minutes))
             break
         seed += 1
         if tally.num_programs % _PROGRAMS_PER_POOL == 0:
@@ -76,14 +75,10 @@ def main(arguments: list[str]) -> int:
     return 1 if tally.failures else 0
 
 
-def _tell(seed: int, finding: Finding) -> None:
+def _tell(finding: Finding) -> None:
     print(f"\n{finding.program}\n{finding.verdict}", flush=True)
-    if device().type != "cpu":  # a script would compute other last digits
-        return
-    right = right_weights(finding.program)
-    with tempfile.NamedTemporaryFile("w", prefix=f"fuzz-{seed}-", suffix=".py", delete=False) as file:
-        file.write(script_of(finding.program, verdict=finding.verdict.kind, right=right))
-    print(f"\nAs a script: {file.name}", flush=True)
+    imports = "from tests.fuzz.compare import check; from tests.fuzz.program import Event, Program"
+    print(f'\nTo run it: python -c "{imports}; print(check({finding.program!r}))"', flush=True)
 
 
 if __name__ == "__main__":

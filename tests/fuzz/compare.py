@@ -62,11 +62,6 @@ class _Expected:
     def is_accident(self) -> bool:
         return any(self.at_accident)
 
-    @property
-    def weights(self) -> list[list[dict[str, Any]]]:
-        """The weights that each rank may have when it ends."""
-        return self.at_accident if self.is_accident else [[_only("weight", self.ranks[0].values)] for _ in self.ranks]
-
 
 def check(program: Program) -> Verdict:
     """Run `program`, and tell what came of it."""
@@ -88,12 +83,6 @@ def check(program: Program) -> Verdict:
     losses = _compare_some("loss", ours[1].values, expected.ranks[1].values, tolerance=_tolerance(program))
     differences += [f"rank 1: {line}" for line in losses]
     return Verdict("different" if differences else "same", expected.oracle, differences)
-
-
-def right_weights(program: Program) -> list[list[dict[str, Any]]]:
-    """Return the weights that each rank may have when `program` ends; none if nobody knows."""
-    expected, _ = _expect(program)
-    return [] if expected is None else expected.weights
 
 
 def _expect(program: Program) -> tuple[_Expected | None, Verdict | None]:

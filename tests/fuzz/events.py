@@ -1,7 +1,6 @@
 """What happens in drawn programs at some batch, on some ranks.
 
-An event is a function of the run and of the loss, if there is one at that place, and returns the loss. Each can be
-copied into a script: it needs nothing but torch and `Run` (in `training`).
+An event is a function of the run and of the loss, if there is one at that place, and returns the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The models of drawn programs: `net(x, turn)` for `x` of shape (4, 6); `turn` says which branch is used.
-
-Each class can be copied into a script: it needs nothing but torch.
-"""
+"""The models of drawn programs: `net(x, turn)` for `x` of shape (4, 6); `turn` says which branch is used."""
 
 from __future__ import annotations
 

@@ -88,16 +88,16 @@ class Run:
 
     def loss(self, net: Any) -> Tensor:
         """Return the loss of this batch, with all that happens to it; `net` may be wrapped."""
-        turn = self.batch + (self.rank if self.program.model == "branches_by_rank" else 0)
-        loss = net(self.x, turn).float().square().mean()
-        loss = self.happen("loss", loss)
+        loss = self.happen("loss", self._loss_of(net))
         self.losses.append(loss.item())
         return loss
 
     def again(self) -> Tensor:
+        return self._loss_of(self.net)
+
+    def _loss_of(self, net: Any) -> Any:
         turn = self.batch + (self.rank if self.program.model == "branches_by_rank" else 0)
-        loss: Tensor = self.net(self.x, turn).float().square().mean()
-        return loss
+        return net(self.x, turn).float().square().mean()
 
     def end_batch(self) -> None:
         self.happen("end")
@@ -267,22 +267,6 @@ def _with_fabric(run: Run, strategy: Any) -> dict[str, Any]:
     return values_of(run, states)
 
 
-class _Strategies:
-    """Makes the strategy of a program, and keeps the last one."""
-
-    def __init__(self, name: str, program: Program) -> None:
-        self._name = name
-        self._program = program
-        self.last: Any = None
-
-    def __call__(self) -> Any:
-        self.last = self._name
-        if self._name == "bucketddp":
-            kind = FabricBucketDDP if self._program.loop == "fabric" else TrainerBucketDDP
-            self.last = kind(**self._program.all_options)
-        return self.last
-
-
 @like_torchrun()
 def train(*, program: Program, strategy: str, directory: Path) -> Outcome:
     """Train on this rank; an error is told, and not raised."""
@@ -290,13 +274,21 @@ def train(*, program: Program, strategy: str, directory: Path) -> Outcome:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     rank = dist.get_rank()
     run = Run(program, rank, seed=rank, keeps_trajectory=strategy != "bucketddp")
-    strategies = _Strategies(strategy, program)
+    made: list[Any] = []
+
+    def make_strategy() -> Any:
+        kind = FabricBucketDDP if program.loop == "fabric" else TrainerBucketDDP
+        made.append(kind(**program.all_options) if strategy == "bucketddp" else strategy)
+        return made[-1]
+
     outcome = Outcome(trajectory=run.trajectory or [])
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
-            is_fabric = program.loop == "fabric"
-            outcome.values = _with_fabric(run, strategies) if is_fabric else _with_trainer(run, strategies, directory)
+            if program.loop == "fabric":
+                outcome.values = _with_fabric(run, make_strategy)
+            else:
+                outcome.values = _with_trainer(run, make_strategy, directory)
         except BaseException as error:
             outcome.error = traceback.format_exc()
             outcome.kinds = tuple(kind.__name__ for kind in type(error).__mro__)
@@ -304,6 +296,6 @@ def train(*, program: Program, strategy: str, directory: Path) -> Outcome:
             # As it would end a program. Of Fabric nothing else tells the other ranks.
             if program.loop == "fabric":
                 sys.excepthook(type(error), error, error.__traceback__)
-            outcome.is_partial = getattr(strategies.last, "has_partial_weights", False)
+            outcome.is_partial = bool(made) and getattr(made[-1], "has_partial_weights", False)
             outcome.values = weights_of(run.net)
     return outcome

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from tests.local_steps.test_outer_step import test_an_outer_step_is_one_of_sgd_with_nesterov_momentum as outer_steps
+from tests.local_steps.test_islands import test_an_outer_step_is_one_of_sgd_with_nesterov_momentum as outer_steps
 from tests.on_gpu import cuda
 from tests.on_gpu.host_bound import the_limit_is_named
 from tests.reducer import test_batch_weighting as weighting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -83,7 +83,7 @@ class Setting:
     of_tokens: bool = False
     batchnorm: bool = False
     data: str = "iterable"
-    manual: str | None = None
+    has_two_losses: bool = False
     validates: bool = True
     num_epochs: int = 2
 
@@ -93,28 +93,25 @@ class Module(LightningModule):
         super().__init__()
         self.net = make_net(batchnorm=setting.batchnorm)
         self._setting = setting
-        self.automatic_optimization = setting.manual is None
+        self.automatic_optimization = not setting.has_two_losses
         self.outputs: list[bool] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         setting = self._setting
         if setting.data == "several":
             batch, _ = batch  # type: ignore[misc]
-        if setting.manual is not None:
-            self._optimize(batch)
+        if setting.has_two_losses:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            # One after the other, the second of the tokens alone.
+            self.manual_backward(self.net.loss(batch))
+            self.manual_backward(self.net.loss(batch, of_tokens=True))
+            optimizer.step()
             return None
         loss = self.net.loss(batch, of_tokens=setting.of_tokens)
         # Collectives of its own, which a rank that has left the loop does not take part in.
         self.log("loss", loss, sync_dist=setting.data != "several", on_step=True, on_epoch=True, batch_size=1)
         return None if (self.global_rank, batch_idx) in setting.skipped else loss
-
-    def _optimize(self, batch: Batch) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        # Two losses, one after the other, the second of the tokens alone.
-        self.manual_backward(self.net.loss(batch))
-        self.manual_backward(self.net.loss(batch, of_tokens=True))
-        optimizer.step()
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         self.outputs.append(bool(outputs))
@@ -136,12 +133,8 @@ class _Batches:
         return iter(self._batches)
 
 
-class _Stream(IterableDataset[Batch]):
-    def __init__(self, batches: list[Batch]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+class _Stream(_Batches, IterableDataset[Batch]):
+    pass
 
 
 def make_loader(kind: str, batches: list[Batch]) -> Any:
@@ -162,9 +155,8 @@ def scale_after_skipped_steps(*, skipped: Sequence[tuple[int, int]]) -> tuple[fl
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), [4] * 5)]
-    make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision).fit(
-        module, _Batches(batches)
-    )
+    trainer = make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision)
+    trainer.fit(module, _Batches(batches))
     return scaler.get_scale(), [weight for p in module.parameters() for weight in p.flatten().tolist()]
 
 
@@ -174,7 +166,6 @@ class Outcome:
     had_output: list[bool]
     num_batches: int
     num_skipped: float
-    metrics: dict[str, float]
     loader_type: str
 
 
@@ -211,7 +202,6 @@ def fit(*, setting: Setting) -> Outcome:
         module.outputs,
         len(module.outputs) // setting.num_epochs,
         metrics.skipped,
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
         type(trainer.train_dataloader).__name__,
     )
 
@@ -237,10 +227,9 @@ def expected_weights(setting: Setting) -> list[Tensor]:
 
 
 def _accumulate(net: Net, setting: Setting, by_rank: list[list[Batch]], window: range) -> None:
-    weights, losses, num_full = [], [], 0
+    weights, losses = [], []
     for index in window:
         present = [(rank, batches[index]) for rank, batches in enumerate(by_rank) if index < len(batches)]
-        num_full += len(by_rank)
         if setting.batchnorm and present:
             # Normalisation over the batches of all ranks: one forward of all of them.
             together = tuple(torch.cat(parts) for parts in zip(*[batch for _, batch in present], strict=True))
@@ -261,7 +250,7 @@ def _accumulate(net: Net, setting: Setting, by_rank: list[list[Batch]], window: 
 
 
 def _loss(net: Net, setting: Setting, batch: Batch) -> Tensor:
-    if setting.manual == "two_losses":
+    if setting.has_two_losses:
         return net.loss(batch) + net.loss(batch, of_tokens=True)
     return net.loss(batch, of_tokens=setting.of_tokens)
 
@@ -326,9 +315,8 @@ def weighted_mean(config: str, num_micro_batches: int) -> None:
             assert param.grad is not None, name
             assert other.grad is not None, name
             assert param.grad.is_sparse == other.grad.is_sparse, name
-            torch.testing.assert_close(
-                param.grad.to_dense(), other.grad.to_dense(), rtol=tolerance, atol=tolerance, msg=name
-            )
+            gradients = param.grad.to_dense(), other.grad.to_dense()
+            torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance, msg=name)
         assert_equal_on_all_ranks(model)
 
 
@@ -347,31 +335,26 @@ def assert_trained_as_one_process(setting: Setting) -> list[Outcome]:
     return ranks
 
 
-# --- Steps that return None
+# --- Steps that return None, and weights
 
 
 @pytest.mark.parametrize(
-    ("skipped", "accumulate"),
+    ("skipped", "accumulate", "data"),
     [
-        ([(1, 0)], 1),
-        ([(0, 1), (1, 3)], 2),
-        ([(1, 4)], 2),
-        ([(0, 2), (1, 2)], 1),
-        ([(rank, step) for rank in (0, 1) for step in range(5)], 2),
+        ([], 1, "iterable"),
+        ([(1, 0), (0, 2), (1, 2)], 1, "stream"),
+        ([(0, 1), (1, 3), (1, 4)], 2, "sized"),
+        ([(rank, step) for rank in (0, 1) for step in range(5)], 2, "iterable"),
     ],
-    ids=["first", "in_turns", "last", "everywhere", "always"],
+    ids=["never", "first_and_everywhere", "in_turns_and_last", "always"],
 )
-def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]], accumulate: int) -> None:
-    setting = Setting(EVEN, skipped=skipped, accumulate=accumulate)
+def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]], accumulate: int, data: str) -> None:
+    setting = Setting(EVEN, skipped=skipped, accumulate=accumulate, data=data)
     for number, rank in enumerate(assert_trained_as_one_process(setting)):
         assert rank.num_skipped == 2 * len(skipped)
         assert rank.had_output == [(number, step) not in skipped for step in range(5)] * 2
-
-
-def test_nothing_is_counted_when_nothing_is_skipped() -> None:
-    for rank in run_on_ranks(fit, setting=Setting(EVEN)):
-        assert rank.num_skipped == 0
-        assert rank.had_output == [True] * 10
+        # A loader whose end is watched keeps its class.
+        assert rank.loader_type == ("_Batches" if data == "iterable" else "DataLoader")
 
 
 @for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
@@ -381,37 +364,21 @@ def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[
     assert ranks[0][0] == 2**num_steps
 
 
-def test_a_skipped_step_has_no_weight() -> None:
-    assert_trained_as_one_process(
-        Setting(DIFFERENT_SIZES, skipped=[(0, 0), (1, 3)], options={"gradient_weight": "batch_size"})
-    )
+BY_SIZE = {"gradient_weight": "batch_size"}
+WEIGHED = {
+    "plain mean by default": Setting(DIFFERENT_SIZES),
+    "samples": Setting(DIFFERENT_SIZES, options=BY_SIZE),
+    "samples of micro-batches": Setting(DIFFERENT_SIZES, accumulate=3, options=BY_SIZE),
+    "samples of one process": Setting(DIFFERENT_SIZES[1:], accumulate=2, options=BY_SIZE),
+    "tokens": Setting(DIFFERENT_SIZES, accumulate=2, of_tokens=True, options={"gradient_weight": num_tokens}),
+    "skipped steps": Setting(DIFFERENT_SIZES, skipped=[(0, 0), (1, 3)], options=BY_SIZE),
+    "several losses in a step": Setting(DIFFERENT_SIZES, has_two_losses=True, options=BY_SIZE),
+}
 
 
-# --- Weights
-
-
-@for_each("accumulate", [1, 2, 3])
-def test_each_sample_counts_the_same(accumulate: int) -> None:
-    assert_trained_as_one_process(
-        Setting(DIFFERENT_SIZES, accumulate=accumulate, options={"gradient_weight": "batch_size"})
-    )
-
-
-@for_each("accumulate", [1, 2])
-def test_each_token_counts_the_same(accumulate: int) -> None:
-    assert_trained_as_one_process(
-        Setting(DIFFERENT_SIZES, accumulate=accumulate, of_tokens=True, options={"gradient_weight": num_tokens})
-    )
-
-
-def test_one_process_weighs_its_micro_batches() -> None:
-    assert_trained_as_one_process(Setting(DIFFERENT_SIZES[1:], accumulate=2, options={"gradient_weight": "batch_size"}))
-
-
-def test_several_weighted_losses_in_one_step_add_up() -> None:
-    assert_trained_as_one_process(
-        Setting(DIFFERENT_SIZES, manual="two_losses", options={"gradient_weight": "batch_size"})
-    )
+@for_each("what", WEIGHED)
+def test_what_is_weighed_counts_as_in_one_process(what: str) -> None:
+    assert_trained_as_one_process(WEIGHED[what])
 
 
 @pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (3, 1)])
@@ -420,61 +387,25 @@ def test_every_kind_of_bucket_is_weighed(config: str, num_micro_batches: int, wo
     run_on_ranks(weighted_mean, world_size=world_size, config=config, num_micro_batches=num_micro_batches)
 
 
-def test_the_plain_mean_is_the_default() -> None:
-    assert_trained_as_one_process(Setting(DIFFERENT_SIZES))
-
-
-def negative(_batch: object) -> int:
-    return -1
-
-
-def test_a_weight_that_is_none_is_refused() -> None:
-    texts = run_on_ranks(refusal, setting=Setting(EVEN, options={"gradient_weight": negative}))
-    assert texts == [
-        f"ValueError: `gradient_weight` gave -1.0 for a batch on rank {rank}. A weight must be a finite number that is"
-        " not negative, such as a number of samples or tokens."
-        for rank in range(2)
-    ]
-
-
 # --- Uneven data
 
+UNEVEN_DATA = {
+    "iterable": Setting(UNEVEN),
+    "stream": Setting(UNEVEN[::-1], data="stream", accumulate=2),
+    "sized": Setting([[4], [4, 4], [4, 4, 4, 4]], data="sized"),
+    "generator": Setting(UNEVEN, data="generator", num_epochs=1),
+    "weighed": Setting([[4, 2, 4, 1], [3, 5]], data="stream", options=BY_SIZE),
+    # A rank without data adds nothing to batch statistics.
+    "batchnorm": Setting(UNEVEN, data="stream", batchnorm=True),
+    "even": Setting(EVEN, data="stream"),
+}
 
-@pytest.mark.parametrize(
-    ("sizes", "data", "accumulate"),
-    [
-        (UNEVEN, "iterable", 1),
-        (UNEVEN, "stream", 2),
-        (UNEVEN[::-1], "stream", 1),
-        (UNEVEN[::-1], "sized", 2),
-        ([[4], [4, 4], [4, 4, 4, 4]], "sized", 1),
-        ([[4], [4, 4], [4, 4, 4, 4]], "iterable", 2),
-    ],
-)
-@pytest.mark.sampled(4)
-def test_no_batch_is_lost_where_data_is_uneven(sizes: list[list[int]], data: str, accumulate: int) -> None:
-    setting = Setting(sizes, data=data, accumulate=accumulate, options={"uneven_data": True})
+
+@pytest.mark.parametrize("kind", UNEVEN_DATA)
+def test_no_batch_is_lost_where_data_is_uneven(kind: str) -> None:
+    setting = replace(UNEVEN_DATA[kind], options={"uneven_data": True, **UNEVEN_DATA[kind].options})
     for rank in assert_trained_as_one_process(setting):
-        assert rank.num_batches == max(map(len, sizes))
-
-
-def test_a_generator_is_extended_too() -> None:
-    assert_trained_as_one_process(Setting(UNEVEN, data="generator", num_epochs=1, options={"uneven_data": True}))
-
-
-def test_uneven_data_is_weighed() -> None:
-    assert_trained_as_one_process(
-        Setting([[4, 2, 4, 1], [3, 5]], data="stream", options={"uneven_data": True, "gradient_weight": "batch_size"})
-    )
-
-
-def test_a_rank_without_data_adds_nothing_to_batch_statistics() -> None:
-    assert_trained_as_one_process(Setting(UNEVEN, data="stream", batchnorm=True, options={"uneven_data": True}))
-
-
-def test_even_data_is_not_touched_by_the_option() -> None:
-    for rank in assert_trained_as_one_process(Setting(EVEN, data="stream", options={"uneven_data": True})):
-        assert rank.num_batches == 5
+        assert rank.num_batches == max(map(len, setting.sizes))
 
 
 @pytest.mark.parametrize(("stopped", "data"), [(0, "iterable"), (1, "stream"), (0, "sized")])
@@ -488,36 +419,43 @@ def test_the_rank_that_stops_is_named_on_every_rank(stopped: int, data: str) -> 
     assert run_on_ranks(refusal, setting=Setting(sizes, data=data)) == [text] * 2
 
 
-def test_a_rank_that_is_in_the_next_epoch_is_named_where_data_is_not_watched() -> None:
-    setting = Setting(UNEVEN, data="several", validates=False)
-    for text in run_on_ranks(refusal, setting=setting):
-        assert text.startswith("OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on after 4 batch")
+def negative(_batch: object) -> int:
+    return -1
 
 
-def test_a_rank_without_any_data_is_named() -> None:
-    text = "ValueError: Rank 1 has no training data at all. `uneven_data` needs at least one batch on every rank."
-    setting = Setting([[4], []], data="stream", options={"uneven_data": True})
-    assert run_on_ranks(refusal, setting=setting) == [text] * 2
-
-
-def test_several_loaders_are_refused() -> None:
-    text = (
-        "ValueError: `uneven_data` works with one training dataloader, not with several. Combine them in one dataset."
-    )
-    setting = Setting(EVEN, data="several", options={"uneven_data": True})
-    assert run_on_ranks(refusal, setting=setting) == [text] * 2
-
-
-@for_each(("data", "kind"), [("stream", "DataLoader"), ("sized", "DataLoader")])
-def test_a_watched_loader_keeps_its_class(data: str, kind: str) -> None:
-    for rank in run_on_ranks(fit, setting=Setting(EVEN, data=data)):
-        assert rank.loader_type == kind
+@for_each(
+    ("setting", "text"),
+    [
+        (
+            Setting(EVEN, options={"gradient_weight": negative}),
+            "ValueError: `gradient_weight` gave -1.0 for a batch on rank {}. A weight must be a finite number that is"
+            " not negative, such as a number of samples or tokens.",
+        ),
+        # Where data is not watched: a rank that is in the next epoch.
+        (
+            Setting(UNEVEN, data="several", validates=False),
+            "OutOfStepError: Rank 1 has no more data in epoch 0, while rank 0 goes on after 4 batch",
+        ),
+        (
+            Setting([[4], []], data="stream", options={"uneven_data": True}),
+            "ValueError: Rank 1 has no training data at all. `uneven_data` needs at least one batch on every rank.",
+        ),
+        (
+            Setting(EVEN, data="several", options={"uneven_data": True}),
+            "ValueError: `uneven_data` works with one training dataloader, not with several. Combine them in one"
+            " dataset.",
+        ),
+    ],
+)
+def test_weights_and_data_that_cannot_be_used_are_refused_on_every_rank(setting: Setting, text: str) -> None:
+    for rank, refused in enumerate(run_on_ranks(refusal, setting=setting)):
+        assert refused.startswith(text.format(rank))
 
 
 @on_ranks()
 @like_torchrun()
 def test_a_loader_with_a_distributed_sampler_is_left_alone() -> None:
-    """Whether the loader that trains is a plain one: such data is even, and is left alone."""
+    """Such data is even: the loader that trains is a plain one."""
     data = TensorDataset(torch.randn(6, WIDTH), torch.randn(6), torch.ones(6, dtype=torch.bool))
     trainer = make_trainer("bucketddp", max_epochs=1)
     trainer.fit(Module(Setting([[]])).float(), DataLoader(data))

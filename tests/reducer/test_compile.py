@@ -77,13 +77,10 @@ class Deep(LightningModule):
         return torch.compile(self, **self._compile_options) if self._compiled == "module" else self
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
+        inputs = targets = batch[0]
         if self._compiled == "teacher":
-            return self._distill(batch[0])
-        return F.mse_loss(self.net(batch[0]), batch[0].sin())
-
-    def _distill(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            targets = torch.compile(self.net, **self._compile_options)(inputs)
+            with torch.no_grad():
+                targets = torch.compile(self.net, **self._compile_options)(inputs)
         return F.mse_loss(self.net(inputs), targets.sin())
 
     def validation_step(self, batch: list[Tensor]) -> None:
@@ -191,7 +188,9 @@ def fit(
         compiled=compiled, backend=compile_with or recorder.backend, checkpointed=checkpointed, dynamic=dynamic
     )
     strategy = trainer_lightning.BucketDDPStrategy(**{"bucket_cap_mb": 1.0, **(options or {})})
-    trainer = make_trainer(strategy, **{"max_epochs": 1, "limit_train_batches": NUM_STEPS, **trainer_options})
+    # Validation comes before (sanity check) and between training steps.
+    often = {"limit_train_batches": NUM_STEPS, "val_check_interval": 2}
+    trainer = make_trainer(strategy, **{"max_epochs": 1, **often, **trainer_options})
     with (
         recorder.recording(),
         torch._dynamo.config.patch(optimize_ddp=optimize_ddp),
@@ -243,10 +242,6 @@ def assert_same(rank: Compiled, expected: Compiled, **tolerance: Any) -> None:
     torch.testing.assert_close(rank.weights, expected.weights, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
-def num_parts(events: list[str]) -> int:
-    return len([event for event in events if event.startswith("part")])
-
-
 @pytest.fixture(scope="module")
 def eager() -> list[Compiled]:
     return run_on_ranks(fit, compiled="not")
@@ -259,19 +254,15 @@ def test_buckets_leave_between_the_parts_of_a_compiled_backward(compiled: str, e
         assert len(rank.events_by_step) == NUM_STEPS
         for events in rank.events_by_step[1:]:  # the first backward is observed
             assert_overlap(events)
+        # Nothing is compiled again; validation shares no graph with training.
+        assert rank.graphs_by_step == [1 + NUM_LAYERS] * NUM_STEPS
+        assert rank.num_graphs == 1 + NUM_LAYERS
         assert_same(rank, expected)
 
 
-def test_nothing_is_compiled_again_after_the_first_step() -> None:
-    # Validation comes before (sanity check) and after training, and shares no graph with it.
-    for rank in run_on_ranks(fit, compiled="submodule in place", max_epochs=2):
-        assert rank.graphs_by_step == [1 + NUM_LAYERS] * 2 * NUM_STEPS
-        assert rank.num_graphs == 1 + NUM_LAYERS
-
-
 def test_accumulation_overlaps_in_the_last_micro_batch() -> None:
-    eager = run_on_ranks(fit, compiled="not", accumulate_grad_batches=2, limit_train_batches=4)
-    ranks = run_on_ranks(fit, compiled="module", accumulate_grad_batches=2, limit_train_batches=4)
+    how: Any = {"accumulate_grad_batches": 2, "limit_train_batches": 4}
+    eager, ranks = (run_on_ranks(fit, compiled=compiled, **how) for compiled in ("not", "module"))
     for rank, expected in zip(ranks, eager, strict=True):
         alone, together = rank.events_by_step[1][:NUM_LAYERS], rank.events_by_step[1][NUM_LAYERS:]
         assert alone == [f"part {part}" for part in range(NUM_LAYERS)]
@@ -279,36 +270,36 @@ def test_accumulation_overlaps_in_the_last_micro_batch() -> None:
         assert_same(rank, expected)
 
 
-def test_dynamic_shapes_overlap(eager: list[Compiled]) -> None:
-    for rank, expected in zip(run_on_ranks(fit, compiled="module", dynamic=True), eager, strict=True):
-        assert_overlap(rank.events_by_step[-1])
-        assert_same(rank, expected)
-
-
-@pytest.mark.skipif(
+CANNOT_SPLIT = pytest.mark.skipif(
     "has_higher_order_op" in DDPOptimizer.compile_fn.__code__.co_names,
     reason="this torch cannot split a graph that has checkpointing in it",
 )
-def test_activation_checkpointing_inside_a_compiled_module_overlaps(eager: list[Compiled]) -> None:
-    for rank, expected in zip(run_on_ranks(fit, compiled="module", checkpointed=True), eager, strict=True):
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True}, pytest.param({"checkpointed": True}, marks=CANNOT_SPLIT)], ids=str)
+def test_dynamic_shapes_and_activation_checkpointing_overlap(how: dict[str, Any], eager: list[Compiled]) -> None:
+    for rank, expected in zip(run_on_ranks(fit, compiled="module", **how), eager, strict=True):
         assert_overlap(rank.events_by_step[-1])
         assert_same(rank, expected)
 
 
-@pytest.mark.parametrize("how", [{"options": {"overlap": False}}, {"optimize_ddp": False}], ids=str)
-def test_a_graph_stays_whole_where_no_split_is_wanted(how: dict[str, Any]) -> None:
-    for rank in run_on_ranks(fit, compiled="submodule", max_steps=2, **how):
-        assert [num_parts(events) for events in rank.events_by_step] == [1, 1]
-
-
-def test_a_graph_stays_whole_on_one_rank() -> None:
-    # With an option that gives the reducer something to do there.
-    (rank,) = run_on_ranks(fit, compiled="submodule", max_steps=2, world_size=1, options={"on_nonfinite": "raise"})
-    assert [num_parts(events) for events in rank.events_by_step] == [1, 1]
+@for_each(
+    "how",
+    [
+        {"options": {"overlap": False}},
+        {"optimize_ddp": False},
+        # With an option that gives the reducer something to do there.
+        {"world_size": 1, "options": {"on_nonfinite": "raise"}},
+    ],
+)
+def test_a_graph_stays_whole_where_no_split_is_wanted_and_on_one_rank(how: dict[str, Any]) -> None:
+    for rank in run_on_ranks(fit, compiled="submodule", max_steps=2, limit_val_batches=0, **how):
+        parts = [[event for event in events if event.startswith("part")] for events in rank.events_by_step]
+        assert [len(of_step) for of_step in parts] == [1, 1]
 
 
 def test_a_graph_without_a_backward_stays_whole() -> None:
-    for rank in run_on_ranks(fit, compiled="teacher", max_steps=1, num_sanity_val_steps=0):
+    for rank in run_on_ranks(fit, compiled="teacher", max_steps=1, limit_val_batches=0):
         assert rank.num_graphs == 1
 
 
@@ -320,15 +311,15 @@ def test_inductor_gives_the_same_up_to_rounding(eager: list[Compiled], tmp_path:
         assert_same(rank, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reapply", [True, False])
-def test_fabric_overlaps(reapply: bool) -> None:
+def test_fabric_overlaps() -> None:
     eager = run_on_ranks(train_with_fabric, compiled=False)
-    ranks = run_on_ranks(train_with_fabric, compiled=True, reapply=reapply)
-    for rank, expected in zip(ranks, eager, strict=True):
-        for events in rank.events_by_step[1:]:
-            assert_overlap(events)
-        assert rank.num_graphs == NUM_LAYERS + 1  # evaluation has one graph, in one part
-        assert_same(rank, expected)
+    for reapply in (True, False):
+        ranks = run_on_ranks(train_with_fabric, compiled=True, reapply=reapply)
+        for rank, expected in zip(ranks, eager, strict=True):
+            for events in rank.events_by_step[1:]:
+                assert_overlap(events)
+            assert rank.num_graphs == NUM_LAYERS + 1  # evaluation has one graph, in one part
+            assert_same(rank, expected)
 
 
 @for_each(("bucket_cap_mb", "part_mb"), [(3.0, 3), (None, 25), ([1.0, 2.0, 5.0], 5), (0.5, 1)])
@@ -339,19 +330,10 @@ def test_parts_are_as_large_as_buckets_but_not_smaller_than_torch_allows(bucket_
     DDPOptimizer(cap, lambda *_: None)  # type: ignore[arg-type]  # which checks it
 
 
-def active() -> Any:
-    return DistributedDataParallel._active_ddp_module
-
-
-def fail_inside() -> None:
-    with graphs_split(ReducerConfig(), world_size=2):
-        raise ZeroDivisionError
-
-
 def test_what_was_there_before_comes_back_in_any_case() -> None:
     with graphs_split(ReducerConfig(), world_size=2):
-        outer = active()
-        with pytest.raises(ZeroDivisionError):
-            fail_inside()
-        assert active() is outer
-    assert active() is None
+        outer = DistributedDataParallel._active_ddp_module
+        with pytest.raises(ZeroDivisionError), graphs_split(ReducerConfig(), world_size=2):
+            raise ZeroDivisionError
+        assert DistributedDataParallel._active_ddp_module is outer is not None
+    assert DistributedDataParallel._active_ddp_module is None

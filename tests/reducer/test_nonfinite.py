@@ -213,21 +213,18 @@ def raised_on_all(**options: Any) -> str:
     return error
 
 
+def named(parameter: str | None, *, rank: int = 1, value: float = math.nan) -> str:
+    what = f"the loss on rank {rank} ({value})"
+    return what if parameter is None else f"the gradient of `{parameter}` on rank {rank}"
+
+
 # --- What is found
 
 
-WAYS_AND_VALUES = list(zip(WAYS, cycle([math.nan, math.inf, -math.inf])))
-
-
-@for_each(("way", "value"), WAYS_AND_VALUES)
-def test_a_gradient_is_named_with_its_rank(way: str, value: float) -> None:
-    error = raised_on_all(bad=Bad("2.weight", value), **WAYS[way])
-    assert error == RAISED.format("the gradient of `2.weight` on rank 1")
-
-
-@for_each(("way", "value"), WAYS_AND_VALUES)
-def test_a_loss_is_told_with_its_rank(way: str, value: float) -> None:
-    assert raised_on_all(bad=Bad(None, value), **WAYS[way]) == RAISED.format(f"the loss on rank 1 ({value})")
+@for_each(("way", "value"), zip(WAYS, cycle([math.nan, math.inf, -math.inf])))
+def test_a_gradient_and_a_loss_are_named_with_their_rank(way: str, value: float) -> None:
+    for parameter in ("2.weight", None):
+        assert raised_on_all(bad=Bad(parameter, value), **WAYS[way]) == RAISED.format(named(parameter, value=value))
 
 
 @for_each(
@@ -243,16 +240,13 @@ def test_a_loss_is_told_with_its_rank(way: str, value: float) -> None:
     ],
 )
 def test_every_kind_of_gradient_is_looked_at(case: str, parameter: str) -> None:
-    bad = Bad(parameter)
-    assert raised_on_all(case=case, bad=bad) == RAISED.format(f"the gradient of `{parameter}` on rank 1")
+    assert raised_on_all(case=case, bad=Bad(parameter)) == RAISED.format(named(parameter))
 
 
 @for_each("parameter", ["0.bias", None])
 def test_one_process_alone_is_looked_at(parameter: str | None) -> None:
     [rank] = trained(world_size=1, bad=Bad(parameter, ranks=[0]), on_nonfinite="raise")
-    assert rank.error == RAISED.format(
-        "the loss on rank 0 (nan)" if parameter is None else "the gradient of `0.bias` on rank 0"
-    )
+    assert rank.error == RAISED.format(named(parameter, rank=0))
 
 
 @pytest.mark.parametrize("reads_late", [False, True])
@@ -266,43 +260,35 @@ def test_one_process_alone_warns_of_its_loss_and_does_not_look_at_gradients(read
 
 
 def test_all_ranks_are_listed() -> None:
-    bad = Bad("4.bias", ranks=[0, 2])
-    assert {rank.error for rank in trained(world_size=3, bad=bad, on_nonfinite="raise")} == {
-        RAISED.format("the gradient of `4.bias` on ranks 0, 2")
-    }
-    assert {rank.error for rank in trained(world_size=3, bad=Bad(None, ranks=[0, 2]), on_nonfinite="raise")} == {
-        RAISED.format("the loss on rank 0 (nan), rank 2 (nan)")
-    }
+    for parameter, what in (
+        ("4.bias", "the gradient of `4.bias` on ranks 0, 2"),
+        (None, "the loss on rank 0 (nan), rank 2 (nan)"),
+    ):
+        assert raised_on_all(world_size=3, bad=Bad(parameter, ranks=[0, 2])) == RAISED.format(what)
 
 
-def test_the_first_backward_is_looked_at() -> None:
-    assert "in backward 1: the gradient of `0.weight` on rank 1" in raised_on_all(bad=Bad("0.weight", step=0))
+def test_gradients_of_the_first_backward_are_looked_at_without_the_loss() -> None:
+    error = raised_on_all(bad=Bad("0.weight", step=0), tells_loss=False)
+    assert "in backward 1: the gradient of `0.weight` on rank 1" in error
 
 
 @for_each("parameter", ["2.weight", None])
 @for_each("micro_batch", [0, 1, 2])
 def test_every_micro_batch_is_looked_at(micro_batch: int, parameter: str | None) -> None:
     error = raised_on_all(bad=Bad(parameter, micro_batch=micro_batch), micro_batches=3)
-    assert error == RAISED.format(
-        "the loss on rank 1 (nan)" if parameter is None else "the gradient of `2.weight` on rank 1"
-    )
+    assert error == RAISED.format(named(parameter))
 
 
-def test_gradients_are_looked_at_without_the_loss() -> None:
-    assert "the gradient of `2.weight` on rank 1" in raised_on_all(bad=Bad("2.weight"), tells_loss=False)
-
-
-@pytest.mark.parametrize("parameter", ["2.weight", None])
-@pytest.mark.parametrize("world_size", [1, 2])
+@for_each("parameter", ["2.weight", None])
+@for_each("world_size", [1, 2])
 def test_nothing_is_looked_at_on_request(world_size: int, parameter: str | None) -> None:
     for rank in trained(world_size, bad=Bad(parameter), on_nonfinite=None):
         assert (rank.error, rank.warnings, rank.num_nonfinite) == ("", [], 0)
 
 
 def test_a_gradient_that_is_too_large_for_the_wire_is_found() -> None:
-    assert raised_on_all(bad=Bad("2.weight", 1e5), reduce_dtype="bf16") == ""
-    error = raised_on_all(bad=Bad("2.weight", 1e5), reduce_dtype="fp16")
-    assert error == RAISED.format("the gradient of `2.weight` on rank 1")
+    for reduce_dtype, error in (("bf16", ""), ("fp16", RAISED.format(named("2.weight")))):
+        assert raised_on_all(bad=Bad("2.weight", 1e5), reduce_dtype=reduce_dtype) == error
 
 
 @for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -339,28 +325,13 @@ def test_a_gradient_is_counted_once() -> None:
     assert counts == [0, 1, 1, 1]
 
 
-# --- What it costs
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(4)
-def test_no_collective_is_added(way: str) -> None:
-    # Each step beside a hook, and beside what travels as int8.
-    flags_travel_alone = 3 if "hook" in way or "int8" in way else 0
-    for bad in (None, Bad("2.weight"), Bad(None)):
-        for rank in trained(bad=bad, on_nonfinite="skip", **WAYS[way]):
-            others = 0 if "int8" in way else rank.num_reductions
-            assert rank.num_all_reduces == others + flags_travel_alone
-
-
 # --- What is done
 
 
 @pytest.mark.parametrize("parameter", ["2.weight", None])
 def test_a_warning_names_the_step_on_rank_zero(parameter: str | None) -> None:
     rank_zero, rank_one = trained(bad=Bad(parameter))
-    what = "the loss on rank 1 (nan)" if parameter is None else "the gradient of `2.weight` on rank 1"
-    assert rank_zero.warnings[0] == WARNED.format("backward 2", what)
+    assert rank_zero.warnings[0] == WARNED.format("backward 2", named(parameter))
     assert rank_one.warnings == []
 
 
@@ -372,28 +343,28 @@ def test_warnings_become_rare() -> None:
     assert rank_zero.warnings[1:] == [WARNED.format("backward 11 (10 steps so far)", what)]
 
 
-BAD_AND_MICRO_BATCHES = cycle([("2.weight", 1), (None, 1), ("2.weight", 3), (None, 3)])
+SKIPPED_IN = list(zip(WAYS.values(), cycle(["2.weight", None]), cycle([1, 1, 3, 3])))
 
 
-@for_each(("way", "parameter", "micro_batches"), [(way, *next(BAD_AND_MICRO_BATCHES)) for way in WAYS])
-def test_a_skipped_step_leaves_no_trace(way: str, parameter: str | None, micro_batches: int) -> None:
+@for_each(("way", "parameter", "micro_batches"), [*SKIPPED_IN, ({"case": "sparse_embedding"}, "embedding.weight", 1)])
+def test_a_skipped_step_leaves_no_trace_and_costs_no_collective(
+    way: dict[str, Any], parameter: str | None, micro_batches: int
+) -> None:
     bad = Bad(parameter, micro_batch=0)
-    ranks = trained(bad=bad, steps=4, micro_batches=micro_batches, on_nonfinite="skip", **WAYS[way])
-    expected = trained(steps=4, micro_batches=micro_batches, leaves_out=[1], **WAYS[way])
+    ranks = trained(bad=bad, steps=4, micro_batches=micro_batches, on_nonfinite="skip", **way)
+    expected = trained(steps=4, micro_batches=micro_batches, leaves_out=[1], on_nonfinite="skip", **way)
     for rank in ranks:
         assert rank.steps_withheld == [1]
         assert rank.num_nonfinite == 1
         assert all(torch.equal(ours, other) for ours, other in zip(rank.weights, expected[0].weights, strict=True))
-    what = "the loss on rank 1 (nan)" if parameter is None else "the gradient of `2.weight` on rank 1"
-    assert ranks[0].warnings == [SKIPPED.format("backward 2", what)]
-
-
-def test_a_skipped_sparse_gradient_leaves_no_trace() -> None:
-    ranks = trained(case="sparse_embedding", bad=Bad("embedding.weight"), steps=4, on_nonfinite="skip")
-    expected = trained(case="sparse_embedding", steps=4, leaves_out=[1])
-    for rank in ranks:
-        assert rank.steps_withheld == [1]
-        assert all(torch.equal(ours, other) for ours, other in zip(rank.weights, expected[0].weights, strict=True))
+    assert ranks[0].warnings == [SKIPPED.format("backward 2", named(parameter))]
+    # Flags travel alone beside a hook, and beside what travels as int8.
+    is_int8 = way.get("reduce_dtype") == "int8"
+    flags_travel_alone = is_int8 or "comm_hook" in way
+    for rank, num_steps in [*((rank, 4) for rank in ranks), *((rank, 3) for rank in expected)]:
+        others = 0 if is_int8 else rank.num_reductions
+        if "case" not in way:  # a sparse gradient is gathered
+            assert rank.num_all_reduces == others + num_steps * flags_travel_alone
 
 
 @pytest.mark.parametrize("step", [1, 4], ids=["before_it_compresses", "when_it_compresses"])
@@ -415,7 +386,7 @@ def test_only_the_optimizers_whose_gradients_are_bad_are_kept_from_stepping() ->
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_late_warning_names_step_and_parameter(step: int) -> None:
-    # After the last step, nothing but the end follows.
+    # After the second one nothing but the end follows.
     rank_zero, _ = trained(bad=Bad("2.weight", step=step), steps=3, reads_late=True)
     assert rank_zero.warnings[0] == WARNED.format(f"backward {step + 1}", "the gradient of `2.weight` on rank 1")
 

@@ -14,20 +14,13 @@ from tests.support.jobs.models import CASES
 from tests.support.jobs.parity import Training, parity_with_mean, parity_with_torch_ddp, torch_ddp_can
 from tests.support.ranks import run_on_ranks
 
-WITH_DDP = [case for case in CASES if torch_ddp_can(case)]
-WITHOUT_DDP = [case for case in CASES if not torch_ddp_can(case)]
 FOUR_RANKS_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2e-2  # one of `many_dtypes` is bf16, and the next step's fp32 gradients depend on it
 
 
-@pytest.mark.parametrize("case", WITH_DDP)
-def test_equals_torch_ddp(case: str) -> None:
-    run_on_ranks(parity_with_torch_ddp, case=case, training=Training())
-
-
-@pytest.mark.parametrize("case", WITHOUT_DDP)
-def test_equals_the_mean_where_torch_ddp_cannot(case: str) -> None:
-    run_on_ranks(parity_with_mean, case=case, training=Training())
+@pytest.mark.parametrize("case", CASES)
+def test_equals_torch_ddp_or_the_mean_where_that_cannot(case: str) -> None:
+    run_on_ranks(parity_with_torch_ddp if torch_ddp_can(case) else parity_with_mean, case=case, training=Training())
 
 
 @for_each(
@@ -71,11 +64,9 @@ def test_gradients_that_are_reduced_where_they_are_equal_the_mean(case: str) -> 
     ("case", "optimizer", "clip"),
     [
         ("mlp", "momentum", "norm"),
-        ("mlp", "adamw_fused", "value"),
-        ("mlp", "adamw_foreach", "norm"),
-        ("channels_last", "momentum", "value"),
+        ("mlp", "adamw_foreach", "value"),
         ("channels_last", "adamw_fused", "norm"),
-        ("channels_last", "adamw_foreach", "value"),
+        ("channels_last", "momentum", "value"),
     ],
 )
 def test_optimizers_and_clipping_equal_torch_ddp(case: str, optimizer: str, clip: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.scripts.models import WIDTH, Regression, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
@@ -76,14 +75,12 @@ class FreezesByHand(Callback):
     def __init__(self, hook: str) -> None:
         self._hook = hook
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._switch("before", pl_module, batch_idx)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._hook == "before":
+            pl_module.layers[0].requires_grad_(batch_idx % 2 == 0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._switch("after", pl_module, batch_idx)
-
-    def _switch(self, hook: str, pl_module: Any, batch_idx: int) -> None:
-        if hook == self._hook:
+        if self._hook == "after":
             pl_module.layers[0].requires_grad_(batch_idx % 2 == 0)
 
 
@@ -124,18 +121,15 @@ if hasattr(callbacks, "WeightAveraging"):
 
 
 @like_torchrun()
-def train_with_change(*, change: str, strategy: str) -> dict[str, Any]:
+def train_with_change(*, change: str, strategy: str) -> Any:
     how = CHANGES[change]
     torch.manual_seed(0 if how.same_start else dist.get_rank())
     module = how.module()
     used = how.ddp if strategy == "ddp" else strategy
     trainer = make_trainer(used, max_epochs=3, num_sanity_val_steps=0, callbacks=how.by())
     trainer.fit(module, loader(), loader() if how.validates else None)
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-        "steps": trainer.global_step,
-    }
+    weights = {name: value.tolist() for name, value in module.state_dict().items()}
+    return weights, {name: value.item() for name, value in trainer.callback_metrics.items()}, trainer.global_step
 
 
 @like_torchrun()
@@ -157,55 +151,19 @@ FINETUNINGS: dict[str, Callable[[], Callback]] = {
 
 
 @like_torchrun()
-def finetune(*, finetuning: str) -> dict[str, Any]:
-    """Train on the same samples per step whatever the number of ranks; how many gradients were planned for, by plan."""
+def finetune(*, finetuning: str) -> tuple[dict[str, Tensor], list[int]]:
+    """The weights after the same samples per step on any number of ranks, and how many gradients were planned for."""
     torch.manual_seed(dist.get_rank())
-    module = Backbone()
-    planned = _Planned()
-    trainer = make_trainer(
-        "bucketddp", max_epochs=4, precision="64-true", callbacks=[FINETUNINGS[finetuning](), planned]
-    )
+    module, planned = Backbone(), []
+
+    def note(trainer: Any, _: LightningModule) -> None:
+        bucket_set = trainer.strategy.reducer.bucket_set  # one rank alone plans nothing
+        planned.append(0 if bucket_set is None else len(bucket_set.index_of_bucket))
+
+    changes = [FINETUNINGS[finetuning](), callbacks.LambdaCallback(on_train_epoch_end=note)]
+    trainer = make_trainer("bucketddp", max_epochs=4, precision="64-true", callbacks=changes)
     trainer.fit(module, loader(batch_size=8 // dist.get_world_size()))
-    return {"weights": dict(module.state_dict()), "planned": planned.num_parameters}
-
-
-class _Planned(Callback):
-    def __init__(self) -> None:
-        self.num_parameters: list[int] = []
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        bucket_set = strategy.reducer.bucket_set  # one rank alone plans nothing
-        self.num_parameters.append(0 if bucket_set is None else len(bucket_set.index_of_bucket))
-
-
-@like_torchrun()
-def reductions_by_epoch(*, factors: dict[int, int]) -> dict[str, list[int]]:
-    """Optimizer steps and reductions per bucket in each epoch under an accumulation schedule."""
-    counts = _Counts()
-    trainer = make_trainer(
-        BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB),
-        max_epochs=len(factors),
-        callbacks=[callbacks.GradientAccumulationScheduler(factors), counts],
-    )
-    trainer.fit(Regression(), loader())
-    return {"steps": _differences(counts.steps), "reductions": _differences(counts.reductions_per_bucket)}
-
-
-class _Counts(Callback):
-    def __init__(self) -> None:
-        self.steps = [0]
-        self.reductions_per_bucket = [0.0]
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        reducer = strategy.reducer
-        self.steps.append(trainer.global_step)
-        self.reductions_per_bucket.append(reducer.stats.num_reductions / len(reducer.bucket_set.buckets))
-
-
-def _differences(totals: list[Any]) -> list[Any]:
-    return [after - before for before, after in pairwise(totals)]
+    return dict(module.state_dict()), planned
 
 
 @pytest.mark.parametrize("options", [{"replica_checks": 1}, {"shard_optimizer": True}], ids=["plain", "sharded"])
@@ -228,14 +186,25 @@ def test_training_equals_ddp(change: str) -> None:
 )
 def test_what_is_unfrozen_later_trains_like_in_one_process(finetuning: str, planned: list[int]) -> None:
     ranks = run_on_ranks(finetune, finetuning=finetuning)
-    [alone] = run_on_ranks(finetune, finetuning=finetuning, world_size=1)
-    for rank in ranks:
-        assert rank["planned"] == planned
-        torch.testing.assert_close(rank["weights"], alone["weights"])
-        torch.testing.assert_close(rank["weights"], ranks[0]["weights"], rtol=0, atol=0)
+    [(alone, _)] = run_on_ranks(finetune, finetuning=finetuning, world_size=1)
+    for weights, planned_by_rank in ranks:
+        assert planned_by_rank == planned
+        torch.testing.assert_close(weights, alone)
+        torch.testing.assert_close(weights, ranks[0][0], rtol=0, atol=0)
 
 
+@on_ranks()
+@like_torchrun()
 def test_an_accumulation_schedule_reduces_each_bucket_once_per_step() -> None:
-    for rank in run_on_ranks(reductions_by_epoch, factors={0: 1, 1: 4, 2: 5}):
-        assert rank["steps"] == [10, 3, 2]
-        assert rank["reductions"] == rank["steps"]
+    steps = []
+
+    def note(trainer: Any, _: LightningModule) -> None:
+        reducer = trainer.strategy.reducer
+        steps.append(trainer.global_step)
+        assert reducer.stats.num_reductions == trainer.global_step * len(reducer.bucket_set.buckets)
+
+    schedule = callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 2: 5})
+    noting = callbacks.LambdaCallback(on_train_epoch_end=note)
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)
+    make_trainer(strategy, max_epochs=3, callbacks=[schedule, noting]).fit(Regression(), loader())
+    assert steps == [10, 13, 15]

@@ -21,6 +21,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.config import ReducerConfig
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.replicas import Replicas
+from tests.support.cases import for_each
 from tests.support.jobs.parity import average_by_hand
 from tests.support.ranks import RankFailed, device, run_on_ranks
 from tests.support.scripts.trainers import like_torchrun, make_trainer
@@ -119,20 +120,22 @@ def train(
     return launched
 
 
-@pytest.mark.parametrize("options", [{}, {"comm_hook": allreduce_hook}])
-def test_ranks_that_use_different_parameters_behind_a_collective_meet_in_one_order(options: dict[str, Any]) -> None:
-    [launched, _] = run_on_ranks(train, uses_both=in_turns, communicates_from=0, **options)
-    assert launched == [0] * NUM_STEPS
-
-
-def test_a_program_that_begins_to_communicate_has_its_buckets_wait_from_the_next_backward() -> None:
-    [launched, _] = run_on_ranks(train, uses_both=all_of_them, communicates_from=2)
-    assert launched == [0, 2, 2, 0, 0]
-
-
-def test_a_collective_in_a_backward_without_synchronisation_counts() -> None:
-    [launched, _] = run_on_ranks(train, uses_both=all_of_them, communicates_from=2, micro_batches=2)
-    assert launched == [0, 2, 0, 0, 0]
+@for_each(
+    ("uses_both", "communicates_from", "options", "expected"),
+    [
+        # Ranks that use different parameters behind a collective meet in one order.
+        (in_turns, 0, {}, [0, 0, 0, 0, 0]),
+        (in_turns, 0, {"comm_hook": allreduce_hook}, [0, 0, 0, 0, 0]),
+        (all_of_them, 2, {}, [0, 2, 2, 0, 0]),
+        # A collective in a backward without synchronisation counts.
+        (all_of_them, 2, {"micro_batches": 2}, [0, 2, 0, 0, 0]),
+    ],
+)
+def test_buckets_wait_from_the_backward_after_the_first_collective(
+    uses_both: Any, communicates_from: int, options: dict[str, Any], expected: list[int]
+) -> None:
+    how = {"uses_both": uses_both, "communicates_from": communicates_from, **options}
+    assert run_on_ranks(train, **how)[0] == expected
 
 
 def two_modules() -> list[int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -87,24 +88,6 @@ class TwiceNormalized(nn.Module):
         return self.block(self.norm(x))
 
 
-class CountingCollectives(Collectives):
-    """Counts what the layers ask of the other ranks."""
-
-    num_gathers = 0
-    num_sums = 0
-
-    def further_group(self, name: str, *, in_host_memory: bool = False) -> Collectives:
-        return self
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        self.num_gathers += 1
-        return super().gather(tensor)
-
-    def sum(self, tensor: Tensor) -> None:
-        self.num_sums += 1
-        super().sum(tensor)
-
-
 class NoHostReads(TorchDispatchMode):
     """Refuses operations whose result the host has to wait for."""
 
@@ -114,8 +97,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 def train(model: nn.Module, batches: Batches = Batches()) -> None:  # noqa: B008
-    one_process = convert_and_copy(model.to(device()))
-    assert_same_training(model, one_process, batches=batches)
+    assert_same_training(model, convert_and_copy(model.to(device())), batches=batches)
 
 
 def convert_and_copy(model: nn.Module) -> nn.Module:
@@ -169,24 +151,6 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     assert_close(actual.double(), expected.double(), **TOLERANCES.get(actual.dtype, {"rtol": 0, "atol": 0}))
 
 
-def pickle_trained_layer(*, protocol: int) -> tuple[bytes, Tensor]:
-    """A converted layer that has been trained, and its running mean."""
-    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device())
-    convert_sync_batchnorm(layer, Collectives(device()))
-    layer(random_rows())
-    pickled = pickle.dumps(layer.cpu(), protocol=protocol)
-    assert layer.running_mean is not None
-    return pickled, layer.running_mean
-
-
-def train_after_the_group_is_gone() -> None:
-    """Destroys the process group: for a pool of its own."""
-    layer, ordinary = _layer_and_copy()
-    inputs = torch.randn(4 + dist.get_rank(), NUM_CHANNELS, 2, 2, dtype=torch.float64)
-    dist.destroy_process_group()
-    torch.testing.assert_close(layer(inputs), ordinary(inputs))
-
-
 def _layer_and_copy() -> tuple[nn.BatchNorm2d, nn.Module]:
     layer = nn.BatchNorm2d(NUM_CHANNELS).to(device(), torch.float64)
     return layer, convert_and_copy(layer)
@@ -203,7 +167,6 @@ def _assert_trains_alone(layer: Any) -> None:
     torch.testing.assert_close(layer(inputs), (inputs - mean) / (var + layer.eps).sqrt() * weight + bias)
 
 
-HALF_TYPES = [torch.bfloat16, torch.float16]
 KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)), (nn.BatchNorm3d, (2, 3, 4))]
 
 
@@ -213,43 +176,51 @@ KINDS = [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (4, 5)),
 def test_trains_like_one_process_however_the_batch_is_split(
     layer_class: type[nn.Module], spatial_size: tuple[int, ...], split: tuple[int, int]
 ) -> None:
-    batches = Batches(split=split, spatial_size=spatial_size)
-    train(layer_class(NUM_CHANNELS).double(), batches)
+    train(layer_class(NUM_CHANNELS).double(), Batches(split=split, spatial_size=spatial_size))
 
 
-@pytest.mark.parametrize("split", [(2, 2, 2, 2), (4, 0, 1, 3)], ids=str)
 @on_ranks(4)
-def test_trains_like_one_process_on_four_ranks(split: tuple[int, ...]) -> None:
-    model = nn.BatchNorm2d(NUM_CHANNELS).double()
-    train(model, Batches(split=split))
+def test_trains_like_one_process_on_four_ranks() -> None:
+    for split in ((2, 2, 2, 2), (4, 0, 1, 3)):
+        train(nn.BatchNorm2d(NUM_CHANNELS).double(), Batches(split=split))
+
+
+def without_bias() -> nn.Module:
+    model = nn.BatchNorm2d(NUM_CHANNELS)
+    model.register_parameter("bias", None)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "cumulative": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=None),
+    "fast": lambda: nn.BatchNorm2d(NUM_CHANNELS, momentum=0.7, eps=0.1),
+    "not affine": lambda: nn.BatchNorm2d(NUM_CHANNELS, affine=False),
+    "without statistics": lambda: nn.BatchNorm2d(NUM_CHANNELS, track_running_stats=False),
+    "bare": lambda: nn.BatchNorm2d(NUM_CHANNELS, affine=False, momentum=None, track_running_stats=False),
+    "without bias": without_bias,
+    "used twice": TwiceNormalized,
+    "does more": lambda: BatchNormRelu(NUM_CHANNELS),
+    "by itself": lambda: FunctionalBatchNormRelu(NUM_CHANNELS),
+}
+
+
+@for_each("model", MODELS)
+@on_ranks()
+def test_trains_like_one_process_with_every_option_and_forward(model: str) -> None:
+    train(MODELS[model]().double())
 
 
 @for_each(
-    "options",
+    ("dtype", "half_parameters", "autocast", "split"),
     [
-        {"momentum": None},
-        {"momentum": 0.7, "eps": 0.1},
-        {"affine": False},
-        {"track_running_stats": False},
-        {"affine": False, "momentum": None, "track_running_stats": False},
+        (torch.bfloat16, False, False, (5, 3)),
+        (torch.bfloat16, True, True, (8, 0)),
+        (torch.bfloat16, False, True, (5, 3)),
+        (torch.float16, True, False, (5, 3)),
+        (torch.float16, False, False, (8, 0)),
+        (torch.float16, False, True, (5, 3)),
     ],
 )
-@on_ranks()
-def test_trains_like_one_process_with_every_option(options: dict[str, Any]) -> None:
-    train(nn.BatchNorm2d(NUM_CHANNELS, **options).double())
-
-
-@on_ranks()
-def test_trains_like_one_process_without_bias() -> None:
-    model = nn.BatchNorm2d(NUM_CHANNELS).double()
-    model.register_parameter("bias", None)
-    train(model)
-
-
-@for_each("split", [(5, 3), (8, 0)])
-@for_each("autocast", [False, True])
-@for_each("half_parameters", [False, True])
-@for_each("dtype", HALF_TYPES)
 @on_ranks()
 def test_trains_like_one_process_in_half_precision(
     dtype: torch.dtype, half_parameters: bool, autocast: bool, split: tuple[int, int]
@@ -262,8 +233,7 @@ def test_trains_like_one_process_in_half_precision(
 @for_each(("layer_class", "spatial_size"), KINDS[2:])
 @on_ranks()
 def test_keeps_channels_last(layer_class: type[nn.Module], spatial_size: tuple[int, ...], dtype: torch.dtype) -> None:
-    batches = Batches(spatial_size=spatial_size, dtype=dtype, layout="channels_last")
-    train(layer_class(NUM_CHANNELS), batches)
+    train(layer_class(NUM_CHANNELS), Batches(spatial_size=spatial_size, dtype=dtype, layout="channels_last"))
 
 
 @for_each("dtype", [torch.float64, torch.bfloat16])
@@ -287,17 +257,6 @@ def test_variance_is_precise_where_the_mean_is_large() -> None:
 
 
 @on_ranks()
-def test_layer_that_is_used_twice_trains_like_one_process() -> None:
-    train(TwiceNormalized().double())
-
-
-@for_each("layer_class", [BatchNormRelu, FunctionalBatchNormRelu])
-@on_ranks()
-def test_subclass_keeps_its_own_forward(layer_class: type[nn.Module]) -> None:
-    train(layer_class(NUM_CHANNELS).double())
-
-
-@on_ranks()
 def test_compiled_model_trains_like_one_process() -> None:
     model = nn.Sequential(nn.Conv2d(NUM_CHANNELS, NUM_CHANNELS, 1), nn.BatchNorm2d(NUM_CHANNELS), nn.ReLU())
     one_process = convert_and_copy(model.to(device()).double())
@@ -313,14 +272,17 @@ def test_compiled_model_trains_like_one_process() -> None:
 def test_each_pass_costs_at_most_one_collective(
     input_needs_grad: bool, parameters_need_grad: bool, expected: tuple[int, int]
 ) -> None:
-    collectives = CountingCollectives(device())
     layer = nn.BatchNorm2d(NUM_CHANNELS).to(device()).requires_grad_(parameters_need_grad)
-    convert_sync_batchnorm(layer, collectives)
+    convert_sync_batchnorm(layer, Collectives(device()))
     inputs = random_rows().requires_grad_(input_needs_grad)
-    layer(inputs).square().sum().backward()
+    with (
+        patch.object(Collectives, "gather", autospec=True, side_effect=Collectives.gather) as gather,
+        patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as add_up,
+    ):
+        layer(inputs).square().sum().backward()
     assert (inputs.grad is not None) == input_needs_grad
     assert (layer.weight.grad is not None) == (layer.bias.grad is not None) == parameters_need_grad
-    assert (collectives.num_gathers, collectives.num_sums) == expected
+    assert (gather.call_count, add_up.call_count) == expected
 
 
 @for_each("track_running_stats", [True, False])
@@ -336,7 +298,6 @@ def test_evaluation_asks_no_other_rank(track_running_stats: bool) -> None:
 
 @on_ranks()
 def test_host_does_not_wait_for_the_device() -> None:
-    """Train one step in which nothing makes the host wait for the device."""
     layer = nn.BatchNorm2d(NUM_CHANNELS).to(device())
     convert_sync_batchnorm(layer, Collectives(device()))
     inputs, output_grads = random_rows().requires_grad_(), random_rows()
@@ -350,7 +311,7 @@ def test_host_does_not_wait_for_the_device() -> None:
 
 @on_ranks()
 def test_gradient_buckets_may_leave_in_between() -> None:
-    """Let a gradient bucket leave before the layer's collective on rank 0, after it on rank 1."""
+    """Before the layer's collective on rank 0, after it on rank 1."""
     layer = nn.BatchNorm2d(NUM_CHANNELS).to(device(), torch.float64)
     one_process = convert_and_copy(layer)
     bucket = torch.ones(2 * NUM_CHANNELS + 1, dtype=torch.float64, device=device())
@@ -399,7 +360,6 @@ def test_one_rank_alone_keeps_ordinary_layers() -> None:
 
 @on_ranks()
 def test_revert_keeps_every_object_and_the_statistics() -> None:
-    """Keep every object of a model, and what training did to it."""
     model = TwiceNormalized().to(device())
     layer, weight, running_var = model.norm, model.norm.weight, model.norm.running_var
     assert running_var is not None
@@ -430,25 +390,16 @@ def test_revert_keeps_every_object_and_the_statistics() -> None:
     _assert_trains_alone(layer)
 
 
+@for_each("layer_class", [nn.BatchNorm2d, nn.SyncBatchNorm])
 @on_ranks()
-def test_converting_twice_is_harmless() -> None:
-    """Convert a layer that is converted already."""
-    layer, one_process = _layer_and_copy()
-    convert_sync_batchnorm(layer, Collectives(device()))
-    assert_same_training(layer, one_process)
-    revert_sync_batchnorm(layer)
-    assert type(layer) is nn.BatchNorm2d
-
-
-@on_ranks()
-def test_torch_sync_batchnorm_is_converted_too() -> None:
-    """Train the layer of a user who has converted the model with torch's own function."""
-    layer = nn.SyncBatchNorm(NUM_CHANNELS).to(device(), torch.float64)
+def test_layers_that_are_converted_already_by_us_or_torch_may_be_converted(layer_class: type[nn.Module]) -> None:
+    layer: Any = layer_class(NUM_CHANNELS).to(device(), torch.float64)
     one_process = nn.BatchNorm2d(NUM_CHANNELS).to(device(), torch.float64)
-    convert_sync_batchnorm(layer, Collectives(device()))
+    for _ in range(2):
+        convert_sync_batchnorm(layer, Collectives(device()))
     assert_same_training(layer, one_process)
     revert_sync_batchnorm(layer)
-    assert type(layer) is nn.SyncBatchNorm
+    assert type(layer) is layer_class
 
 
 @on_ranks()
@@ -469,15 +420,24 @@ def test_deep_copy_is_synchronized_until_the_revert() -> None:
     assert_same_training(copied, one_process)
 
 
-@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
-def test_pickle_is_an_ordinary_layer_that_needs_no_group_and_not_this_package(protocol: int) -> None:
-    pickled, running_mean = run_on_ranks(pickle_trained_layer, protocol=protocol)[0]
-    assert b"lightning_bucketddp" not in pickled
-    layer = pickle.loads(pickled)
-    assert type(layer) is nn.BatchNorm2d
+def pickle_trained_layer() -> tuple[list[bytes], Tensor]:
+    """A converted layer that has been trained, by two protocols, and its running mean."""
+    layer = nn.BatchNorm2d(NUM_CHANNELS).to(device())
+    convert_sync_batchnorm(layer, Collectives(device()))
+    layer(random_rows())
+    pickled = [pickle.dumps(layer.cpu(), protocol=protocol) for protocol in (0, pickle.HIGHEST_PROTOCOL)]
     assert layer.running_mean is not None
-    assert torch.equal(layer.running_mean, running_mean)
-    layer(torch.randn(2, NUM_CHANNELS, 4, 5))
+    return pickled, layer.running_mean
+
+
+def test_pickle_is_an_ordinary_layer_that_needs_no_group_and_not_this_package() -> None:
+    pickles, running_mean = run_on_ranks(pickle_trained_layer)[0]
+    for pickled in pickles:
+        assert b"lightning_bucketddp" not in pickled
+        layer = pickle.loads(pickled)
+        assert type(layer) is nn.BatchNorm2d
+        assert torch.equal(layer.running_mean, running_mean)  # type: ignore[arg-type]
+        layer(torch.randn(2, NUM_CHANNELS, 4, 5))
 
 
 @on_ranks()
@@ -498,15 +458,20 @@ def test_lazy_layers_are_refused_before_anything_is_converted() -> None:
 
 @on_ranks()
 def test_lazy_layer_that_has_seen_a_batch_is_converted() -> None:
-    """Do what the refusal advises."""
     layer = nn.LazyBatchNorm2d().to(device(), torch.float64)
     layer(random_rows().double())
-    one_process = convert_and_copy(layer)
-    assert_same_training(layer, one_process)
+    train(layer)
+
+
+def train_after_the_group_is_gone() -> None:
+    layer, ordinary = _layer_and_copy()
+    inputs = torch.randn(4 + dist.get_rank(), NUM_CHANNELS, 2, 2, dtype=torch.float64)
+    dist.destroy_process_group()
+    torch.testing.assert_close(layer(inputs), ordinary(inputs))
 
 
 def test_a_layer_that_outlives_the_process_group_is_an_ordinary_one() -> None:
-    pool = RankPool(2, "gloo")
+    pool = RankPool(2, "gloo")  # of its own: the group is destroyed
     try:
         pool.run(train_after_the_group_is_gone, timeout_s=240, kwargs={})
     finally:

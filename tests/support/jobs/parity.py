@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -48,17 +48,9 @@ class Outcome:
 
 
 def build_reducer(
-    model: nn.Module,
-    *,
-    all_alone: bool = False,
-    shards: Shards | None = None,
-    **options: Any,
+    model: nn.Module, *, all_alone: bool = False, shards: Shards | None = None, **options: Any
 ) -> Reducer:
-    """A reducer for `model`, set up as the strategies do it.
-
-    Args:
-        all_alone: treats each gradient as a large one.
-    """
+    """A reducer for `model`, set up as the strategies do it; `all_alone`: it treats each gradient as a large one."""
     replicas = Replicas(model, Collectives(device()))
     replicas.agree()
     replicas.broadcast()
@@ -77,27 +69,17 @@ def parity_with_torch_ddp(case: str, training: Training) -> Outcome:
     """Train with torch DDP and with ours; gradients and weights must be equal after every step."""
     kwargs = CASES[case].ddp
     assert kwargs is not None
-
-    def wrap(model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, **kwargs)
-
-    return _train_both(CASES[case], training, _Reference(wrap, synchronise=lambda model: None))
+    return _train_both(CASES[case], training, wrap=lambda model: DistributedDataParallel(model, **kwargs))
 
 
 def parity_with_mean(case: str, training: Training) -> Outcome:
     """The same, against gradients averaged by hand: what torch DDP should do where it cannot."""
-    return _train_both(CASES[case], training, _Reference(lambda model: model, synchronise=average_by_hand))
+    return _train_both(CASES[case], training, synchronise=average_by_hand)
 
 
 def parity_with_quantized_mean(case: str, training: Training) -> Outcome:
     """The same for gradients that travel as int8, against what that is defined to be, computed by hand."""
-    return _train_both(CASES[case], training, _Reference(lambda model: model, synchronise=average_quantized_by_hand))
-
-
-@dataclass(frozen=True)
-class _Reference:
-    wrap: Callable[[nn.Module], nn.Module]
-    synchronise: Callable[[nn.Module], None]
+    return _train_both(CASES[case], training, synchronise=average_quantized_by_hand)
 
 
 def average_by_hand(model: nn.Module) -> None:
@@ -160,30 +142,44 @@ def _quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks * (1 / scales)).round().to(torch.int8), scales
 
 
-def _train_both(case: Case, training: Training, reference: _Reference) -> Outcome:
+@dataclass(frozen=True)
+class _Side:
+    """A model in training: what stands around a backward that is not synchronised, around any, and after the last."""
+
+    model: nn.Module
+    accumulating: Callable[[], AbstractContextManager[None]]
+    marked: Callable[[], AbstractContextManager[None]]
+    synchronise: Callable[[nn.Module], None]
+
+
+def _train_both(
+    case: Case,
+    training: Training,
+    *,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    synchronise: Callable[[nn.Module], None] = lambda model: None,
+) -> Outcome:
+    """Train ours beside a reference that is wrapped, or whose gradients are synchronised after each backward."""
     torch.manual_seed(7 + dist.get_rank())  # the ranks start from different weights: rank 0's must win
     ours = case.build().to(device())
     torch.manual_seed(7)
-    theirs_bare = case.build().to(device())
-    theirs = reference.wrap(theirs_bare)
-    reducer = build_reducer(
-        ours,
-        bucket_cap_mb=training.bucket_cap_mb,
-        all_alone=training.all_alone,
-        reduce_dtype=training.reduce_dtype,
-    )
+    theirs = case.build().to(device())
+    wrapped: Any = wrap(theirs)
+    options: Any = {name: getattr(training, name) for name in ("bucket_cap_mb", "all_alone", "reduce_dtype")}
+    reducer = build_reducer(ours, **options)
     with_buffers = SharedBuffers(ours, reducer.replicas, lambda: reducer.is_synchronised)
-    our_optimizer = _optimizer(training.optimizer, ours)
-    their_optimizer = _optimizer(training.optimizer, theirs_bare)
+    our_side = _Side(with_buffers, reducer.no_sync, reducer.backward, lambda model: None)
+    their_side = _Side(wrapped, getattr(wrapped, "no_sync", nullcontext), nullcontext, synchronise)
+    our_optimizer, their_optimizer = _optimizer(training.optimizer, ours), _optimizer(training.optimizer, theirs)
     num_all_reduces = 0
     for step in range(training.steps):
         case.on_step(ours, step)
-        case.on_step(theirs_bare, step)
+        case.on_step(theirs, step)
         with all_reduced() as reduced:
-            _step(_OurSide(with_buffers, reducer), our_optimizer, case, training, step)
+            _step(our_side, our_optimizer, case, training, step)
         num_all_reduces += len(reduced)
-        _step(_TheirSide(theirs, reference.synchronise), their_optimizer, case, training, step)
-        _assert_equal(ours, theirs_bare, training.tolerance, step)
+        _step(their_side, their_optimizer, case, training, step)
+        assert_equal(ours, theirs, training.tolerance, step)
         assert_equal_on_all_ranks(ours)
     bucket_set = reducer.bucket_set
     assert bucket_set is not None
@@ -191,47 +187,16 @@ def _train_both(case: Case, training: Training, reference: _Reference) -> Outcom
     return Outcome(reducer.stats, len(bucket_set.buckets), num_all_reduces)
 
 
-@dataclass(frozen=True)
-class _OurSide:
-    model: nn.Module
-    reducer: Reducer
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with self.reducer.no_sync():
-            yield
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        with self.reducer.backward():
-            loss.backward()
-
-
-@dataclass(frozen=True)
-class _TheirSide:
-    model: nn.Module
-    synchronise: Callable[[nn.Module], None]
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
-            yield
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-        if last:
-            self.synchronise(self.model)
-
-
-def _step(
-    side: _OurSide | _TheirSide, optimizer: torch.optim.Optimizer, case: Case, training: Training, step: int
-) -> None:
+def _step(side: _Side, optimizer: torch.optim.Optimizer, case: Case, training: Training, step: int) -> None:
     def closure() -> Any:
         optimizer.zero_grad()
         for micro_batch in range(training.micro_batches):
             last = micro_batch == training.micro_batches - 1
             with nullcontext() if last else side.accumulating():
                 loss = case.loss(side.model, dist.get_rank(), step * training.micro_batches + micro_batch)
-                side.backward(loss / training.micro_batches, last=last)
+                with side.marked():
+                    (loss / training.micro_batches).backward()
+        side.synchronise(side.model)
         if training.clip == "norm":
             nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
         elif training.clip == "value":
@@ -247,20 +212,17 @@ def _step(
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=0.1)
-    if name == "momentum":
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
-    if name == "adamw_fused":
-        return torch.optim.AdamW(params, lr=0.01, fused=True)
-    if name == "adamw_foreach":
-        return torch.optim.AdamW(params, lr=0.01, foreach=True)
-    if name == "lbfgs":
-        return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
-    raise ValueError(name)
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD(params, lr=0.1),
+        "momentum": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+        "adamw_fused": lambda: torch.optim.AdamW(params, lr=0.01, fused=True),
+        "adamw_foreach": lambda: torch.optim.AdamW(params, lr=0.01, foreach=True),
+        "lbfgs": lambda: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+    }
+    return makers[name]()
 
 
-def _assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float, step: int) -> None:
+def assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float, step: int) -> None:
     for (name, our_param), their_param in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         where = f"{name}, step {step}, rank {dist.get_rank()}"
         _assert_close(our_param.detach(), their_param.detach(), tolerance, f"weights of {where}")

@@ -105,19 +105,13 @@ def record(case: str, config: str, *, num_micro_batches: int = 2) -> Recorded:
 
 @dataclass(frozen=True)
 class RecordedSharded:
-    """A step, and what its buckets and the plan say of them.
-
-    Attributes:
-        wire_bytes: of all buckets.
-        weight_bytes: of what the ranks exchange after a step.
-        scatters: gradients travel to the ranks that step them only.
-    """
+    """A step, and what its buckets and the plan say of them."""
 
     step: Step
     plan: RecordedPlan
     wire_bytes: int
-    weight_bytes: int
-    scatters: bool
+    weight_bytes: int  # of what the ranks exchange after a step
+    scatters: bool  # gradients travel to the ranks that step them only
 
 
 def record_sharded(shard: ShardOption) -> RecordedSharded:
@@ -136,12 +130,12 @@ def record_sharded(shard: ShardOption) -> RecordedSharded:
             recorder.begin(reducer.stats)
             reducer.observer = recorder
             shards.observe(recorder)
-        with recorder.during("forward") if number == 3 else nullcontext():
+        with recorder.during("forward"):
             loss = CASES["mlp"].loss(model, collectives.rank, number)
-        with recorder.during("backward") if number == 3 else nullcontext(), reducer.backward():
+        with recorder.during("backward"), reducer.backward():
             loss.backward()
         time.sleep(0.05 * collectives.rank)
-        with recorder.during("optimizer") if number == 3 else nullcontext():
+        with recorder.during("optimizer"):
             optimizer.step()
     bucket_set = reducer.bucket_set
     assert bucket_set is not None

@@ -19,7 +19,6 @@ from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.sharding.bucket import ShardedBucket, flat
 from lightning_bucketddp.sharding.gradient import ShardedGradient
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
-from tests.support.collectives import all_reduced
 from tests.support.jobs.models import CASES
 from tests.support.ranks import device
 
@@ -134,45 +133,59 @@ class Outcome:
     pieces: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def train(
-    *,
-    case: str,
-    optimizer: str,
-    shard: ShardOption,
-    clip: float | None = None,
-    norm_type: float = 2.0,
-    num_steps: int = NUM_STEPS,
-    micro_batches: int = 1,
-    bucket_cap_mb: float = 0.0005,
-) -> Outcome:
-    """Train a model of the parity suite on this rank's data."""
-    collectives = Collectives(device())
-    torch.manual_seed(0)
-    model = CASES[case].build().to(device())
-    shards = Shards(collectives, whole_parameters=shard == "parameters") if shard else None
-    reducer = Reducer(Replicas(model, collectives), ReducerConfig(bucket_cap_mb=bucket_cap_mb), maker=shards)
-    inner = {**OPTIMIZERS, **WHOLE_TENSOR_OPTIMIZERS}[optimizer](model.parameters())
-    if shards is not None:
-        shards.add(inner)
+@dataclass
+class Run:
+    """A model of the parity suite in training on this rank's data, with divided state if it shall be."""
+
+    case: str = "mlp"
+    optimizer: str = "adamw"
+    shard: ShardOption = True
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        self.collectives = Collectives(device())
+        torch.manual_seed(0)
+        self.model = CASES[self.case].build().to(device())
+        self.shards = Shards(self.collectives, whole_parameters=self.shard == "parameters") if self.shard else None
+        config = ReducerConfig(bucket_cap_mb=0.0005, reduce_dtype=self.reduce_dtype)
+        self.reducer = Reducer(Replicas(self.model, self.collectives), config, maker=self.shards)
+        self.inner = {**OPTIMIZERS, **WHOLE_TENSOR_OPTIMIZERS}[self.optimizer](self.model.parameters())
+        if self.shards is not None:
+            self.shards.add(self.inner)
+
+    def differentiate(self, step: int) -> None:
+        with self.reducer.backward():
+            CASES[self.case].loss(self.model, self.collectives.rank, step).backward()
+
+    def train(self, steps: Iterable[int]) -> Run:
+        for step in steps:
+            self.inner.zero_grad()
+            self.differentiate(step)
+            self.inner.step()
+        return self
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+
+def train(*, clip: float | None = None, norm_type: float = 2.0, micro_batches: int = 1, **setting: Any) -> Outcome:
+    """Train a `Run` of this setting for some steps."""
+    run = Run(**setting)
     norms = []
-    for step in range(num_steps):
-        CASES[case].on_step(model, step)
-        inner.zero_grad()
+    for step in range(NUM_STEPS):
+        CASES[run.case].on_step(run.model, step)
+        run.inner.zero_grad()
         for micro_batch in range(micro_batches):
-            loss = CASES[case].loss(model, collectives.rank, step * micro_batches + micro_batch)
-            if micro_batch < micro_batches - 1:
-                with reducer.no_sync(), reducer.backward():
-                    loss.backward()
-            else:
-                with reducer.backward():
-                    loss.backward()
+            with run.reducer.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
+                run.differentiate(step * micro_batches + micro_batch)
         if clip is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type=norm_type)))
-        inner.step()
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    reducer.close()
-    values = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    pieces = {s.name: s.own for s in shards.optimizers[0].shards.values()} if shards is not None else {}
+            norms.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), clip, norm_type=norm_type)))
+        run.inner.step()
+    weights = run.weights
+    run.reducer.close()
+    values = [value for state in run.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    pieces = {s.name: s.own for s in run.shards.optimizers[0].shards.values()} if run.shards is not None else {}
     return Outcome(weights, norms, sum(value.numel() for value in values if value.dim() > 0), pieces)
 
 
@@ -225,57 +238,3 @@ def compare(*, tolerance: float = 0.0, is_double: bool = False, **setting: Any) 
         assert_equal_on_ranks(sharded.weights[name], name)
     torch.testing.assert_close(sharded.norms, whole.norms, rtol=1e-6, atol=1e-6)
     return whole, sharded
-
-
-# --- Gradients and weights between steps
-
-
-@dataclass
-class Run:
-    """A model in training, with divided state if it shall be."""
-
-    case: str = "mlp"
-    optimizer: str = "adamw"
-    shard: ShardOption = True
-    bucket_cap_mb: float = 0.0005
-
-    def __post_init__(self) -> None:
-        self.collectives = Collectives(device())
-        torch.manual_seed(0)
-        self.model = CASES[self.case].build().to(device())
-        self.shards = Shards(self.collectives, whole_parameters=self.shard == "parameters") if self.shard else None
-        config = ReducerConfig(bucket_cap_mb=self.bucket_cap_mb)
-        self.reducer = Reducer(Replicas(self.model, self.collectives), config, maker=self.shards)
-        self.inner = {**OPTIMIZERS, **WHOLE_TENSOR_OPTIMIZERS}[self.optimizer](self.model.parameters())
-        if self.shards is not None:
-            self.shards.add(self.inner)
-
-    def differentiate(self, step: int) -> None:
-        with self.reducer.backward():
-            CASES[self.case].loss(self.model, self.collectives.rank, step).backward()
-
-    def train(self, steps: Iterable[int]) -> Run:
-        for step in steps:
-            self.inner.zero_grad()
-            self.differentiate(step)
-            self.inner.step()
-        return self
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
-
-
-def clip(*, foreach: bool | None) -> int:
-    """Return how many all-reduces it takes to clip the gradients of several parameters."""
-    run = Run(shard=True)
-    run.differentiate(0)
-    with all_reduced() as reduced:
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, foreach=foreach)
-        return len(reduced)
-
-
-# --- State
-
-
-# --- Which optimizers
