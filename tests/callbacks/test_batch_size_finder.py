@@ -20,7 +20,7 @@ TRIED = [2, 4, 8, 16, 32]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What Lightning's own finder does in one process."""
-    options = {"memory": Memory(rank=0), "mode": "binsearch", "is_ours": False}
+    options: dict[str, Any] = {"memory": Memory(rank=0), "mode": "binsearch", "is_ours": False}
     [found] = run_on_ranks(find, world_size=1, directory=tmp_path_factory.mktemp("alone"), **options)
     assert isinstance(found, Found)
     return found

@@ -88,13 +88,15 @@ class Manual(Scheduled):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        first, second = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        first, second = optimizers
         for optimizer in (first, second, second):
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
-        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
-            scheduler.step()  # type: ignore[call-arg]
+        for scheduler in schedulers:
+            scheduler.step()
 
 
 def _each_step(make: Callable[..., Any], *, lr: Any = RATE, groups: bool = False, **options: Any) -> Any:

@@ -203,7 +203,7 @@ def test_the_same_files_are_written_as_otherwise_and_the_time_is_measured(tmp_pa
     reports = {}
     # So slow that what is not written in the background takes more than a hundredth of the time, and is in the log.
     for name, is_async, slow_s in (("async", True, 0.0), ("sync", False, 0.2)):
-        options = {"directory": tmp_path / name, "is_async": is_async, "slow_s": slow_s}
+        options: dict[str, Any] = {"directory": tmp_path / name, "is_async": is_async, "slow_s": slow_s}
         reports[name] = run_on_ranks(fit_with_model_checkpoint, **options)
     files = sorted(file.name for file in (tmp_path / "sync").iterdir())
     assert len(files) == 2 + 1 + 7
@@ -241,7 +241,8 @@ def test_a_link_never_points_to_what_is_not_written_yet(tmp_path: Path) -> None:
 @like_torchrun()
 def test_only_training_goes_on_meanwhile_and_what_is_loaded_then_is_written_first(tmp_path: Path) -> None:
     """Files are there as soon as `save_checkpoint` returns before, right after and long after training."""
-    was_there, loaded = [], []
+    was_there: list[bool] = []
+    loaded: list[int] = []
 
     def save(trainer: Trainer, _: Any = None) -> None:
         path = tmp_path / f"{len(was_there)}.ckpt"
