@@ -66,8 +66,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in with_blocks("python", *SHELL)],
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in with_blocks("python", *SHELL)]
 )
 def test_code_and_commands_run(page: str, directory: Path) -> None:
     code = [block for block in PAGES[page] if block.kind == "python" and runs_here(block)]

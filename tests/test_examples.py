@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ports import own_port
-from tests.startup.test_clusters import unused_job_id
+from tests.startup.test_clusters import slurm_job
 from tests.support.programs import REPOSITORY, run_commands
 
 
@@ -23,19 +23,6 @@ class Example:
     numbers: str
     have_trained: Callable[..., bool]
     variables: Callable[[], dict[str, str]] = dict
-
-
-def slurm_job() -> dict[str, str]:
-    """Two nodes with one task each, both this machine."""
-    return {
-        "SLURM_JOB_ID": str(unused_job_id()),
-        "SLURM_JOB_NAME": "digits",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_NODELIST": "127.0.0.[1-2]",
-        "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
-    }
 
 
 ACCURACY = r"validation accuracy: ([\d.]+)%"
@@ -90,29 +77,25 @@ EXAMPLES = {
         ["bash slurm.sbatch --max-epochs 1"],
         numbers=ACCURACY,
         have_trained=lambda accuracy: accuracy > 80,
-        variables=slurm_job,
+        variables=lambda: slurm_job(num_nodes=2),
     ),
 }
 
 
-def run(example: Example, directory: Path) -> str:
-    copy = Path(shutil.copytree(REPOSITORY / "examples", directory / "examples"))
-    return run_commands(*example.commands, cwd=copy, variables=example.variables())
-
-
-# They need as much time as all others together.
-LONG = ("gan", "language_model", "notebook")
+# They need as much time as all others together, or run what others do: tests/startup/test_clusters.py has SLURM.
+LONG = ("gan", "language_model", "notebook", "slurm")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in EXAMPLES]
 )
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
-    output = run(EXAMPLES[name], tmp_path)
-    found = re.finditer(EXAMPLES[name].numbers, output, flags=re.MULTILINE)
+    example, copy = EXAMPLES[name], Path(shutil.copytree(REPOSITORY / "examples", tmp_path / "examples"))
+    output = run_commands(*example.commands, cwd=copy, variables=example.variables())
+    found = re.finditer(example.numbers, output, flags=re.MULTILINE)
     numbers = [float(number) for match in found for number in match.groups()]
     assert numbers, output
-    assert EXAMPLES[name].have_trained(*numbers), numbers
+    assert example.have_trained(*numbers), numbers
 
 
 def test_the_list_of_examples_is_complete() -> None:

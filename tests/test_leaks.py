@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,21 +32,22 @@ REPOSITORY = Path(__file__).parents[1]
 Leak = Callable[[ExitStack], object]
 
 
-def leave_level(undo: ExitStack) -> None:
-    logger = logging.getLogger("lightning_bucketddp")
-    undo.callback(logger.setLevel, logger.level)
-    logger.setLevel(logging.ERROR)
+def change(get: Callable[[], object], set_: Callable[..., object], value: object) -> Leak:
+    def leave(undo: ExitStack) -> None:
+        undo.callback(set_, get())
+        set_(value)
+
+    return leave
+
+
+LOGGER = logging.getLogger("lightning_bucketddp")
+NUMPY_RANDOM: Any = np.random
 
 
 def leave_handler(undo: ExitStack) -> None:
     handler = logging.NullHandler()
-    logging.getLogger("lightning_bucketddp").addHandler(handler)
-    undo.callback(logging.getLogger("lightning_bucketddp").removeHandler, handler)
-
-
-def leave_disabled_logging(undo: ExitStack) -> None:
-    undo.callback(logging.disable, logging.NOTSET)
-    logging.disable(logging.INFO)
+    LOGGER.addHandler(handler)
+    undo.callback(LOGGER.removeHandler, handler)
 
 
 def leave_thread(undo: ExitStack) -> None:
@@ -70,19 +72,9 @@ def leave_child_of_fork_server(undo: ExitStack) -> None:
     undo.callback(is_over.set)
 
 
-def leave_signal_handler(undo: ExitStack) -> None:
-    undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: None))
-
-
 def leave_process_group(undo: ExitStack) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     undo.callback(dist.destroy_process_group)
-
-
-def leave_other_generator(undo: ExitStack) -> None:
-    np_random: Any = np.random
-    undo.callback(np_random.set_bit_generator, np_random.get_bit_generator())
-    np_random.set_bit_generator(np.random.PCG64())
 
 
 def leave_filter(undo: ExitStack) -> None:
@@ -90,24 +82,18 @@ def leave_filter(undo: ExitStack) -> None:
     warnings.simplefilter("ignore")
 
 
-def change(get: Callable[[], object], set_: Callable[..., object], value: object) -> Leak:
-    def leave(undo: ExitStack) -> None:
-        undo.callback(set_, get())
-        set_(value)
-
-    return leave
-
-
 LEAKS: dict[str, Leak] = {
-    "logger lightning_bucketddp:": leave_level,
+    "logger lightning_bucketddp:": change(lambda: LOGGER.level, LOGGER.setLevel, logging.ERROR),
     "logger lightning_bucketddp: ": leave_handler,
-    "logger disabled up to:": leave_disabled_logging,
+    "logger disabled up to:": change(lambda: logging.NOTSET, logging.disable, logging.INFO),
     "warnings filters:": leave_filter,
     "variable LEFT:": lambda undo: undo.enter_context(patch.dict(os.environ, LEFT="1")),
     "thread 'left'": leave_thread,
     "child ": leave_child,
     "child": leave_child_of_fork_server,
-    f"signal {signal.SIGUSR1:d}:": leave_signal_handler,
+    f"signal {signal.SIGUSR1:d}:": change(
+        lambda: signal.getsignal(signal.SIGUSR1), partial(signal.signal, signal.SIGUSR1), lambda *_: None
+    ),
     "process groups open:": leave_process_group,
     "torch threads:": change(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
     "torch dtype:": change(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
@@ -118,7 +104,7 @@ LEAKS: dict[str, Leak] = {
     "torch precision of products:": change(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
-    "random numbers numpy:": leave_other_generator,
+    "random numbers numpy:": change(NUMPY_RANDOM.get_bit_generator, NUMPY_RANDOM.set_bit_generator, np.random.PCG64()),
 }
 
 

@@ -98,8 +98,15 @@ def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package(tm
     config = tmp_path / "config.yaml"
     strategy = "{class_path: lightning_bucketddp.BucketDDPStrategy}"
     config.write_text(f"trainer: {{accelerator: cpu, devices: 2, logger: false, strategy: {strategy}}}")
-    printed = run_code(
+    printed = run_code_after_torch(
         f"""
+        import os, sys, lightning_bucketddp_autoload
+        # As when torch is imported with this variable, and calls the entry point.
+        finders = [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_bucketddp_autoload"]
+        assert len(finders) == 1
+        sys.meta_path.remove(finders[0])
+        os.environ["BUCKETDDP_AUTOLOAD"] = "0"
+        lightning_bucketddp_autoload.autoload()
         import lightning
         from lightning.pytorch.cli import LightningCLI
         from lightning.pytorch.demos.boring_classes import BoringModel
@@ -109,8 +116,7 @@ def test_bucketddp_autoload_0_leaves_registration_to_an_import_of_the_package(tm
         print(type(cli.trainer.strategy).__module__)
         print("bucketddp" in lightning.pytorch.strategies.StrategyRegistry)
         print("bucketddp" in lightning.fabric.strategies.STRATEGY_REGISTRY)
-        """,
-        BUCKETDDP_AUTOLOAD="0",
+        """
     )
     assert printed.splitlines() == ["False", "lightning_bucketddp.bindings.trainer_lightning", "True", "True"]
 

@@ -11,8 +11,7 @@ from tests.support.programs import REPOSITORY, run_code_after_torch
 
 
 @pytest.mark.parametrize(
-    ("root", "module"),
-    [("lightning.pytorch", "trainer_lightning"), ("pytorch_lightning", "trainer_pytorch_lightning")],
+    ("root", "module"), [("lightning.pytorch", "trainer_lightning"), ("pytorch_lightning", "trainer_pytorch_lightning")]
 )
 @pytest.mark.sampled(1)
 def test_a_strategy_becomes_the_class_of_the_trainer_that_takes_it(root: str, module: str) -> None:

@@ -19,57 +19,36 @@ from tests.test_architecture import run_time_nodes
 
 PACKAGE = Path(__file__).parents[2] / "lightning_bucketddp"
 
-TORCH = {
-    "_C": "torch",
-    "_BatchNorm": "torch.nn.modules.batchnorm",
-    "_create_c10d_store": "torch.distributed.rendezvous",
-    "_amp_foreach_non_finite_check_and_unscale_": "torch",
-    "_foreach_copy_": "torch",
-    "_foreach_mul": "torch",
-    "_foreach_norm": "torch",
-    "_foreach_mul_": "torch",
-    "_foreach_sub": "torch",
-    "_foreach_zero_": "torch",
-    "_profiler_enabled": "torch.autograd",
-    "_get_default_store": "torch.distributed.distributed_c10d",
-    "_update_default_pg": "torch.distributed.distributed_c10d",
-    "_world": "torch.distributed.distributed_c10d",
-    "_unsafe_preserve_version_counter": "torch.autograd.grad_mode",
-    # not private by name, but not documented either
-    "batch_norm_update_stats": "torch",
-    "batch_norm_backward_elemt": "torch",
-    "native_batch_norm_backward": "torch.ops.aten",
-}
+# By the module, class or object that has them.
+TORCH: list[tuple[object, str]] = [
+    (torch, "_C _amp_foreach_non_finite_check_and_unscale_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_norm"),
+    (torch, "_foreach_sub _foreach_zero_ _has_compatible_shallow_copy_type"),
+    # Not private by name, but not documented either.
+    (torch, "batch_norm_update_stats batch_norm_backward_elemt"),
+    (torch.ops.aten, "native_batch_norm_backward"),
+    (torch.autograd, "_profiler_enabled"),
+    (torch.autograd.grad_mode, "_unsafe_preserve_version_counter"),
+    (torch.distributed.distributed_c10d, "_get_default_store _update_default_pg _world"),
+    (import_module("torch.distributed.rendezvous"), "_create_c10d_store"),  # beside a function of that name
+    (torch.distributed.ProcessGroup, "_allgather_base _get_sequence_number_for_group _reduce_scatter_base"),
+    (torch.nn.modules.batchnorm, "_BatchNorm"),
+    (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),
+    (torch.UntypedStorage, "_cdata"),
+    (torch.Tensor, "_backward_hooks _indices _post_accumulate_grad_hooks _use_count _values _version"),
+    (torch.optim.Optimizer, "_process_value_according_to_param_policy"),
+    (torch.optim.SGD([torch.zeros(1)]), "_optimizer_step_post_hooks _optimizer_step_pre_hooks"),
+    (torch.nn.Module(), "_backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _non_persistent_buffers_set"),
+    (torch.nn.Module(), "_parameters"),
+    (torch.utils.data.DataLoader([0]), "_iterator"),  # type: ignore[arg-type]
+    # Made as we make it.
+    (
+        torch.storage.TypedStorage(wrap_storage=torch.UntypedStorage(4), dtype=torch.int8, _internal=True),
+        "_untyped_storage",
+    ),
+]
+OF_TORCH = {name for _, names in TORCH for name in names.split()}
 # Used where torch has it (see `_GIVE_BACK_ON`), or on a GPU.
 NEWER_TORCH = {"_storage_Use_Count", "_cuda_clearCublasWorkspaces"}
-TORCH_ATTRIBUTES = {
-    "_active_ddp_module": torch.nn.parallel.DistributedDataParallel,
-    "_cdata": torch.UntypedStorage,
-    "_get_sequence_number_for_group": torch.distributed.ProcessGroup,
-    "_indices": torch.Tensor,
-    "_optimizer_step_post_hooks": torch.optim.SGD([torch.zeros(1)]),
-    "_optimizer_step_pre_hooks": torch.optim.SGD([torch.zeros(1)]),
-    "_post_accumulate_grad_hooks": torch.Tensor,
-    "_process_value_according_to_param_policy": torch.optim.Optimizer,
-    "_use_count": torch.Tensor,
-    "_values": torch.Tensor,
-    "_allgather_base": torch.distributed.ProcessGroup,
-    "_reduce_scatter_base": torch.distributed.ProcessGroup,
-    "_backward_hooks": torch.Tensor,
-    "_backward_pre_hooks": torch.nn.Module(),
-    "_buffers": torch.nn.Module(),
-    "_parameters": torch.nn.Module(),
-    "_forward_hooks": torch.nn.Module(),
-    "_forward_pre_hooks": torch.nn.Module(),
-    "_has_compatible_shallow_copy_type": torch,
-    "_iterator": torch.utils.data.DataLoader([0]),  # type: ignore[arg-type]
-    "_non_persistent_buffers_set": torch.nn.Module(),
-    "_version": torch.Tensor,
-    # made as we make it
-    "_untyped_storage": torch.storage.TypedStorage(
-        wrap_storage=torch.UntypedStorage(4), dtype=torch.float32, _internal=True
-    ),
-}
 # Attributes and methods of Lightning's own classes that our classes, which derive from those, override or share.
 INHERITED = {
     # the strategies
@@ -100,15 +79,8 @@ OURS = {
 STANDARD = {"__cxa_atexit", "_current_frames", "_exit", "_replace"}
 
 
-@pytest.mark.parametrize(("name", "module"), TORCH.items())
-def test_torch_still_has(name: str, module: str) -> None:
-    owner = torch.ops.aten if module == "torch.ops.aten" else import_module(module)
-    assert hasattr(owner, name)
-
-
-@pytest.mark.parametrize(("name", "owner"), TORCH_ATTRIBUTES.items())
-def test_torch_classes_still_have(name: str, owner: object) -> None:
-    assert hasattr(owner, name)
+def test_torch_still_has_them() -> None:
+    assert [(owner, name) for owner, names in TORCH for name in names.split() if not hasattr(owner, name)] == []
 
 
 def test_the_autograd_engine_still_queues_callbacks() -> None:
@@ -165,10 +137,10 @@ def outside_of_the_place_for_it() -> dict[str, set[str]]:
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     names = {path: private_names(source) for path, source in sources.items()}
     allowed = {path for path in sources if path == "trainer_internals.py" or path.startswith("bindings/")}
-    lightnings = {name for path in allowed for name in names[path]} - OURS - {*TORCH_ATTRIBUTES}
+    lightnings = {name for path in allowed for name in names[path]} - OURS - OF_TORCH
     # `object._thing` of our own classes is fine where a class of ours defines it.
     defined = {name for source in sources.values() for name in _defined_on_self(source)}
-    listed = {*TORCH, *TORCH_ATTRIBUTES, *NEWER_TORCH, *METRICS, *INHERITED, *OF_USERS, *OURS, *STANDARD}
+    listed = {*OF_TORCH, *NEWER_TORCH, *METRICS, *INHERITED, *OF_USERS, *OURS, *STANDARD}
     unknown = {path: found & lightnings | found - listed - defined for path, found in names.items()}
     return {path: found for path, found in unknown.items() if found and path not in allowed}
 

@@ -20,54 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_bucketddp import trainer_internals
-from lightning_bucketddp.trainer_internals import (
-    WRAPPER_OF_FABRIC,
-    AsIfAlone,
-    averaged_models,
-    batch_progress,
-    batch_sampler_within,
-    begin_fit,
-    call_before_fetch,
-    combined_loader,
-    continue_logger,
-    convert_to_state,
-    end_failed_fit,
-    ends_by_search,
-    epoch_progress,
-    forget_write_error,
-    has_ckpt_path,
-    is_log_step,
-    known,
-    known_metrics,
-    layer_sync_of,
-    load_as_given,
-    load_at_start,
-    log_at_once,
-    logged_results,
-    logging_in,
-    mark_as_begun,
-    mode_of,
-    predict_unseen,
-    processes_started_by,
-    replace_closures,
-    replace_method,
-    replace_preparation,
-    replace_result_class,
-    replace_signal_handlers,
-    replace_step,
-    return_predictions,
-    sampler_within,
-    saved_progress,
-    set_main_port,
-    set_num_samples,
-    set_up_training_data_within,
-    slurm_requeue_of,
-    stop_after_batch,
-    trainer_of,
-    trainer_replaced,
-    tuning_as_if_alone,
-)
+from lightning_bucketddp import trainer_internals as internals
 
 TRAINING, OTHER = list(torch.ones(4, 2)), list(torch.zeros(4, 2))
 
@@ -143,13 +96,14 @@ def fit(root: Any, after_batch: Callable[[Any], None] = lambda trainer: None, **
 def test_every_function_is_called_here() -> None:
     public = {
         name
-        for name, value in vars(trainer_internals).items()
-        if getattr(value, "__module__", None) == trainer_internals.__name__ and not name.startswith("_")
+        for name, value in vars(internals).items()
+        if getattr(value, "__module__", None) == internals.__name__ and not name.startswith("_")
     }
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    called = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "internals"}
     # What `saved_progress` returns, and what `replace_closures` gives.
     returned = {"SavedProgress", "ClosureParts"}
-    assert public - {node.id for node in nodes if isinstance(node, ast.Name)} == returned
+    assert public - called == returned
 
 
 def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +120,11 @@ def test_a_lightning_that_has_changed_is_named_with_what_is_missing(root: Any, m
         rf" lightning-bucketddp, or install `{name}<2\.7`\.$"
     )
     with pytest.raises(RuntimeError, match=message):
-        combined_loader(trainer.fit_loop)
+        internals.combined_loader(trainer.fit_loop)
     with pytest.raises(RuntimeError, match=rf"`{root.__name__}.loops` has no `gone`"):
-        known(import_module(f"{root.__name__}.loops"), "gone")
+        internals.known(import_module(f"{root.__name__}.loops"), "gone")
     with pytest.raises(RuntimeError, match="`Trainer` has no `gone`"):
-        replace_method(trainer, "gone", lambda: None)
+        internals.replace_method(trainer, "gone", lambda: None)
 
 
 class Told:
@@ -186,8 +140,8 @@ class Told:
             (self.during if self._is_during else self.otherwise).append(loader.dataset)
             return process(loader)
 
-        replace_method(trainer.strategy, "process_dataloader", note)
-        self.undo = set_up_training_data_within(trainer, self._context)
+        internals.replace_method(trainer.strategy, "process_dataloader", note)
+        self.undo = internals.set_up_training_data_within(trainer, self._context)
 
     @contextmanager
     def _context(self) -> Any:
@@ -229,7 +183,7 @@ def test_samplers_are_prepared_by_stage(root: Any) -> None:
         modes.append((mode, loader.dataset is TRAINING))
         return original(loader, shuffle, mode)
 
-    undo = replace_preparation(trainer, prepare)
+    undo = internals.replace_preparation(trainer, prepare)
     trainer.fit(model_of(root))
     assert sorted(set(modes)) == [("train", True), ("validate", False)]
     undo()
@@ -242,9 +196,9 @@ def test_dataloaders_of_a_loop(root: Any) -> None:
     seen = []
 
     def look(trainer: Any) -> None:
-        combined = combined_loader(trainer.fit_loop)
-        seen.append((len(combined.flattened), combined.limits, mode_of(combined), combined._dataset_length()))
-        set_num_samples(combined, lambda: 3 - len(seen))
+        combined = internals.combined_loader(trainer.fit_loop)
+        seen.append((len(combined.flattened), combined.limits, internals.mode_of(combined), combined._dataset_length()))
+        internals.set_num_samples(combined, lambda: 3 - len(seen))
         seen.append(combined._dataset_length())
 
     fit(root, look)
@@ -255,8 +209,8 @@ def test_samplers_inside_of_lightnings(root: Any) -> None:
     kinds = []
 
     def look(trainer: Any) -> None:
-        (loader,) = combined_loader(trainer.predict_loop).flattened
-        kinds.append((type(loader.batch_sampler), type(batch_sampler_within(loader.batch_sampler))))
+        (loader,) = internals.combined_loader(trainer.predict_loop).flattened
+        kinds.append((type(loader.batch_sampler), type(internals.batch_sampler_within(loader.batch_sampler))))
 
     trainer_with(root, callbacks=[calling(root, on_predict_start=look)]).predict(model_of(root))
     ((outer, inner),) = kinds
@@ -264,40 +218,35 @@ def test_samplers_inside_of_lightnings(root: Any) -> None:
     assert inner is BatchSampler
     wrapper = import_module(f"{root.__name__}.trainer.connectors.data_connector").DistributedSamplerWrapper
     own = RandomSampler(TRAINING)
-    assert sampler_within(wrapper(own, num_replicas=2, rank=0)) is own
-    assert sampler_within(own) is own
+    assert internals.sampler_within(wrapper(own, num_replicas=2, rank=0)) is own
+    assert internals.sampler_within(own) is own
     sequential = SequentialSampler(TRAINING)
     batches = BatchSampler(sequential, 2, drop_last=False)
-    assert batch_sampler_within(batches) is batches
+    assert internals.batch_sampler_within(batches) is batches
 
 
-def test_counts_of_a_fit_and_of_its_checkpoint(root: Any, tmp_path: Path) -> None:
-    counts = []
+def test_counts_of_a_fit_and_of_its_checkpoint_and_that_a_resumed_one_has_begun(root: Any, tmp_path: Path) -> None:
+    counts, marks = [], []
 
     def look(trainer: Any) -> None:
-        counts.append((batch_progress(trainer).current.ready, epoch_progress(trainer).current.started))
-        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        progress = internals.batch_progress(trainer), internals.epoch_progress(trainer)
+        counts.append((progress[0].current.ready, progress[1].current.started))
+        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    def mark(trainer: Any) -> None:
+        before = trainer.fit_loop.restarting
+        internals.mark_as_begun(trainer)
+        marks.append((before, trainer.fit_loop.restarting))
 
     fit(root, look)
     assert counts == [(1, 1), (2, 1)]
-    saved = saved_progress(torch.load(tmp_path / "saved.ckpt", weights_only=False))
+    saved = internals.saved_progress(torch.load(tmp_path / "2.ckpt", weights_only=False))
     assert saved is not None
     assert saved.epochs["current"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     assert (saved.batches["current"]["ready"], saved.batches["is_last_batch"]) == (2, True)
     assert saved.optimizer_steps["total"]["completed"] == 2
-    assert saved_progress({}) is None
-
-
-def test_a_resumed_fit_is_marked_as_begun(root: Any, tmp_path: Path) -> None:
-    fit(root, lambda trainer: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt"))
-    marks = []
-
-    def look(trainer: Any) -> None:
-        before = trainer.fit_loop.restarting
-        mark_as_begun(trainer)
-        marks.append((before, trainer.fit_loop.restarting))
-
-    trainer = trainer_with(root, callbacks=[calling(root, on_train_start=look)])
+    assert internals.saved_progress({}) is None
+    trainer = trainer_with(root, callbacks=[calling(root, on_train_start=mark)])
     trainer.fit(model_of(root), ckpt_path=tmp_path / "1.ckpt")
     assert marks == [(True, False)]
 
@@ -305,40 +254,37 @@ def test_a_resumed_fit_is_marked_as_begun(root: Any, tmp_path: Path) -> None:
 def test_what_was_logged(root: Any) -> None:
     steps, results = [], set()
 
-    class Logger(import_module(f"{root.__name__}.loggers.logger").DummyLogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.logged: list[Any] = []
+    logged: list[Any] = []
 
+    class Logger(import_module(f"{root.__name__}.loggers.logger").DummyLogger):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            self.logged.append(metrics)
+            logged.append(metrics)
 
     def look(trainer: Any) -> None:
-        steps.append(is_log_step(trainer))
-        results.update(logged_results(trainer))
-        log_at_once(trainer, {"ours": 1.0})
+        steps.append(internals.is_log_step(trainer))
+        results.update(internals.logged_results(trainer))
+        internals.log_at_once(trainer, {"ours": 1.0})
 
-    logger = Logger()
-    trainer = fit(root, look, logger=logger)
+    trainer = fit(root, look, logger=Logger())
     assert sorted(steps) == [False, True]
     assert results == {"training_step.loss"}
-    assert [entry["ours"] for entry in logger.logged if "ours" in entry] == [1.0, 1.0]
-    assert set(known_metrics(trainer)) == {"loss", "val_loss"}
-    known_metrics(trainer)["restored"] = torch.tensor(1.0)
+    assert [entry["ours"] for entry in logged if "ours" in entry] == [1.0, 1.0]
+    assert set(internals.known_metrics(trainer)) == {"loss", "val_loss"}
+    internals.known_metrics(trainer)["restored"] = torch.tensor(1.0)
     assert "restored" in trainer.callback_metrics
 
 
 def test_loggers_go_on(root: Any, tmp_path: Path) -> None:
     for cls in (root.loggers.CSVLogger, root.loggers.TensorBoardLogger):
         logger = cls(tmp_path)
-        assert continue_logger(logger, 7)
+        assert internals.continue_logger(logger, 7)
         assert logger.version == 7
         named = cls(tmp_path, version="mine")
-        assert continue_logger(named, 7)
+        assert internals.continue_logger(named, 7)
         assert named.version == "mine"
     logger = root.loggers.CSVLogger(tmp_path)
     logger.log_metrics({"loss": 1.0})
-    assert not continue_logger(logger, 7)
+    assert not internals.continue_logger(logger, 7)
     # These need packages and servers of their own.
     for name, module in {"_run_id": "mlflow", "_id": "wandb", "_wandb_init": "wandb"}.items():
         assert f"self.{name}" in inspect.getsource(import_module(f"{root.__name__}.loggers.{module}"))
@@ -352,7 +298,7 @@ def test_a_fetch_is_seen_before_it_begins(root: Any) -> None:
             order.append("data")
             return super().__getitem__(index)
 
-    undo = call_before_fetch(trainer, lambda: order.append("call"))
+    undo = internals.call_before_fetch(trainer, lambda: order.append("call"))
     data = loader_of(Seen(TRAINING))
     trainer.fit(model_of(root), data)
     # One batch is fetched ahead.
@@ -378,13 +324,13 @@ def test_closures_are_run_by_another(root: Any) -> None:
         assert closure.has_backward
         assert callable(closure.zero_grad)
         assert closure.result_of(torch.ones(())).loss == 1
-        with trainer_replaced(model, AsIfAlone(trainer)):
+        with internals.trainer_replaced(model, internals.AsIfAlone(trainer)):
             result = closure.run()
-        with logging_in(model, "training_step"):
+        with internals.logging_in(model, "training_step"):
             model.log("repeated", result.loss)
         return result
 
-    undo = replace_closures(trainer, run)
+    undo = internals.replace_closures(trainer, run)
     trainer.fit(model, loader_of(TRAINING))
     assert len(seen) == 2
     assert "batch" in seen[0]
@@ -404,10 +350,10 @@ def test_another_class_reads_what_a_training_step_returns(root: Any) -> None:
 
         return Result
 
-    replace_result_class(trainer, derive)
+    internals.replace_result_class(trainer, derive)
     trainer.fit(model_of(root))
     assert len(outputs) == 2
-    replace_result_class(trainer, lambda result_class: outputs.append(result_class.__name__))
+    internals.replace_result_class(trainer, lambda result_class: outputs.append(result_class.__name__))
     assert outputs[-1] != "Result"
 
 
@@ -415,7 +361,7 @@ def test_another_class_reads_what_a_training_step_returns(root: Any) -> None:
 def test_the_plugin_for_layers(root: Any, strategy: str) -> None:
     for is_on in (False, True):
         trainer = trainer_with(root, strategy=strategy, sync_batchnorm=is_on)
-        assert (layer_sync_of(trainer.strategy) is not None) == is_on
+        assert (internals.layer_sync_of(trainer.strategy) is not None) == is_on
 
 
 def test_averages_that_callbacks_keep(root: Any) -> None:
@@ -424,7 +370,7 @@ def test_averages_that_callbacks_keep(root: Any) -> None:
     found = []
 
     def look(trainer: Any) -> None:
-        found.extend(averaged_models(trainer.callbacks))
+        found.extend(internals.averaged_models(trainer.callbacks))
 
     callbacks = [root.callbacks.WeightAveraging(), calling(root, on_train_end=look)]
     trainer_with(root, callbacks=callbacks).fit(model_of(root))
@@ -438,11 +384,11 @@ def test_steps_of_an_evaluation(root: Any) -> None:
         indices.append((batch_idx, dataloader_idx, dataloader_iter))
         original(batch, batch_idx, dataloader_idx, dataloader_iter)
 
-    undos = [replace_step(trainer.fit_loop.epoch_loop.val_loop, step)]
+    undos = [internals.replace_step(trainer.fit_loop.epoch_loop.val_loop, step)]
     trainer.fit(model_of(root))
     assert indices == [(0, 0, None), (1, 0, None)]
     assert "val_loss" in trainer.callback_metrics
-    undos += [replace_step(loop, step) for loop in (trainer.validate_loop, trainer.test_loop)]
+    undos += [internals.replace_step(loop, step) for loop in (trainer.validate_loop, trainer.test_loop)]
     trainer.validate(model_of(root))
     assert len(indices) == 4
     for undo in undos:
@@ -462,10 +408,10 @@ def test_steps_of_a_prediction(root: Any) -> None:
         if batch_idx == 0:
             original(batch, batch_idx, dataloader_idx, dataloader_iter)
         else:
-            predict_unseen(trainer, batch, batch_idx, dataloader_idx)
+            internals.predict_unseen(trainer, batch, batch_idx, dataloader_idx)
 
-    trainer = trainer_with(root, callbacks=[calling(root, on_predict_start=return_predictions)])
-    undo = replace_step(trainer.predict_loop, step)
+    trainer = trainer_with(root, callbacks=[calling(root, on_predict_start=internals.return_predictions)])
+    undo = internals.replace_step(trainer.predict_loop, step)
     model = model_of(root, predict_step=predict_step)
     assert trainer.predict(model, return_predictions=False) == [0]
     assert ran == [0, 1]
@@ -478,18 +424,18 @@ def test_a_fit_begins_with_another_checkpoint(root: Any, tmp_path: Path) -> None
     first_steps: list[int] = []
     callbacks = [calling(root, on_train_start=lambda trainer: first_steps.append(trainer.global_step))]
     trainer = trainer_with(root, callbacks=callbacks, max_epochs=2)
-    load_at_start(trainer, str(tmp_path / "saved.ckpt"))
+    internals.load_at_start(trainer, str(tmp_path / "saved.ckpt"))
     trainer.fit(model_of(root))
     # Only once.
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model_of(root))
     assert first_steps == [2, 4]
-    assert not has_ckpt_path(trainer)
+    assert not internals.has_ckpt_path(trainer)
     trainer.ckpt_path = str(tmp_path / "saved.ckpt")
-    assert has_ckpt_path(trainer)
+    assert internals.has_ckpt_path(trainer)
     other = trainer_with(root, callbacks=callbacks)
-    load_at_start(other, str(tmp_path / "saved.ckpt"))
-    load_as_given(other)
+    internals.load_at_start(other, str(tmp_path / "saved.ckpt"))
+    internals.load_as_given(other)
     other.fit(model_of(root))
     assert first_steps == [2, 4, 0]
 
@@ -498,7 +444,7 @@ def test_callbacks_that_search(root: Any, tmp_path: Path, without_monitor_of_bar
     found: list[bool | None] = []
 
     def look(trainer: Any) -> None:
-        found.extend(ends_by_search(callback) for callback in trainer.callbacks)
+        found.extend(internals.ends_by_search(callback) for callback in trainer.callbacks)
 
     callback = calling(root, setup=look)
     trainer = trainer_with(root, callbacks=[callback], default_root_dir=tmp_path)
@@ -507,7 +453,7 @@ def test_callbacks_that_search(root: Any, tmp_path: Path, without_monitor_of_bar
     tuner.scale_batch_size(model_of(root), max_trials=1, steps_per_trial=1)
     assert found.count(True) == 2
     assert found.count(None) == 2
-    assert ends_by_search(root.callbacks.BatchSizeFinder()) is False
+    assert internals.ends_by_search(root.callbacks.BatchSizeFinder()) is False
 
 
 def test_a_write_that_has_failed_in_the_background_is_forgotten(root: Any, tmp_path: Path) -> None:
@@ -517,19 +463,19 @@ def test_a_write_that_has_failed_in_the_background_is_forgotten(root: Any, tmp_p
     for _ in range(2):
         with pytest.raises(ValueError, match="null"):
             plugin.teardown()
-    forget_write_error(plugin)
+    internals.forget_write_error(plugin)
     plugin.teardown()
-    forget_write_error(root.plugins.io.TorchCheckpointIO())
+    internals.forget_write_error(root.plugins.io.TorchCheckpointIO())
 
 
 @pytest.mark.parametrize("name", ["lightning.fabric", "lightning_fabric"])
 def test_what_fabric_needs(name: str) -> None:
     fabric, model = import_module(name).Fabric(accelerator="cpu", devices=1), nn.Linear(1, 1)
-    assert type(fabric.setup(model)).__name__ == WRAPPER_OF_FABRIC
-    state = convert_to_state(fabric.strategy, {"model": model, "step": 3}, filter={})
+    assert type(fabric.setup(model)).__name__ == internals.WRAPPER_OF_FABRIC
+    state = internals.convert_to_state(fabric.strategy, {"model": model, "step": 3}, filter={})
     assert state == {"model": model.state_dict(), "step": 3}
     environment = import_module(f"{name}.plugins.environments").LightningEnvironment()
-    set_main_port(environment, 12345)
+    internals.set_main_port(environment, 12345)
     assert environment.main_port == 12345
 
 
@@ -538,25 +484,25 @@ def test_signals_come_to_other_handlers(root: Any) -> None:
 
     def signal_and_stop(trainer: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        stop_after_batch(trainer)
+        internals.stop_after_batch(trainer)
 
     trainer = trainer_with(root, callbacks=[calling(root, on_train_batch_end=signal_and_stop)])
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    requeue = slurm_requeue_of(trainer)
-    undo = replace_signal_handlers(
+    requeue = internals.slurm_requeue_of(trainer)
+    undo = internals.replace_signal_handlers(
         trainer,
         on_sigterm=lambda number, frame: received.append(number),
         on_requeue=lambda number, frame: received.append("requeue"),
         on_registered=lambda: received.append("registered"),
     )
-    assert slurm_requeue_of(trainer) != requeue
+    assert internals.slurm_requeue_of(trainer) != requeue
     # Lightning has both since 2.6.
     assert ("_broadcast_sigterm_tensor" in vars(loop)) == hasattr(root.callbacks, "WeightAveraging")
     with pytest.raises(import_module(f"{root.__name__}.utilities.exceptions").SIGTERMException):
         trainer.fit(model_of(root))
     assert received == ["registered", signal.SIGTERM]
     undo()
-    assert slurm_requeue_of(trainer) == requeue
+    assert internals.slurm_requeue_of(trainer) == requeue
     replaced = {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "register_signal_handlers"}
     assert not replaced & vars(connector).keys()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
@@ -571,19 +517,19 @@ def test_a_finder_takes_several_ranks_for_one(root: Any) -> None:
         finder.setup(trainer, model)
     # What it asks next.
     with pytest.raises(exception, match="passed directly"):
-        finder.setup(AsIfAlone(trainer), model)
-    with tuning_as_if_alone(tuner):
-        alone = trainer_of(tuner)
+        finder.setup(internals.AsIfAlone(trainer), model)
+    with internals.tuning_as_if_alone(tuner):
+        alone = internals.trainer_of(tuner)
         assert alone.world_size == 2
         assert alone._accelerator_connector.is_distributed is False
         alone.should_stop = True
     assert trainer.should_stop
-    assert trainer_of(tuner) is trainer
+    assert internals.trainer_of(tuner) is trainer
 
 
 def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -> None:
     owner = SimpleNamespace(method=lambda: "user's")
-    undo = replace_method(owner, "method", lambda: "ours")
+    undo = internals.replace_method(owner, "method", lambda: "ours")
     assert owner.method() == "ours"
     undo()
     assert owner.method() == "user's"
@@ -610,10 +556,10 @@ def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any) -> None:
             try:
                 function(*args, **kwargs)
             except ValueError as error:
-                end_failed_fit(trainer, error, interrupt=interrupt)
+                internals.end_failed_fit(trainer, error, interrupt=interrupt)
             assert told == [failure]
             assert trainer.global_step == 1
-            begin_fit(trainer)
+            internals.begin_fit(trainer)
             assert (trainer.global_step, trainer.max_epochs, trainer.callback_metrics) == (0, 1, {})
             return function(*args, **kwargs)
 
@@ -629,7 +575,7 @@ def test_processes_are_started_by_what_is_put_in_the_place_of_torch(root: Any) -
     launcher = type("Launcher", (launcher_class,), {})(root.strategies.DDPStrategy(), start_method="fork")
     before = module.mp
 
-    with processes_started_by(lambda nprocs: nprocs, launcher):
+    with internals.processes_started_by(lambda nprocs: nprocs, launcher):
         assert module.mp.get_context("fork") is before.get_context("fork")
         assert module.mp.start_processes(2) == 2
     assert module.mp is before

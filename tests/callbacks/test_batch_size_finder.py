@@ -11,7 +11,7 @@ import pytest
 from lightning_bucketddp.config import LocalSteps
 from tests.support.programs import SCRIPTS, run
 from tests.support.ranks import run_on_ranks
-from tests.support.scripts.batch_sizes import SAMPLES_PER_RANK, Found, Memory, Search, find, refusal
+from tests.support.scripts.batch_sizes import SAMPLES_PER_RANK, Found, Memory, find, refusal
 
 # Of these, 32 samples are too many.
 TRIED = [2, 4, 8, 16, 32]
@@ -20,16 +20,16 @@ TRIED = [2, 4, 8, 16, 32]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What Lightning's own finder does in one process."""
-    search = Search(memory=Memory(rank=0), mode="binsearch", is_ours=False)
-    found: Found = run_on_ranks(find, world_size=1, search=search, directory=tmp_path_factory.mktemp("alone"))[0]
+    options: dict[str, Any] = {"memory": Memory(rank=0), "mode": "binsearch", "is_ours": False}
+    [found] = run_on_ranks(find, world_size=1, directory=tmp_path_factory.mktemp("alone"), **options)
+    assert isinstance(found, Found)
     return found
 
 
 @pytest.fixture(scope="module")
 def fitted(alone: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """A fit with the batch size that is found, in which nothing was looked for."""
-    search = Search(fixed=alone.size)
-    found: Found = run_on_ranks(find, search=search, directory=tmp_path_factory.mktemp("fitted"))[0]
+    found: Found = run_on_ranks(find, fixed=alone.size, directory=tmp_path_factory.mktemp("fitted"))[0]
     return found
 
 
@@ -48,8 +48,8 @@ def fitted(alone: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_one_rank_without_memory_is_enough(
     rank: int, where: str, step: int, alone: Found, fitted: Found, tmp_path: Path
 ) -> None:
-    search = Search(memory=Memory(rank=rank, where=where, step=step), mode="binsearch")
-    for found in run_on_ranks(find, search=search, directory=tmp_path):
+    memory = Memory(rank=rank, where=where, step=step)
+    for found in run_on_ranks(find, memory=memory, mode="binsearch", directory=tmp_path):
         assert (found.size, found.sizes) == (alone.size, alone.sizes)
         # The trials have left nothing behind.
         assert found.weights == fitted.weights
@@ -61,18 +61,18 @@ def test_one_rank_without_memory_is_enough(
 @pytest.mark.parametrize(
     "search",
     [
-        Search(memory=Memory(where="validation", step=1), validates_after=1),
-        Search(memory=Memory(where="forward", error=RuntimeError), sync_batchnorm=True),
-        Search(memory=Memory(where="bucket", step=1), mode="binsearch"),
-        Search(by="tuner"),
+        {"memory": Memory(where="validation", step=1), "val_check_interval": 1},
+        {"memory": Memory(where="forward", error=RuntimeError), "sync_batchnorm": True},
+        {"memory": Memory(where="bucket", step=1), "mode": "binsearch"},
+        {"by": "tuner"},
     ],
     ids=["validation", "sync_batchnorm", "bucket", "tuner"],
 )
 @pytest.mark.sampled(2)
-def test_the_others_wait_in_whatever_collective(search: Search, tmp_path: Path) -> None:
-    first, second = run_on_ranks(find, search=search, directory=tmp_path)
+def test_the_others_wait_in_whatever_collective(search: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_on_ranks(find, directory=tmp_path, **search)
     assert first.size == second.size
-    assert first.size in ((22, 24) if search.mode == "binsearch" else (16,))
+    assert first.size in ((22, 24) if "mode" in search else (16,))
     assert first.sizes == second.sizes
     assert first.sizes[:5] == TRIED
     assert first.weights == second.weights
@@ -82,8 +82,8 @@ def test_the_others_wait_in_whatever_collective(search: Search, tmp_path: Path) 
 @pytest.mark.parametrize(("by", "method"), [("callback", "validate"), ("tuner", "test"), ("callback", "predict")])
 @pytest.mark.sampled(1)
 def test_evaluation_is_tried_too(by: str, method: str, tmp_path: Path) -> None:
-    search = Search(memory=Memory(where="validation"), method=method, by=by)
-    first, second = run_on_ranks(find, search=search, directory=tmp_path)
+    memory = Memory(where="validation")
+    first, second = run_on_ranks(find, memory=memory, method=method, by=by, directory=tmp_path)
     assert first.size == second.size == 16
     assert first.sizes == second.sizes
     assert set(first.sizes) == set(TRIED)
@@ -93,41 +93,41 @@ def test_evaluation_is_tried_too(by: str, method: str, tmp_path: Path) -> None:
 def test_no_weight_is_left_of_a_step_that_does_not_end(tmp_path: Path) -> None:
     # The search ends with a trial that fails, after one rank has told the weight of its batch.
     memory, options = Memory(where="before_backward"), {"gradient_weight": "batch_size"}
-    fitted = run_on_ranks(find, search=Search(fixed=16, options=options), directory=tmp_path)
-    for found in run_on_ranks(find, search=Search(memory=memory, options=options), directory=tmp_path):
+    fitted = run_on_ranks(find, fixed=16, options=options, directory=tmp_path)
+    for found in run_on_ranks(find, memory=memory, options=options, directory=tmp_path):
         assert found.weights == fitted[0].weights
 
 
 def test_the_search_ends_when_a_rank_has_no_more_samples(tmp_path: Path) -> None:
-    for found in run_on_ranks(find, search=Search(memory=Memory(largest=1000)), directory=tmp_path):
+    for found in run_on_ranks(find, memory=Memory(largest=1000), directory=tmp_path):
         assert found.size == SAMPLES_PER_RANK
         # The last trial has succeeded, and does not count.
         assert found.num_steps == found.num_backwards == 1
 
 
 def test_an_error_of_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
-    search = Search(memory=Memory(error=KeyError))
-    first, second = run_on_ranks(refusal, search=search, directory=tmp_path)
+    first, second = run_on_ranks(refusal, memory=Memory(error=KeyError), directory=tmp_path)
     assert first == "RuntimeError: Rank 1 has failed in what all ranks were trying. Its own error says why."
     assert second == "KeyError: 'CUDA out of memory. Not really.'"
 
 
-def test_a_global_batch_size_leaves_nothing_to_find(tmp_path: Path) -> None:
-    expected = (
-        "ValueError: `global_batch_size` sets the batch size of each rank, so there is none to look for. Leave it out"
-        " in a run with `BatchSizeFinder`, and then give the `DataLoader` the size that was found."
-    )
-    search = Search(options={"global_batch_size": 32})
-    assert run_on_ranks(refusal, search=search, directory=tmp_path) == [expected] * 2
-
-
-def test_islands_cannot_search_together(tmp_path: Path) -> None:
-    expected = (
-        "ValueError: `BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search without"
-        " `local_steps`, and pass the batch size that was found."
-    )
-    search = Search(options={"local_steps": LocalSteps(2, "rank")})
-    assert run_on_ranks(refusal, search=search, directory=tmp_path) == [expected] * 2
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"global_batch_size": 32},
+            "`global_batch_size` sets the batch size of each rank, so there is none to look for. Leave it out in a run"
+            " with `BatchSizeFinder`, and then give the `DataLoader` the size that was found.",
+        ),
+        (
+            {"local_steps": LocalSteps(2, "rank")},
+            "`BatchSizeFinder` needs all ranks in each step, and `local_steps` keeps them apart. Search without"
+            " `local_steps`, and pass the batch size that was found.",
+        ),
+    ],
+)
+def test_options_that_leave_nothing_to_find_are_refused(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert run_on_ranks(refusal, options=options, directory=tmp_path) == [f"ValueError: {expected}"] * 2
 
 
 @pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])

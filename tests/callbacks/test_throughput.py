@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_bucketddp.bindings.trainer_lightning import ScalingMonitor
 from lightning_bucketddp.callbacks import scaling
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import models
+from tests.support.scripts.monitored import logged_in_csv
 from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about
 
 
@@ -100,36 +100,19 @@ def measure(
     train_data = DataLoader(_Stream(), batch_size=batch_size) if streams else models.loader(batch_size=batch_size)
     with patch.object(scaling, "_now", clock.read), said_about("ScalingMonitor", lines):
         trainer.fit(Timed(clock), train_data, models.loader())
-    logged = _read(Path(logger.log_dir, "metrics.csv")) if trainer.is_global_zero else {}
+    logged = logged_in_csv(directory, "global_batch_size") if trainer.is_global_zero else {}
     return Measured(logged, lines, clock.num_readings)
 
 
-def _read(path: Path) -> dict[int, dict[str, float]]:
-    prefix = "bucketddp/"
-    logged: dict[int, dict[str, float]] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            ours = {name.removeprefix(prefix): float(v) for name, v in row.items() if name.startswith(prefix) and v}
-            if ours:
-                assert int(row["step"]) not in logged
-                logged[int(row["step"])] = ours
-    return logged
-
-
 @pytest.mark.parametrize(("strategy", "limit_val_batches"), [("bucketddp", 1), ("bucketddp", 0), ("ddp", 1)])
-def test_throughput_is_that_of_all_ranks_and_of_training_alone(
+def test_throughput_is_of_all_ranks_and_of_training_alone_and_the_device_is_rarely_waited_for(
     strategy: str, limit_val_batches: int, tmp_path: Path
 ) -> None:
     # Twice four samples in each second of training; validation and the start of an epoch take a hundred.
-    rank_zero, _ = run_on_ranks(
-        measure, strategy=strategy, directory=tmp_path, log_every_n_steps=5, limit_val_batches=limit_val_batches
-    )
-    assert rank_zero.logged == {step: {"global_batch_size": 8, "samples_per_second": 8} for step in (4, 9, 14, 19)}
-
-
-def test_the_device_is_waited_for_at_log_points_and_where_measuring_begins(tmp_path: Path) -> None:
-    for rank in run_on_ranks(measure, directory=tmp_path, log_every_n_steps=5):
-        assert rank.num_readings == 4 + 2
+    options: dict[str, Any] = {"strategy": strategy, "log_every_n_steps": 5, "limit_val_batches": limit_val_batches}
+    ranks = run_on_ranks(measure, directory=tmp_path, **options)
+    assert ranks[0].logged == {step: {"global_batch_size": 8, "samples_per_second": 8} for step in (4, 9, 14, 19)}
+    assert [rank.num_readings for rank in ranks] == [4 + 2] * 2
 
 
 def test_accumulated_batches_are_one_global_batch(tmp_path: Path) -> None:
@@ -166,12 +149,12 @@ def test_a_last_batch_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
     assert rank_zero.logged == {step: {"global_batch_size": 4, "samples_per_second": 4} for step in (1, 4)}
 
 
-def test_efficiency_is_throughput_by_that_of_as_many_single_ranks(tmp_path: Path) -> None:
-    rank_zero, _ = run_on_ranks(
-        measure, directory=tmp_path, monitor={"single_rank_samples_per_second": 5}, log_every_n_steps=5
-    )
-    assert {values["scaling_efficiency"] for values in rank_zero.logged.values()} == {0.8}
-    assert rank_zero.lines == ["ScalingMonitor: 2 rank(s): 8 samples per second. Scaling efficiency 0.800."]
+def test_efficiency_is_throughput_by_that_of_single_ranks_and_a_given_batch_size_counts(tmp_path: Path) -> None:
+    monitor = {"single_rank_samples_per_second": 25, "batch_size_per_rank": 10}
+    rank_zero, _ = run_on_ranks(measure, directory=tmp_path, monitor=monitor, batch_size=3, log_every_n_steps=7)
+    logged = rank_zero.logged.values()
+    assert {(values["samples_per_second"], values["scaling_efficiency"]) for values in logged} == {(20, 0.4)}
+    assert rank_zero.lines == ["ScalingMonitor: 2 rank(s): 20 samples per second. Scaling efficiency 0.400."]
 
 
 def test_a_single_rank_says_what_to_pass_to_more(tmp_path: Path) -> None:
@@ -181,13 +164,6 @@ def test_a_single_rank_says_what_to_pass_to_more(tmp_path: Path) -> None:
         " more ranks."
     ]
     assert alone.logged[4] == {"global_batch_size": 4, "samples_per_second": 4}
-
-
-def test_a_given_batch_size_counts(tmp_path: Path) -> None:
-    rank_zero, _ = run_on_ranks(
-        measure, directory=tmp_path, monitor={"batch_size_per_rank": 10}, batch_size=3, log_every_n_steps=7
-    )
-    assert {values["samples_per_second"] for values in rank_zero.logged.values()} == {20}
 
 
 def test_a_throughput_of_nothing_is_refused() -> None:

@@ -71,18 +71,6 @@ def fail(writer: CheckpointWriter, storage: HeldStorage) -> str:
     return f"Could not write checkpoint `{path}`: Not a directory"
 
 
-def test_training_goes_on_and_cannot_change_what_is_written(writer: CheckpointWriter, storage: HeldStorage) -> None:
-    checkpoint = jobs.numbered_checkpoint(1)
-    writer.save(checkpoint, storage.write, path=storage.path, in_background=True)
-    for tensor in checkpoint["state_dict"].values():
-        tensor.zero_()
-    checkpoint["number"] = 0
-    assert not os.path.exists(storage.path)
-    storage.released.set()
-    writer.drain()
-    assert jobs.number_in(storage.path) == 1
-
-
 def test_a_remote_path_is_written_in_the_background(writer: CheckpointWriter) -> None:
     path, checkpoint_io = "memory://bucketddp/background/model.ckpt", BucketDDPCheckpointIO()
     writer.save({"number": 1}, partial(checkpoint_io.save_checkpoint, path=path), path=path, in_background=True)
@@ -103,13 +91,6 @@ def test_the_next_save_waits_for_the_one_before(writer: CheckpointWriter, storag
     assert storage.num_begun == 2
     assert jobs.number_in(storage.path) == 2
     assert writer.stats.waiting_s > 0.2
-
-
-def test_a_save_that_is_not_in_the_background_waits_too(writer: CheckpointWriter, storage: HeldStorage) -> None:
-    save(1, writer, storage)
-    threading.Timer(0.2, storage.released.set).start()
-    save(2, writer, storage, in_background=False)
-    assert jobs.number_in(storage.path) == 2
 
 
 def test_a_failure_is_logged_at_once_and_raised_once(
@@ -197,16 +178,18 @@ def test_what_cannot_be_removed_is_logged(
     assert "could not remove checkpoint `/nonexistent.ckpt`" in caplog.text
 
 
-def test_the_time_that_training_is_held_up_is_counted(writer: CheckpointWriter, storage: HeldStorage) -> None:
+def test_a_save_that_is_not_in_the_background_waits_too_and_the_time_is_counted(
+    writer: CheckpointWriter, storage: HeldStorage
+) -> None:
     save(1, writer, storage)
     threading.Timer(0.2, storage.released.set).start()
     save(2, writer, storage, in_background=False)
+    assert jobs.number_in(storage.path) == 2
+    writer.drain()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bucketddp checkpoints")]
     stats = writer.stats
     assert stats.num_saves == 2
-    assert stats.waiting_s > 0
-    assert stats.background_s > 0
-    assert stats.snapshot_s > 0
-    assert stats.writing_s > 0
+    assert min(stats.waiting_s, stats.background_s, stats.snapshot_s, stats.writing_s) > 0
     assert stats.held_up_s == stats.snapshot_s + stats.waiting_s + stats.writing_s
     seconds = r"\d+\.\d{3} s"
     assert re.fullmatch(
@@ -214,13 +197,6 @@ def test_the_time_that_training_is_held_up_is_counted(writer: CheckpointWriter, 
         f" wrote for {seconds} in the background",
         stats.describe(),
     )
-
-
-def test_no_thread_is_left_when_all_is_written(writer: CheckpointWriter, storage: HeldStorage) -> None:
-    storage.released.set()
-    save(1, writer, storage)
-    writer.drain()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bucketddp checkpoints")]
 
 
 PROGRAM = """

@@ -110,8 +110,7 @@ def test_numpy_arrays_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written_as", "read_as"),
-    [("numpy._core.multiarray", "numpy.core.multiarray"), ("pathlib", "pathlib._local")],
+    ("written_as", "read_as"), [("numpy._core.multiarray", "numpy.core.multiarray"), ("pathlib", "pathlib._local")]
 )
 def test_types_are_known_by_the_names_that_other_versions_give_them(
     written_as: str, read_as: str, tmp_path: Path

@@ -74,14 +74,6 @@ def resume_only(*, path: Path, state_options: dict[str, Any] | None = None, **op
     }
 
 
-@like_torchrun()
-def save_weights_only(*, path: Path) -> None:
-    strategy = BucketDDPStrategy(**HOOKS["power_sgd"]())
-    trainer = make_trainer(strategy, max_epochs=1)
-    trainer.fit(PlainSGD(), models.loader())
-    trainer.save_checkpoint(path, weights_only=True)
-
-
 class OwnState:
     """A user's own state with all kinds of attributes."""
 
@@ -115,53 +107,25 @@ class StateWithProtocol:
     """A user's own state that says by itself what is to be saved."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.loaded: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {"seed": seed, "memory": torch.full((2,), float(seed))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "memory": torch.full((2,), float(self.seed))}
+        return self.entries
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self.loaded = entries
+        self.entries = entries
+
+    def values(self) -> list[Any]:
+        return [self.entries["seed"], self.entries["memory"].tolist()]
 
 
-def _train_with_state(state: Any, *, max_epochs: int, resume_from: Path | None) -> Trainer:
+def _train_with_state(state: Any, *, resume_from: Path | None = None) -> Trainer:
     def hook(_state: Any, bucket: Any) -> Any:
         return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # the default group
 
-    strategy = BucketDDPStrategy(ddp_comm_hook=hook, ddp_comm_state=state)
-    trainer = make_trainer(strategy, max_epochs=max_epochs)
+    trainer = make_trainer(BucketDDPStrategy(ddp_comm_hook=hook, ddp_comm_state=state), max_epochs=1)
     trainer.fit(PlainSGD(), models.loader(), ckpt_path=resume_from)
     return trainer
-
-
-@like_torchrun()
-def save_own_state(*, kind: str, path: Path) -> list[Any]:
-    """Save the user's own state, a different one on each rank; what it holds."""
-    seed = 5 + dist.get_rank()
-    if kind == "protocol":
-        _train_with_state(StateWithProtocol(seed), max_epochs=1, resume_from=None).save_checkpoint(path)
-        return [seed, [float(seed)] * 2]
-    state = OwnState(seed)
-    given = vars(state) if kind == "dict" else state
-    _train_with_state(given, max_epochs=1, resume_from=None).save_checkpoint(path)
-    return state.values()
-
-
-@like_torchrun()
-def resume_own_state(*, kind: str, path: Path) -> list[Any]:
-    """What a fresh state of the user's holds after it was restored."""
-    if kind == "protocol":
-        restored = StateWithProtocol(0)
-        _train_with_state(restored, max_epochs=1, resume_from=path)
-        return [restored.loaded["seed"], restored.loaded["memory"].tolist()]
-    state = OwnState(0)
-    given = vars(state) if kind == "dict" else state
-    _train_with_state(given, max_epochs=1, resume_from=path)
-    assert state.group is dist.group.WORLD
-    assert state.function() == 0
-    assert list(state.recent) == [0]
-    return state.values()
 
 
 def tree_of(rank: int) -> dict[Any, Any]:
@@ -176,15 +140,6 @@ def tree_of(rank: int) -> dict[Any, Any]:
         rank: {"transposed": torch.arange(6.0).view(2, 3).t() + rank, "text": f"rank {rank}"},
         "large": torch.full((1000,), float(rank)),
     }
-
-
-def gather_trees() -> dict[str, Any]:
-    """What this rank gets, and the largest number of elements that ever went to all ranks at once."""
-    tree = _on_device(tree_of(dist.get_rank()))
-    with patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
-        gathered = gather_to_rank_zero(tree, Collectives(device()))
-    to_all = max(call.args[1].nbytes for call in all_gather.call_args_list)
-    return {"gathered": gathered, "bytes_to_all": to_all}
 
 
 def _on_device(tree: Any) -> Any:
@@ -309,25 +264,41 @@ def test_evaluation_leaves_the_state_as_it_is(saved_by_two_ranks: Path) -> None:
     assert state.iter == 0
 
 
+@on_ranks()
+@like_torchrun()
 def test_a_checkpoint_of_the_weights_has_no_state(tmp_path: Path) -> None:
-    run_on_ranks(save_weights_only, path=tmp_path / "weights.ckpt")
+    trainer = make_trainer(BucketDDPStrategy(**HOOKS["power_sgd"]()), max_epochs=1)
+    trainer.fit(PlainSGD(), models.loader())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "bucketddp" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("kind", ["object", "dict", "protocol"])
+@on_ranks()
+@like_torchrun()
 def test_a_state_of_the_users_own_comes_back(kind: str, tmp_path: Path) -> None:
-    saved = run_on_ranks(save_own_state, kind=kind, path=tmp_path / "own.ckpt")
+    """To each rank its own."""
+    make: Any = StateWithProtocol if kind == "protocol" else OwnState
+    saved, restored = make(5 + dist.get_rank()), make(0)
+    _train_with_state(vars(saved) if kind == "dict" else saved).save_checkpoint(tmp_path / "own.ckpt")
     torch.load(tmp_path / "own.ckpt", weights_only=True)
-    assert run_on_ranks(resume_own_state, kind=kind, path=tmp_path / "own.ckpt") == saved
-    assert saved[0] != saved[1]
+    _train_with_state(vars(restored) if kind == "dict" else restored, resume_from=tmp_path / "own.ckpt")
+    assert restored.values() == saved.values()
+    if kind != "protocol":
+        assert restored.group is dist.group.WORLD
+        assert restored.function() == 0
+        assert list(restored.recent) == [0]
 
 
+@on_ranks()
 def test_trees_are_gathered_on_rank_zero_only() -> None:
-    rank_zero, rank_one = run_on_ranks(gather_trees)
-    assert rank_one["gathered"] is None
-    assert as_lists(rank_zero["gathered"]) == as_lists([tree_of(rank) for rank in range(2)])
+    with patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
+        gathered = gather_to_rank_zero(_on_device(tree_of(dist.get_rank())), Collectives(device()))
+    expected = [tree_of(rank) for rank in range(2)] if dist.get_rank() == 0 else None
+    assert as_lists(gathered) == as_lists(expected)
     # Beside the tensors only an outline travels, and that goes to everybody.
-    assert rank_zero["bytes_to_all"] < tree_of(0)["large"].nbytes
+    bytes_to_all = max(call.args[1].nbytes for call in all_gather.call_args_list)
+    assert bytes_to_all < tree_of(0)["large"].nbytes
 
 
 def test_what_is_gathered_does_not_change_when_training_goes_on() -> None:

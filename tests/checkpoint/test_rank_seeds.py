@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPStrategy
+from tests.support.cases import for_each
 from tests.support.ranks import run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.trainers import like_torchrun, make_trainer, said_about, workers_allowed
@@ -92,8 +94,8 @@ class Dropped(models.Regression):
 @like_torchrun()
 def train(
     *,
-    strategy: str = "bucketddp",
-    rank_seeds: bool | None = None,
+    strategy: str | None = None,
+    rank_seeds: bool = True,
     seed: int | None = 1,
     torch_seed: int | None = None,
     fits: int = 1,
@@ -106,8 +108,7 @@ def train(
     validate_first: Path | None = None,
     save_to: Path | None = None,
     weights_only: bool = False,
-    validates: bool = True,
-    num_sanity_val_steps: int = 0,
+    **options: Any,
 ) -> Randomness:
     """Train and tell what was random."""
     seen = Randomness()
@@ -117,12 +118,11 @@ def train(
         if seed is not None:
             seed_everything(seed, verbose=False)
         trainer = make_trainer(
-            strategy if rank_seeds is None else BucketDDPStrategy(rank_seeds=rank_seeds),
+            strategy or BucketDDPStrategy(rank_seeds=rank_seeds),
             max_epochs=max_epochs,
             callbacks=callbacks,
             enable_checkpointing=save is not None,
-            num_sanity_val_steps=num_sanity_val_steps,
-            limit_val_batches=1 if validates else 0,
+            **{"num_sanity_val_steps": 0, "limit_val_batches": 1, **options},
         )
         module = Dropped(seen, asks_for_steps=asks_for_steps, torch_seed=torch_seed)
         if validate_first is not None:
@@ -146,142 +146,113 @@ def _weights(module: nn.Module) -> dict[str, Any]:
     return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
+@functools.cache
+def trained(**options: Any) -> list[Randomness]:
+    """What the ranks have seen; trained once for equal options."""
+    ranks: list[Randomness] = run_on_ranks(train, **options)
+    return ranks
+
+
 def test_with_ddp_and_by_default_all_ranks_drop_and_augment_alike() -> None:
-    ddp = run_on_ranks(train, strategy="ddp")
+    ddp = trained(strategy="ddp")
     assert ddp[0].dropout_masks == ddp[1].dropout_masks
     assert ddp[0].augmentations == ddp[1].augmentations
-    for ours, theirs in zip(run_on_ranks(train, strategy="bucketddp"), ddp, strict=True):
-        assert ours == theirs
-    for ours, theirs in zip(run_on_ranks(train, rank_seeds=False), ddp, strict=True):
-        assert ours == theirs
+    assert trained(strategy="bucketddp") == trained(rank_seeds=False) == ddp
 
 
-@pytest.mark.parametrize("asks_for_steps", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_ranks_drop_and_augment_each_in_its_own_way(num_workers: int, asks_for_steps: bool) -> None:
-    ranks = run_on_ranks(train, rank_seeds=True, num_workers=num_workers, asks_for_steps=asks_for_steps)
-    for step in range(len(ranks[0].samples)):
-        assert ranks[0].dropout_masks[step] != ranks[1].dropout_masks[step]
-    noise = [numbers(rank) for rank in ranks]
+@for_each("options", [{}, {"asks_for_steps": True}, {"num_workers": 1}, {"num_workers": 1, "asks_for_steps": True}])
+def test_ranks_drop_and_augment_each_in_its_own_way(options: dict[str, Any]) -> None:
+    ranks = trained(**options)
+    assert all(one != other for one, other in zip(*(rank.dropout_masks for rank in ranks), strict=True))
+    noise = [number for rank in ranks for batch in rank.augmentations for sample in batch for number in sample]
     # Of all numbers by torch, numpy and Python, in every epoch on every rank, no two are equal.
-    assert len(set(noise[0]) | set(noise[1])) == 2 * len(noise[0]) == 2 * NUM_SAMPLES * 3
-
-
-def numbers(rank: Randomness) -> list[float]:
-    return [number for batch in rank.augmentations for sample in batch for number in sample]
+    assert len(set(noise)) == len(noise) == 2 * NUM_SAMPLES * 3
 
 
 def test_what_has_to_be_equal_on_all_ranks_stays_so() -> None:
-    ranks = run_on_ranks(train, rank_seeds=True)
-    plain = run_on_ranks(train, rank_seeds=False)
+    ranks, plain = trained(), trained(rank_seeds=False)
     assert [rank.samples for rank in ranks] == [rank.samples for rank in plain]
     assert ranks[0].initial_weights == ranks[1].initial_weights == plain[0].initial_weights
     assert ranks[0].weights == ranks[1].weights != plain[0].weights
 
 
 def test_equal_runs_give_equal_results_and_other_seeds_others() -> None:
-    first, again, other = (run_on_ranks(train, rank_seeds=True, seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first[0].dropout_masks != other[0].dropout_masks
+    assert trained() == run_on_ranks(train)
+    assert trained()[0].dropout_masks != trained(seed=2)[0].dropout_masks
+    # The processes have 100 and 101, and the seed of rank zero counts.
+    without, seeded = trained(seed=None), trained(seed=100)
+    assert [rank.lines for rank in without] == [rank.lines for rank in seeded]
+    assert [rank.dropout_masks for rank in without] == [rank.dropout_masks for rank in seeded]
 
 
-def test_a_sanity_check_changes_no_random_number() -> None:
-    assert run_on_ranks(train, rank_seeds=True, num_sanity_val_steps=1) == run_on_ranks(train, rank_seeds=True)
+def test_what_is_drawn_seeded_or_loaded_before_training_does_not_count(tmp_path: Path) -> None:
+    assert trained(num_sanity_val_steps=1) == trained()
+    trained(max_epochs=1, save_to=tmp_path / "1.ckpt")
+    for before in ({"torch_seed": 5}, {"validate_first": tmp_path / "1.ckpt"}):
+        assert [rank.dropout_masks for rank in trained(**before)] == [rank.dropout_masks for rank in trained()]
 
 
 def test_a_second_fit_does_not_repeat_the_first() -> None:
-    for rank in run_on_ranks(train, rank_seeds=True, fits=2, max_epochs=1):
+    for rank in trained(fits=2, max_epochs=1):
         assert rank.dropout_masks[:3] != rank.dropout_masks[3:]
 
 
 def test_the_seeds_are_logged_in_one_line() -> None:
-    [line], on_rank_one = (rank.lines for rank in run_on_ranks(train, rank_seeds=True))
     seeds = "9140593674255849855 on rank 0, 2062734603205289354 on rank 1"
-    assert line == f"bucketddp: rank_seeds: from seed 1 and step 0: {seeds}."
-    assert on_rank_one == []
+    line = f"bucketddp: rank_seeds: from seed 1 and step 0: {seeds}."
+    assert [rank.lines for rank in trained()] == [[line], []]
 
 
-def test_without_seed_everything_the_seed_of_rank_zero_counts() -> None:
-    # The processes have 100 and 101.
-    ranks = run_on_ranks(train, rank_seeds=True, seed=None)
-    seeded = run_on_ranks(train, rank_seeds=True, seed=100)
-    assert [rank.lines for rank in ranks] == [rank.lines for rank in seeded]
-    assert [rank.dropout_masks for rank in ranks] == [rank.dropout_masks for rank in seeded]
-
-
-def test_what_is_drawn_or_seeded_before_training_does_not_count() -> None:
-    ranks = run_on_ranks(train, rank_seeds=True, seed=1, torch_seed=5)
-    plain = run_on_ranks(train, rank_seeds=True, seed=1)
-    assert [rank.dropout_masks for rank in ranks] == [rank.dropout_masks for rank in plain]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("save", "step", "validates"),
+    ("save", "step", "validates", "num_workers"),
     [
-        ("after_validation", 3, True),
-        ("end_of_epoch", 3, True),
-        ("end_of_epoch", 6, False),
+        ("after_validation", 3, 1, 0),
+        ("end_of_epoch", 3, 1, 1),
+        ("end_of_epoch", 6, 0, 0),
         # Lightning does not make up for the validation that would have come after it.
-        ("after_last_batch", 3, False),
+        ("after_last_batch", 3, 0, 1),
+        ("within_epoch", 2, 1, 0),
+        ("after_last_batch", 3, 0, 0),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_a_resumed_run_goes_on_with_the_same_random_numbers(
-    save: str, step: int, validates: bool, num_workers: int, tmp_path: Path
+    save: str, step: int, validates: int, num_workers: int, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"rank_seeds": True, "max_epochs": 3, "num_workers": num_workers, "validates": validates}
-    whole = run_on_ranks(train, save=save, directory=tmp_path, **options)
-    resumed = run_on_ranks(train, resume_from=tmp_path / f"step={step}.ckpt", **options)
+    options: dict[str, Any] = {"max_epochs": 3, "num_workers": num_workers, "limit_val_batches": validates}
+    whole = trained(save=save, directory=tmp_path, **options)
+    resumed = trained(resume_from=tmp_path / f"step={step}.ckpt", **options)
+    line = "bucketddp: rank_seeds: every rank goes on with its random numbers from the checkpoint."
+    assert [rank.lines for rank in resumed] == [[line], []]
     for rank, expected in zip(resumed, whole, strict=True):
         assert rank.augmentations == expected.augmentations[step:]
         assert rank.dropout_masks == expected.dropout_masks[step:]
         # Workers take the samples of the first epoch then, also with ddp: Lightning starts them before it says which.
-        if num_workers == 0:
+        # Within an epoch the samples are others, too: an ordinary data loader begins it anew.
+        if num_workers == 0 and save != "within_epoch":
             assert rank.samples == expected.samples[step:]
             assert rank.weights == expected.weights
 
 
-def test_resuming_within_an_epoch_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:
-    whole = run_on_ranks(train, rank_seeds=True, save="within_epoch", directory=tmp_path)
-    resumed = run_on_ranks(train, rank_seeds=True, resume_from=tmp_path / "step=2.ckpt")
-    for rank, expected in zip(resumed, whole, strict=True):
-        # The samples are others: an ordinary data loader begins the epoch anew.
-        assert rank.augmentations == expected.augmentations[2:]
-        assert rank.dropout_masks == expected.dropout_masks[2:]
-
-
 @pytest.mark.parametrize("asks_for_steps", [False, True])
 def test_training_longer_goes_on_with_the_same_random_numbers(asks_for_steps: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"rank_seeds": True, "asks_for_steps": asks_for_steps}
-    whole = run_on_ranks(train, max_epochs=2, **options)
-    run_on_ranks(train, max_epochs=1, save_to=tmp_path / "1.ckpt", **options)
-    resumed = run_on_ranks(train, max_epochs=2, resume_from=tmp_path / "1.ckpt", **options)
-    for rank, expected in zip(resumed, whole, strict=True):
+    options: dict[str, Any] = {"asks_for_steps": True} if asks_for_steps else {}
+    trained(max_epochs=1, save_to=tmp_path / "1.ckpt", **options)
+    for rank, expected in zip(trained(resume_from=tmp_path / "1.ckpt", **options), trained(**options), strict=True):
         assert rank.augmentations == expected.augmentations[3:]
         assert rank.dropout_masks == expected.dropout_masks[3:]
         assert rank.weights == expected.weights
 
 
-def test_a_checkpoint_that_goes_on_says_so(tmp_path: Path) -> None:
-    run_on_ranks(train, rank_seeds=True, max_epochs=1, save_to=tmp_path / "1.ckpt")
-    rank_zero, _ = run_on_ranks(train, rank_seeds=True, resume_from=tmp_path / "1.ckpt")
-    assert rank_zero.lines == ["bucketddp: rank_seeds: every rank goes on with its random numbers from the checkpoint."]
-
-
 @pytest.mark.parametrize(
-    ("saved", "held"),
-    [
-        ({"rank_seeds": True, "world_size": 1}, "is from 1 rank(s)"),
-        ({"strategy": "ddp"}, "holds no random states"),
-    ],
+    ("saved", "held"), [({"world_size": 1}, "is from 1 rank(s)"), ({"strategy": "ddp"}, "holds no random states")]
 )
 def test_a_checkpoint_that_cannot_go_on_is_warned_about_and_gives_new_seeds(
     saved: dict[str, Any], held: str, tmp_path: Path
 ) -> None:
-    run_on_ranks(train, max_epochs=1, save_to=tmp_path / "1.ckpt", **saved)
+    trained(max_epochs=1, save_to=tmp_path / "1.ckpt", **saved)
     step = torch.load(tmp_path / "1.ckpt", weights_only=True)["global_step"]
-    ranks = run_on_ranks(train, rank_seeds=True, max_epochs=2, resume_from=tmp_path / "1.ckpt")
+    ranks = trained(resume_from=tmp_path / "1.ckpt")
     [warning] = ranks[0].lines
     assert warning.startswith(
         f"bucketddp: rank_seeds: the checkpoint {held} and this run has 2, so random numbers do not go on where they"
@@ -291,17 +262,9 @@ def test_a_checkpoint_that_cannot_go_on_is_warned_about_and_gives_new_seeds(
 
 
 def test_only_checkpoints_that_ask_for_it_hold_random_states(tmp_path: Path) -> None:
-    run_on_ranks(train, rank_seeds=True, max_epochs=1, save_to=tmp_path / "with.ckpt")
-    run_on_ranks(train, rank_seeds=False, max_epochs=1, save_to=tmp_path / "without.ckpt")
-    loaded = torch.load(tmp_path / "with.ckpt", weights_only=True)
-    assert len(loaded["bucketddp"]["rank_seeds"]["states"]) == 2
-    assert "bucketddp" not in torch.load(tmp_path / "without.ckpt", weights_only=True)
-    run_on_ranks(train, rank_seeds=True, max_epochs=1, save_to=tmp_path / "weights.ckpt", weights_only=True)
-    assert "bucketddp" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-
-
-def test_a_checkpoint_that_was_only_validated_changes_no_random_number(tmp_path: Path) -> None:
-    run_on_ranks(train, rank_seeds=True, max_epochs=1, save_to=tmp_path / "1.ckpt")
-    validated = run_on_ranks(train, rank_seeds=True, validate_first=tmp_path / "1.ckpt")
-    plain = run_on_ranks(train, rank_seeds=True)
-    assert [rank.dropout_masks for rank in validated] == [rank.dropout_masks for rank in plain]
+    path = tmp_path / "1.ckpt"
+    trained(max_epochs=1, save_to=path)
+    assert len(torch.load(path, weights_only=True)["bucketddp"]["rank_seeds"]["states"]) == 2
+    for options in ({"rank_seeds": False}, {"weights_only": True}):
+        trained(max_epochs=1, save_to=path, **options)
+        assert "bucketddp" not in torch.load(path, weights_only=True)

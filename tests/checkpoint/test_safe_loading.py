@@ -12,80 +12,49 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPCheckpointIO
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, raised_by, run_on_ranks
 from tests.support.scripts import models
 from tests.support.scripts.fabrics import make_fabric
 from tests.support.scripts.trainers import like_torchrun, make_trainer
 
 
 @like_torchrun()
-def save(*, path: Path, max_epochs: int = 1) -> None:
-    """Train and save one checkpoint."""
-    trainer = make_trainer("bucketddp", max_epochs=max_epochs)
-    trainer.fit(models.Regression(), models.loader())
-    trainer.save_checkpoint(path)
-
-
-@like_torchrun()
-def resume(*, directory: Path, ckpt_path: str, function: str = "fit", **options: Any) -> tuple[str | None, int]:
-    """What a Trainer raises that resumes in `directory/<rank>`, and how many steps it has done.
-
-    Args:
-        ckpt_path: `last`, or the name of a file there.
-    """
+def resume(*, directory: Path, ckpt_path: str = "last", function: str = "fit") -> tuple[str, int]:
+    """What a Trainer raises that resumes in `directory/<rank>`, from `last` or a file, and how many steps it does."""
     own = directory / str(dist.get_rank())
     last = ModelCheckpoint(own, save_last=True)
     trainer = make_trainer("bucketddp", max_epochs=2, enable_checkpointing=True, callbacks=last)
     path = "last" if ckpt_path == "last" else own / ckpt_path
-    raised = None
-    try:
-        getattr(trainer, function)(models.Regression(), models.loader(), ckpt_path=path, **options)
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-    return raised, trainer.global_step
+    run = getattr(trainer, function)
+    return raised_by(lambda: run(models.Regression(), models.loader(), ckpt_path=path)), trainer.global_step
 
 
 @like_torchrun()
-def load_on_one_rank(*, path: Path) -> list[str]:
-    """What a user's callback loads on rank zero alone, while training."""
-    loaded: list[str] = []
-
-    class Loads(models.Regression):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if self.global_rank == 0 and not loaded:
-                loaded.extend(self.trainer.strategy.load_checkpoint(path)["state_dict"])
-
-    make_trainer("bucketddp", max_epochs=1).fit(Loads(), models.loader())
-    return loaded
-
-
-@like_torchrun()
-def load_with_fabric(*, directory: Path, raw: bool = False) -> tuple[str | None, float]:
+def load_with_fabric(*, directory: Path) -> tuple[str, float]:
     """What Fabric raises for `directory/<rank>/model.ckpt`, and what the weight is then, which was zero before."""
     fabric = make_fabric("bucketddp")
     module = fabric.setup(torch.nn.Linear(1, 1, bias=False))
     torch.nn.init.zeros_(module.weight)
     path = directory / str(dist.get_rank()) / "model.ckpt"
-    raised = None
-    try:
-        if not raw:
-            fabric.load(path, {"module": module})
-        elif dist.get_rank() == 0:
-            fabric.load_raw(path, module)
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-    return raised, module.weight.item()
+    return raised_by(lambda: fabric.load(path, {"module": module})), module.weight.item()
 
 
 REMEDY = "Save where all hosts can read, or copy"
+
+
+@like_torchrun()
+def save_after_each_epoch(*, directory: Path) -> None:
+    for epochs in (1, 2):
+        trainer = make_trainer("bucketddp", max_epochs=epochs)
+        trainer.fit(models.Regression(), models.loader())
+        trainer.save_checkpoint(directory / f"{epochs}.ckpt")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with checkpoints of one epoch and of two."""
     directory = tmp_path_factory.mktemp("saved")
-    for epochs in (1, 2):
-        run_on_ranks(save, path=directory / f"{epochs}.ckpt", max_epochs=epochs)
+    run_on_ranks(save_after_each_epoch, directory=directory)
     return directory
 
 
@@ -100,7 +69,7 @@ def own(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ckpt_path", ["last", "last.ckpt"])
 def test_equal_files_of_several_hosts_are_one_checkpoint(ckpt_path: str, own: Path) -> None:
-    assert run_on_ranks(resume, directory=own, ckpt_path=ckpt_path) == [(None, 20)] * 2
+    assert run_on_ranks(resume, directory=own, ckpt_path=ckpt_path) == [("", 20)] * 2
 
 
 @pytest.mark.parametrize("function", ["fit", "test"])
@@ -108,7 +77,7 @@ def test_equal_files_of_several_hosts_are_one_checkpoint(ckpt_path: str, own: Pa
 def test_damage_on_one_rank_is_raised_on_every_rank(damaged: int, function: str, own: Path) -> None:
     path = own / str(damaged) / "last.ckpt"
     path.write_bytes(path.read_bytes()[:-1000])
-    ranks = run_on_ranks(resume, directory=own, ckpt_path="last", function=function)
+    ranks = run_on_ranks(resume, directory=own, function=function)
     text = f"CheckpointReadError: Cannot read checkpoint `{path}`: it is cut short or damaged ("
     assert all(raised.startswith(text) for raised, _ in ranks)
     assert [raised.endswith(f" (on rank {damaged})") for raised, _ in ranks] == [damaged != 0, damaged != 1]
@@ -118,7 +87,7 @@ def test_damage_on_one_rank_is_raised_on_every_rank(damaged: int, function: str,
 def test_damage_on_every_rank_is_raised_by_each(own: Path) -> None:
     for rank in range(2):
         (own / str(rank) / "last.ckpt").write_bytes(b"")
-    ranks = run_on_ranks(resume, directory=own, ckpt_path="last")
+    ranks = run_on_ranks(resume, directory=own)
     for rank, (raised, _) in enumerate(ranks):
         assert raised.startswith(f"CheckpointReadError: Cannot read checkpoint `{own}/{rank}/last.ckpt`: it is empty")
 
@@ -129,7 +98,7 @@ def test_different_files_are_refused(own: Path, saved: Path) -> None:
         f"CheckpointReadError: The checkpoint `{own}/0/last.ckpt` of rank 0 is another one than `{own}/1/last.ckpt` of"
         f" rank 1: the files differ. {REMEDY} one file to every host."
     )
-    assert run_on_ranks(resume, directory=own, ckpt_path="last") == [(text, 0)] * 2
+    assert run_on_ranks(resume, directory=own) == [(text, 0)] * 2
 
 
 def test_a_checkpoint_that_only_one_rank_finds_is_refused(own: Path) -> None:
@@ -139,22 +108,19 @@ def test_a_checkpoint_that_only_one_rank_finds_is_refused(own: Path) -> None:
         f" {REMEDY} it to every host."
     )
     # Lightning finds none there, and would start afresh.
-    assert run_on_ranks(resume, directory=own, ckpt_path="last") == [(text, 0)] * 2
+    assert run_on_ranks(resume, directory=own) == [(text, 0)] * 2
 
 
 def test_a_path_that_only_one_rank_has_is_refused(own: Path) -> None:
     (own / "1" / "last.ckpt").unlink()
     rank_zero, rank_one = run_on_ranks(resume, directory=own, ckpt_path="last.ckpt")
     cause = f"FileNotFoundError: Checkpoint file not found: {own}/1/last.ckpt"
-    assert rank_zero == (
-        f"CheckpointReadError: Cannot read checkpoint `{own}/1/last.ckpt`: {cause} (on rank 1)",
-        0,
-    )
+    assert rank_zero == (f"CheckpointReadError: Cannot read checkpoint `{own}/1/last.ckpt`: {cause} (on rank 1)", 0)
     assert rank_one == (cause, 0)
 
 
 def test_without_a_checkpoint_every_rank_starts_afresh(tmp_path: Path) -> None:
-    assert run_on_ranks(resume, directory=tmp_path, ckpt_path="last") == [(None, 20)] * 2
+    assert run_on_ranks(resume, directory=tmp_path) == [("", 20)] * 2
 
 
 def test_what_could_run_code_is_refused_on_every_rank(own: Path) -> None:
@@ -162,15 +128,25 @@ def test_what_could_run_code_is_refused_on_every_rank(own: Path) -> None:
         path = own / str(rank) / "last.ckpt"
         checkpoint = torch.load(path, weights_only=True)
         torch.save({**checkpoint, "payload": print}, path)
-    for rank, (raised, steps) in enumerate(run_on_ranks(resume, directory=own, ckpt_path="last")):
+    for rank, (raised, steps) in enumerate(run_on_ranks(resume, directory=own)):
         assert raised.startswith(f"UnsafeCheckpointError: Checkpoint `{own}/{rank}/last.ckpt` is not loaded, because")
         assert "print" in raised
         assert steps == 0
 
 
+@on_ranks()
+@like_torchrun()
 def test_a_rank_may_load_alone_while_training(saved: Path) -> None:
+    loaded: list[str] = []
+
+    class Loads(models.Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank == 0 and not loaded:
+                loaded.extend(self.trainer.strategy.load_checkpoint(saved / "1.ckpt")["state_dict"])
+
+    make_trainer("bucketddp", max_epochs=1).fit(Loads(), models.loader())
     keys = [f"layers.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]
-    assert run_on_ranks(load_on_one_rank, path=saved / "1.ckpt") == [keys, []]
+    assert loaded == (keys if dist.get_rank() == 0 else [])
 
 
 # --- Fabric
@@ -186,7 +162,7 @@ def of_fabric(tmp_path: Path) -> Path:
 
 
 def test_fabric_loads_on_every_rank_or_on_none(of_fabric: Path) -> None:
-    assert run_on_ranks(load_with_fabric, directory=of_fabric) == [(None, 3.0)] * 2
+    assert run_on_ranks(load_with_fabric, directory=of_fabric) == [("", 3.0)] * 2
     path = of_fabric / "1" / "model.ckpt"
     path.write_bytes(path.read_bytes()[:-10])
     (on_zero, weight_on_zero), (on_one, weight_on_one) = run_on_ranks(load_with_fabric, directory=of_fabric)
@@ -195,6 +171,12 @@ def test_fabric_loads_on_every_rank_or_on_none(of_fabric: Path) -> None:
     assert (weight_on_zero, weight_on_one) == (0.0, 0.0)
 
 
-def test_one_rank_may_load_raw_with_fabric(of_fabric: Path) -> None:
-    BucketDDPCheckpointIO().save_checkpoint({"weight": torch.full((1, 1), 3.0)}, of_fabric / "0" / "model.ckpt")
-    assert run_on_ranks(load_with_fabric, directory=of_fabric, raw=True) == [(None, 3.0), (None, 0.0)]
+@on_ranks()
+@like_torchrun()
+def test_one_rank_may_load_raw_with_fabric(tmp_path: Path) -> None:
+    fabric = make_fabric("bucketddp")
+    module = fabric.setup(torch.nn.Linear(1, 1, bias=False))
+    if dist.get_rank() == 0:
+        BucketDDPCheckpointIO().save_checkpoint({"weight": torch.full((1, 1), 3.0)}, tmp_path / "model.ckpt")
+        fabric.load_raw(tmp_path / "model.ckpt", module)
+    assert (module.weight.item() == 3) == (dist.get_rank() == 0)

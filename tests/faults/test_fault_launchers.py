@@ -17,19 +17,14 @@ import torch
 from lightning_bucketddp import CheckpointWriteError
 from lightning_bucketddp.strategies.launchers import Guarded
 from tests.soak.round import SCRIPT
-from tests.soak.running import Program, Running, running
+from tests.soak.running import Program, running
 from tests.soak.trial import Fault
 from tests.support import programs, warm
 from tests.support.programs import SCRIPTS, run, run_together
 
 # Far from the time-out of the group.
 SOON_S = 30
-RANK_ZERO_IS_STOPPING = (
-    "RankFailedError: Rank 0 is stopping because another rank failed first.\n[rank0]: Rank 1 (process "
-)
-RANK_ONE_IS_STOPPING = (
-    "RankFailedError: Rank 1 is stopping because another rank failed first.\n[rank1]: Rank 0 (process "
-)
+IS_STOPPING = "RankFailedError: Rank {0} is stopping because another rank failed first.\n[rank{0}]: Rank {1} (process "
 SETTINGS = {"strategy": "bucketddp", "timeout_s": 600, "pause_s": 0.1, "resume": "last"}
 
 
@@ -39,68 +34,57 @@ class Ended:
 
     exit_status: int
     output: str
-    run: Running
-    directory: Path
+    num_steps: int
+    saved_on_exception: Path
 
-    @property
-    def completed(self) -> int:
-        """Steps that both ranks have done."""
-        return min(max(one["step"] for one in self.run.reports() if one["rank"] == rank) for rank in (0, 1))
-
-    def saved_on_exception(self) -> dict[str, Any]:
-        path = self.directory / "checkpoints" / "last-on-exception.ckpt"
-        assert path.exists(), self.output
-        return torch.load(path, weights_only=True)
+    def assert_saved(self) -> None:
+        """Of the steps that both ranks have done, one at most is lost."""
+        assert self.saved_on_exception.exists(), self.output
+        assert self.num_steps - torch.load(self.saved_on_exception, weights_only=True)["global_step"] <= 1
 
 
-def fault_of(what: str, target: int | str) -> Fault:
-    return Fault(what=what, target=target, step=6)
-
-
-def end_of(
-    launcher: str,
-    directory: Path,
-    *,
-    fault: dict[str, Any] | None = None,
-    brought: Fault | None = None,
-    script: Path = SCRIPT,
-) -> Ended:
-    """Let a program meet a fault, or a signal after its seventh step; all of its processes have to end soon."""
+def end_of(launcher: str, directory: Path, *, script: Path = SCRIPT, **fault: Any) -> Ended:
+    """Let a program meet a fault inside, or a signal after its seventh step; all of its processes have to end soon."""
+    is_inside = fault["what"].startswith("raise")
     settings = {"directory": str(directory), "checkpoints": str(directory / "checkpoints"), **SETTINGS}
-    program = Program(script, launcher, {**settings, "faults": [fault] if fault else []}, python=warm.python())
+    program = Program(script, launcher, {**settings, "faults": [fault] if is_inside else []}, python=warm.python())
     output = directory / "output.txt"
     with running(program, directory=directory, output=output) as run:
-        if brought is not None:
-            assert run.wait_for_step(6, since=run.began_at), output.read_text()
-            run.bring(brought)
-        else:
+        if is_inside:
             assert run.wait_for(lambda: bool(run.read("fault0")), since=run.began_at), output.read_text()
+        else:
+            assert run.wait_for_step(6, since=run.began_at), output.read_text()
+            run.bring(Fault(step=6, **fault))
         soon = time.monotonic() + SOON_S
         left = run.wait(until=lambda: soon)
         assert not left, f"{left} still run\n{output.read_text()}"
-        assert run.exit_status != 0, output.read_text()
-        return Ended(run.exit_status or 0, output.read_text(), run, directory)
+        assert run.exit_status, output.read_text()
+        steps = [[one["step"] for one in run.reports() if one["rank"] == rank] for rank in (0, 1)]
+        num_steps = min(max(of_rank, default=0) for of_rank in steps)
+        saved = directory / "checkpoints" / "last-on-exception.ckpt"
+        return Ended(run.exit_status, output.read_text(), num_steps, saved)
 
 
 def test_script_whose_first_process_is_killed(tmp_path: Path) -> None:
-    ended = end_of("script", tmp_path, brought=fault_of("kill", 0))
+    ended = end_of("script", tmp_path, what="kill", target=0)
     assert ended.exit_status == -9
-    assert RANK_ONE_IS_STOPPING in ended.output
+    assert IS_STOPPING.format(1, 0) in ended.output
     assert "killed by signal 9 (SIGKILL)" in ended.output or "only its parent process knows" in ended.output
     # The store was his. The other rank has saved, as the only one that could.
-    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+    ended.assert_saved()
 
 
 @pytest.mark.long
 def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path: Path) -> None:
-    ended = end_of("spawn", tmp_path, fault={"what": "raise", "where": "training", "rank": 1, "step": 7})
+    ended = end_of("spawn", tmp_path, what="raise", where="training", rank=1, step=7)
     # torch shows the error of the rank that ends first.
     assert re.search(r"Process 1 terminated with the following error|Rank 1 \(process \d+ on .*\) failed", ended.output)
     assert "ValueError: an accident" in ended.output
     assert "last-on-exception.ckpt` is not saved here, because other processes have trained" in " ".join(
         ended.output.split()
     )
-    saved, step_5 = ended.saved_on_exception(), torch.load(tmp_path / "checkpoints" / "step=5.ckpt", weights_only=True)
+    paths = (ended.saved_on_exception, tmp_path / "checkpoints" / "step=5.ckpt")
+    saved, step_5 = (torch.load(path, weights_only=True) for path in paths)
     assert saved["global_step"] == 7
     # Two steps of Adam from there.
     for name, weight in saved["state_dict"].items():
@@ -109,25 +93,25 @@ def test_spawned_rank_that_raises_and_checkpoint_of_the_trained_weights(tmp_path
 
 @pytest.mark.parametrize("launcher", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_ranks_whose_parent_is_killed_stop_and_save(launcher: str, tmp_path: Path) -> None:
-    ended = end_of(launcher, tmp_path, brought=fault_of("kill", "launcher"))
+    ended = end_of(launcher, tmp_path, what="kill", target="launcher")
     assert "; all ranks stop." in ended.output
-    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+    ended.assert_saved()
 
 
-@pytest.mark.parametrize("target", ["launcher", 1])
+@pytest.mark.parametrize("target", ["launcher", pytest.param(1, marks=pytest.mark.long)])
 def test_ctrl_c_that_reaches_only_one_process_of_several(target: int | str, tmp_path: Path) -> None:
-    ended = end_of("fork", tmp_path, brought=fault_of("sigint", target))
+    ended = end_of("fork", tmp_path, what="sigint", target=target)
     assert "received SIGINT; all ranks stop." in ended.output
     assert ended.exit_status == 1  # Lightning's, for a keyboard interrupt
-    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+    ended.assert_saved()
 
 
 @pytest.mark.long  # tests/strategies/test_restarts.py has torchrun start such a rank again
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_with_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
-    ended = end_of("torchrun", tmp_path, brought=fault_of("kill", rank))
+    ended = end_of("torchrun", tmp_path, what="kill", target=rank)
     assert "exitcode  : -9" in ended.output
-    assert ended.completed - ended.saved_on_exception()["global_step"] <= 1
+    ended.assert_saved()
 
 
 def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,24 +129,43 @@ def test_callback_that_fails_on_a_rank_whose_end_nobody_shows_is_in_the_log(capl
 
 
 def test_fabric_loop_in_which_one_rank_raises(tmp_path: Path) -> None:
-    fault = {"what": "raise", "rank": 1, "step": 3}
-    ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
+    ended = end_of("script", tmp_path, what="raise", rank=1, step=3, script=SCRIPTS / "fabric_accident.py")
     assert "ValueError: an accident" in ended.output
-    assert RANK_ZERO_IS_STOPPING in ended.output
+    assert IS_STOPPING.format(0, 1) in ended.output
 
 
 def test_fabric_loop_that_has_caught_what_a_step_raised_ends_with_another_rank(tmp_path: Path) -> None:
-    fault = {"what": "raise in a step", "rank": 1, "step": 3}
-    ended = end_of("script", tmp_path, fault=fault, script=SCRIPTS / "fabric_accident.py")
+    ended = end_of("script", tmp_path, what="raise in a step", rank=1, step=3, script=SCRIPTS / "fabric_accident.py")
     # Neither is rank 0 in a step any more, which nobody may interrupt, nor is it forgotten where rank 1 has failed.
     assert re.search(
         r"Rank 0 is stopping because another .*\n.*Rank 1 \(process .* failed in optimizer: ValueError", ended.output
     )
 
 
+# A function that Fabric launches by fork, in which rank 0 is done before rank 1, as on a slow machine, has begun.
+IDLE_RANK = """
+import time
+from lightning.fabric import Fabric
+from lightning_bucketddp.faults import watchdog
+
+def work(fabric):
+    if fabric.global_rank == 1:
+        print("rank 1 has worked", flush=True)
+
+introduce = watchdog.introduce
+
+def introduce_late(channel, **who):
+    time.sleep(channel.rank)
+    introduce(channel, **who)
+
+watchdog.introduce = introduce_late
+Fabric(accelerator="cpu", devices=2, strategy="bucketddp_fork").launch(work)
+"""
+
+
 @pytest.mark.long
 def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) -> None:
-    ended = run(SCRIPTS / "idle_rank.py", root="lightning.pytorch", directory=tmp_path)
+    ended = run("-c", IDLE_RANK, root="lightning.pytorch", directory=tmp_path)
     assert ended.returncode == 0, ended.output
     assert "rank 1 has worked" in ended.output
 
@@ -171,16 +174,12 @@ def test_a_rank_may_begin_when_the_one_with_the_store_has_ended(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        pytest.param("popen test on_test_end abort", r"Rank 1 \(process \d+\) ended by signal 6", id="abort"),
-        pytest.param(
-            "popen fit on_fit_end raise",
-            r"Rank 1 \(process \d+\) ended with exit status 1",
-            id="on_fit_end",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("fork fit teardown raise", "ValueError: an accident", id="teardown"),
+        ("popen test on_test_end abort", r"Rank 1 \(process \d+\) ended by signal 6"),
+        ("fork fit teardown raise", "ValueError: an accident"),
+        ("popen fit on_fit_end raise", r"Rank 1 \(process \d+\) ended with exit status 1"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_rank_that_fails_when_rank_zero_is_through(fault: str, expected: str, tmp_path: Path) -> None:
     python = sys.executable if fault.startswith("popen") else None
     program = programs.Program([SCRIPTS / "late_faults.py", *fault.split()], python=python)
@@ -224,7 +223,8 @@ OF_THE_USER = [
 ]
 
 
-@pytest.mark.parametrize("launcher", ["script", "torchrun", pytest.param("spawn", marks=pytest.mark.long), "fork"])
+@pytest.mark.parametrize("launcher", ["script", "spawn", "fork", "torchrun"])
+@pytest.mark.sampled(2)
 def test_a_crash_shows_the_frames_of_the_user_once_and_two_lines_of_another_rank(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASH)
@@ -259,7 +259,7 @@ def test_a_rank_zero_that_is_killed_leaves_two_lines_and_no_frames_of_its_store(
     program = programs.Program([script, "bucketddp"], python=sys.executable)
     ended = run_together(program, root="lightning.pytorch", directory=tmp_path)
     assert ended.returncode == -9, ended.output
-    assert RANK_ONE_IS_STOPPING in ended.output
+    assert IS_STOPPING.format(1, 0) in ended.output
     assert "frame #" not in ended.output
     assert sum(line.startswith("[rank1]") for line in ended.output.splitlines()) == 2, ended.output
 

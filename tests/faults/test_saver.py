@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -38,17 +38,13 @@ class Ranks:
 
     def __init__(self, directory: Path, *, name: str = "run") -> None:
         store = HashStore()
-        self._elections: list[SaverElection] = []
-        self._stores: list[GuardedStore] = []
-        self._channels: list[SideChannel] = []
-        for rank in range(WORLD_SIZE):
-            channel = SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE)
-            self._channels.append(channel)
-            local_ranks = LocalRanks(channel, exit_status_of=lambda _: None)
-            guarded = GuardedStore(channel, local_ranks, Connections(), store_rank=0)
-            claim = partial(claim_file, str(directory))
-            self._stores.append(guarded)
-            self._elections.append(SaverElection(guarded, claim_file=claim))
+        self._channels = [SideChannel(store, name=name, rank=rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
+        self._stores = [
+            GuardedStore(channel, LocalRanks(channel, exit_status_of=lambda _: None), Connections(), store_rank=0)
+            for channel in self._channels
+        ]
+        claim = partial(claim_file, str(directory))
+        self._elections = [SaverElection(guarded, claim_file=claim) for guarded in self._stores]
 
     def close(self) -> None:
         for channel in self._channels:
@@ -71,29 +67,26 @@ class Ranks:
             return [rank for rank, is_won in zip(come, won, strict=True) if is_won]
 
 
-class MakeRanks(Protocol):
-    def __call__(self, *, name: str = "run") -> Ranks: ...
-
-
 @pytest.fixture
-def make_ranks(tmp_path: Path) -> Iterator[MakeRanks]:
+def make_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
-        yield lambda *, name="run": stack.enter_context(closing(Ranks(tmp_path, name=name)))
+        yield lambda name="run": stack.enter_context(closing(Ranks(tmp_path, name=name)))
 
 
-def test_the_lowest_rank_that_lives_saves(make_ranks: MakeRanks, tmp_path: Path) -> None:
+def test_the_lowest_rank_that_lives_saves_and_one_whose_exception_ends_the_run_only_if_it_is_rank_zero(
+    make_ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
     assert make_ranks().savers(come=[5, 4, 3, 2, 1], failure=RANK_ZERO_DIED) == [1]
     assert make_ranks().savers(come=[4, 3, 2, 1, 0], failure=RANK_FIVE_RAISED) == [0]
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_rank_whose_exception_ends_the_run_saves_only_if_it_is_rank_zero(make_ranks: MakeRanks) -> None:
     assert make_ranks().savers(come=[5], failure=RANK_FIVE_RAISED) == []
     rank_zero_raised = Failure(rank=0, kind=Kind.RAISED, what="ValueError")
     assert make_ranks().savers(come=[1, 0], failure=rank_zero_raised) == [0]
+    assert not any(tmp_path.iterdir())
 
 
-def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch, make_ranks: MakeRanks) -> None:
+def test_one_saves_where_lower_ranks_do_not_come(
+    monkeypatch: pytest.MonkeyPatch, make_ranks: Callable[..., Ranks]
+) -> None:
     monkeypatch.setattr(side_channel, "_COMES_WITHIN_S", 0.3)
     ranks = make_ranks()
     # Rank 1 may be on the host of rank 0. All others believe that it is their turn.
@@ -102,7 +95,7 @@ def test_one_saves_where_lower_ranks_do_not_come(monkeypatch: pytest.MonkeyPatch
     assert ranks.savers(come=[1], failure=RANK_ZERO_DIED) == []
 
 
-def test_one_saves_where_the_store_died_with_rank_zero(make_ranks: MakeRanks, tmp_path: Path) -> None:
+def test_one_saves_where_the_store_died_with_rank_zero(make_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     ranks = make_ranks()
     ranks.lose_store()
     assert len(ranks.savers(come=[1, 2, 3, 4, 5], failure=RANK_ZERO_DIED)) == 1
@@ -112,7 +105,7 @@ def test_one_saves_where_the_store_died_with_rank_zero(make_ranks: MakeRanks, tm
     assert len(list(tmp_path.iterdir())) == 2  # a file of each run has decided, not the store
 
 
-def test_one_saves_where_the_network_is_cut_in_two(make_ranks: MakeRanks) -> None:
+def test_one_saves_where_the_network_is_cut_in_two(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks()
     here = ranks.savers(come=[0, 1, 2], failure=Failure(rank=3, kind=Kind.LOST, what="its host no longer answers"))
     ranks.lose_store()
@@ -120,7 +113,9 @@ def test_one_saves_where_the_network_is_cut_in_two(make_ranks: MakeRanks) -> Non
     assert (here, there) == ([0], [])
 
 
-def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(make_ranks: MakeRanks) -> None:
+def test_a_rank_that_is_late_does_not_save_again_when_rank_zero_has_saved_and_ended(
+    make_ranks: Callable[..., Ranks],
+) -> None:
     ranks = make_ranks()
     assert ranks.savers(come=[0], failure=RANK_FIVE_RAISED) == [0]
     ranks.look()

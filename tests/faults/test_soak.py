@@ -104,12 +104,7 @@ def outcome_of(code: str, directory: Path, what: Trial, *, handler: str = "", re
     script.write_text(begin + code)
     disk.mkdir(exist_ok=True)
     arena = Arena(
-        directory=directory,
-        checkpoints=disk,
-        patience_s=1.5,
-        script=script,
-        python=sys.executable,
-        resume=resume,
+        directory=directory, checkpoints=disk, patience_s=1.5, script=script, python=sys.executable, resume=resume
     )
     return run_round(what, arena, expected_weights="right")
 

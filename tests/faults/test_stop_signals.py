@@ -6,14 +6,13 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.doomed_ranks import Ended, doomed_ranks
+from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.faults import Fault, fit
 
 SOON_S = 20
@@ -127,38 +126,21 @@ def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
     assert ended.exit_codes == [143, 143]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A signal to some ranks, at some moment of a training that also validates and saves."""
-
-    number: signal.Signals
-    ranks: tuple[int, ...]
-    delay_s: float
-
-    @classmethod
-    def draw(cls, generator: random.Random) -> Trial:
-        number = generator.choice([signal.SIGTERM, signal.SIGINT])
-        return cls(number, generator.choice([(0,), (1,), (0, 1)]), generator.uniform(0, 0.6))
-
-    def run(self, directory: Path) -> Ended:
-        directory.mkdir()
-        options: dict[str, Any] = {"pause_s": 0.01, "val_check_interval": 20, "save_every": 7}
-        with doomed_ranks(fit, directory=directory, **options) as ranks:
-            ranks.wait_for("training.json")
-            time.sleep(self.delay_s)
-            for rank in self.ranks:
-                ranks.send(rank, self.number)
-            sent_at = time.time()
-            ended = ranks.wait()
-        assert ended.at - sent_at < SOON_S
-        return ended
-
-
-def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
-    told = f"{trial}: {ended.exit_codes}\n{ended.output[0]}\n{ended.output[1]}"
+def stop_at_random_moment(number: signal.Signals, targets: tuple[int, ...], delay_s: float, directory: Path) -> None:
+    """Send a signal to some ranks of a training that also validates and saves: it loses a step at most."""
+    directory.mkdir()
+    with doomed_ranks(fit, directory=directory, pause_s=0.01, val_check_interval=20, save_every=7) as ranks:
+        ranks.wait_for("training.json")
+        time.sleep(delay_s)
+        for rank in targets:
+            ranks.send(rank, number)
+        sent_at = time.time()
+        ended = ranks.wait()
+    assert ended.at - sent_at < SOON_S
+    told = f"{number!r} to {targets} after {delay_s}: {ended.exit_codes}\n{ended.output[0]}\n{ended.output[1]}"
     assert 0 not in ended.exit_codes, told
     assert {"seen0", "seen1"} <= ended.results.keys(), told
-    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[trial.number]}, told
+    assert {ended.results[f"seen{rank}"]["type"] for rank in (0, 1)} == {SEEN_AS[number]}, told
     saved_step = checkpoint_of(directory)["global_step"]
     assert saved_step == ended.results["seen0"]["step"], told
     completed = max(ended.results[f"progress{rank}"]["step"] for rank in (0, 1))
@@ -169,12 +151,18 @@ def assert_stopped_well(trial: Trial, ended: Ended, directory: Path) -> None:
 def test_signals_at_random_moments(num_moments: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown when it fails
-    generator = random.Random(seed)
-    trials = [Trial.draw(generator) for _ in range(num_moments)]
-    directories = [tmp_path / str(index) for index in range(len(trials))]
+    chance = random.Random(seed)
     # Two at once: the processes wait most of the time.
     with ThreadPoolExecutor(2) as executor:
-        for trial, directory, ended in zip(
-            trials, directories, executor.map(Trial.run, trials, directories), strict=True
-        ):
-            assert_stopped_well(trial, ended, directory)
+        trials = [
+            executor.submit(
+                stop_at_random_moment,
+                chance.choice([signal.SIGTERM, signal.SIGINT]),
+                chance.choice([(0,), (1,), (0, 1)]),
+                chance.uniform(0, 0.6),
+                tmp_path / str(index),
+            )
+            for index in range(num_moments)
+        ]
+        for trial in trials:
+            trial.result()

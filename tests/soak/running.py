@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.soak.trial import MAX_RESTARTS, Fault
-from tests.startup.test_clusters import unused_job_id
+from tests.startup.test_clusters import slurm_job, slurm_task
 from tests.support.hosts import Network
 from tests.support.programs import processes_of
 from tests.support.warm import RUN_VARIABLE
@@ -56,9 +56,9 @@ class Program:
         if self.launcher == "hosts":
             return [Task(self._on_host(number, script)) for number in self.hosts]
         if self.launcher == "slurm":
-            job_id = str(unused_job_id())
+            job = {**slurm_job(num_nodes=1), "SLURM_RESTART_COUNT": str(self.num_starts)}
             command = (*self.within, self.python, *script)
-            return [Task(command, _slurm_variables(rank, job_id, self.num_starts)) for rank in (0, 1)]
+            return [Task(command, {**job, **slurm_task(rank, num_nodes=1)}) for rank in (0, 1)]
         by = {"torchrun": on_one_host, "elastic": (*on_one_host, f"--max-restarts={MAX_RESTARTS}")}
         return [Task((*self.within, self.python, *by.get(self.launcher, ()), *script))]
 
@@ -71,22 +71,6 @@ class Program:
         settings = (f"--rdzv-conf={_RENDEZVOUS},is_host={int(host is first)}", f"--local-addr={host.address}")
         sizes = ("--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={MAX_RESTARTS}")
         return (*host.within, *named, self.python, *_TORCHRUN, *sizes, *rendezvous, *settings, *script)
-
-
-def _slurm_variables(rank: int, job_id: str, num_starts: int) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": job_id,
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_JOB_NODELIST": "127.0.0.1",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_RESTART_COUNT": str(num_starts),
-    }
 
 
 class Running:

@@ -17,31 +17,34 @@ from tests.support.programs import SCRIPTS, Program, Run, assert_trained, run, r
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_slurm_starts_the_processes(num_nodes: int, tmp_path: Path) -> None:
-    tasks_per_node = 2 // num_nodes
-    job_id = unused_job_id()
-    sizes = ["--devices", str(tasks_per_node), "--num-nodes", str(num_nodes)]
+    job = slurm_job(num_nodes=num_nodes)
+    sizes = ["--devices", str(2 // num_nodes), "--num-nodes", str(num_nodes)]
     tasks = [
-        Program(
-            [SCRIPTS / "fit.py", "bucketddp", *sizes],
-            variables={
-                "SLURM_JOB_ID": str(job_id),
-                "SLURM_JOB_NAME": "train",
-                "SLURM_NTASKS": "2",
-                "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
-                "SLURM_NNODES": str(num_nodes),
-                # Both nodes are this machine.
-                "SLURM_NODELIST": "127.0.0.[1-2]" if num_nodes == 2 else "127.0.0.1",
-                "SLURM_JOB_NODELIST": "127.0.0.[1-2]" if num_nodes == 2 else "127.0.0.1",
-                "SLURM_PROCID": str(task),
-                "SLURM_LOCALID": str(task % tasks_per_node),
-                "SLURM_NODEID": str(task // tasks_per_node),
-            },
-        )
-        for task in range(2)
+        Program([SCRIPTS / "fit.py", "bucketddp", *sizes], {**job, **slurm_task(rank, num_nodes)}) for rank in (0, 1)
     ]
     finished = run_together(*tasks, root="lightning.pytorch", directory=tmp_path)
     ranks = assert_trained(finished, root="lightning.pytorch", name="bucketddp")
-    assert [rank["node"] for rank in ranks] == [task // tasks_per_node for task in range(2)]
+    assert [rank["node"] for rank in ranks] == ([0, 0] if num_nodes == 1 else [0, 1])
+
+
+def slurm_job(*, num_nodes: int) -> dict[str, str]:
+    """The variables of a job with two tasks, on nodes that are all this machine."""
+    nodes = "127.0.0.[1-2]" if num_nodes == 2 else "127.0.0.1"
+    return {
+        "SLURM_JOB_ID": str(unused_job_id()),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": str(2 // num_nodes),
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NODELIST": nodes,
+        "SLURM_JOB_NODELIST": nodes,
+    }
+
+
+def slurm_task(rank: int, num_nodes: int) -> dict[str, str]:
+    """The variables of one of its tasks."""
+    local, node = (rank, 0) if num_nodes == 1 else (0, rank)
+    return {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
 
 
 def unused_job_id() -> int:

@@ -16,6 +16,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_rank_may_be_late(late_s: list[float]) -> None:
     assert outcomes(ranks=[0, 1], world_sizes=[2, 2], late_s=late_s) == [ALL_THERE] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("waited_s", "world_size", "pause_s"),
     [(0.0, 2, 0.001), (0.2, 2, 0.02), (100.0, 2, 0.05), (0.0, 1000, 0.5), (100.0, 1000, 0.5)],
 )
@@ -181,8 +182,11 @@ def test_what_no_rank_has_written_is_named(written: str) -> None:
         RendezvousRound.find(keys)
 
 
-def test_reasons_of_others_command_no_terminal() -> None:
-    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2))
+def test_reasons_of_others_and_names_of_hosts_command_no_terminal() -> None:
+    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, host="\x1b[2J"))
+    rdzv.join(rdzv.host)
+    address = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
+    assert "1 did, from host \\x1b[2J." in str(Rendezvous(address, timeout_s=-1)._reason_to_give_up(rdzv))
     rdzv.object("\x1b[2J")
     assert rdzv.objection() == "\\x1b[2J"
     rdzv.decide("\x1b[2J")
@@ -195,13 +199,6 @@ def test_a_process_that_is_in_another_fit_of_its_program_does_not_join() -> None
     rdzv.join(RankInfo(rank=1, world_size=2))
     assert re.match(r"Rank 1 \(.*\) is in fit 1 of its program, rank 0 in fit 2: ", str(rdzv.objection()))
     assert rdzv.missing() == [0, 1]
-
-
-def test_names_of_hosts_command_no_terminal() -> None:
-    address = StoreAddress(address="127.0.0.1", port=1, rank=0, world_size=2, local_rank=0)
-    rdzv = RendezvousRound(HashStore(), RankInfo(rank=0, world_size=2, host="\x1b[2J"))
-    rdzv.join(rdzv.host)
-    assert "1 did, from host \\x1b[2J." in str(Rendezvous(address, timeout_s=-1)._reason_to_give_up(rdzv))
 
 
 def test_rank_zero_may_be_what_is_missing(agent: TCPStore) -> None:
@@ -295,35 +292,19 @@ def port_in_use(port: int) -> str:
 # --- Processes that a launcher watches
 
 
-class Launcher:
-    """As much of ours as is asked for."""
-
-    def __init__(self, *commands: str) -> None:
-        self.children = tuple(subprocess.Popen([sys.executable, "-c", command]) for command in commands)
-
-
-def test_processes_that_end_are_named_and_the_others_ended() -> None:
-    launcher = Launcher("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(1000)")
-    killed, sleeping = launcher.children
-    launched = ChildProcesses(launcher, rank=4, local_rank=0)
-    killed.wait()
+@for_each(("command", "how"), [("kill -9 $$", "by signal 9 (SIGKILL)"), ("true", "with exit status 0")])
+def test_processes_that_end_are_named_and_the_others_ended(command: str, how: str) -> None:
+    ended, sleeping = children = [subprocess.Popen(["sh", "-c", it]) for it in (command, "exec sleep 1000")]
+    launched = ChildProcesses(SimpleNamespace(children=children), rank=4, local_rank=0)
+    ended.wait()
     assert launched.find_failure() == (
-        f"Rank 5 (process {killed.pid}) ended by signal 9 (SIGKILL) before all ranks had joined. Its output says why."
+        f"Rank 5 (process {ended.pid}) ended {how} before all ranks had joined. Its output says why."
     )
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), launched.ended_on_failure():
         raise KeyboardInterrupt
     assert sleeping.returncode == -signal.SIGKILL
     assert time.monotonic() - began < AT_ONCE_S
-
-
-def test_a_process_that_ends_well_too_early_is_named() -> None:
-    launcher = Launcher("")
-    launcher.children[0].wait()
-    assert ChildProcesses(launcher, rank=0, local_rank=0).find_failure() == (
-        f"Rank 1 (process {launcher.children[0].pid}) ended with exit status 0 before all ranks had joined. Its output"
-        " says why."
-    )
 
 
 def test_a_launcher_that_has_ended_is_noticed_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +397,11 @@ def test_a_port_that_the_user_chose_is_taken_again_and_again(environment: pytest
     for launcher in [make_launcher(), make_launcher()]:
         assert open_port(launcher) == port
         assert launcher.take_listener() is None
-
-
-def test_a_port_that_the_user_chose_for_programs_that_find_a_free_one_is_kept(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("STANDALONE_PORT", str(own_port()))
+    # One for programs that find a free one is kept.
+    environment.delenv("MASTER_PORT")
+    environment.setenv("STANDALONE_PORT", str(port))
     launcher = make_launcher()
-    assert open_port(launcher) == int(os.environ["STANDALONE_PORT"])
+    assert open_port(launcher) == port
     launcher.take_listener().close()
 
 
@@ -449,7 +429,7 @@ def test_a_launch_that_fails_leaves_the_environment_as_it_was(
 # --- The option
 
 
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "5", True, None])
+@for_each("value", [0, -1, math.nan, math.inf, "5", True, None])
 def test_a_start_timeout_that_is_no_time_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"`start_s` must be a positive number of seconds, got .*\."):
         Timeouts(start_s=value)
@@ -497,28 +477,15 @@ def test_a_port_in_use_ends_the_run_before_anything_is_launched(tmp_path: Path) 
 
 
 def test_a_node_that_is_missing_ends_the_others(tmp_path: Path) -> None:
-    finished = start(
-        tmp_path,
-        "--fabric",
-        "--num-nodes",
-        2,
-        "--start-timeout-s",
-        8,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(own_port()),
-    )
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    finished = start(tmp_path, "--fabric", "--num-nodes", 2, "--start-timeout-s", 8, **variables)
     assert_ended(finished, r"Ranks (1, )?2, 3 of 4 did not join at 127\.0\.0\.1:\d+ within 8 s\. \d did")
 
 
 def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> None:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
-    nodes = [
-        Program(
-            [SCRIPTS / "starts.py", "--num-nodes", "2", "--devices", str(devices)],
-            {**variables, "NODE_RANK": str(node)},
-        )
-        for node, devices in enumerate([2, 1])
-    ]
+    command = [str(SCRIPTS / "starts.py"), "--num-nodes", "2", "--devices"]
+    nodes = [Program([*command, num], {**variables, "NODE_RANK": str(node)}) for node, num in enumerate("21")]
     message = r"Rank \d \(process \d+ on host .*\) was started as one of (2|4), but rank \d \(.*\) as one of (2|4)\."
     assert_ended(run_together(*nodes, root="lightning.pytorch", directory=tmp_path), message)
 
@@ -526,15 +493,11 @@ def test_nodes_that_disagree_on_the_world_size_end_at_once(tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_main_address_on_another_host_where_nobody_is_ends_the_run(tmp_path: Path) -> None:
     with two_hosts() as hosts:
-        for address, obstacle in [
-            (hosts[0].address, "Connection refused"),
-            ("10.0.0.3", "(No route to host|timed out)"),
-        ]:
-            alone = [
-                "from tests.support.jobs.meetings import *",
-                f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})",
-            ]
-            program = Program(["-c", "; ".join(alone)], within=hosts[1].within)
+        obstacles = {hosts[0].address: "Connection refused", "10.0.0.3": "(No route to host|timed out)"}
+        for address, obstacle in obstacles.items():
+            alone = f"meet_alone(29500, rank=1, timeout_s=4, address={address!r})"
+            code = f"from tests.support.jobs.meetings import *; {alone}"
+            program = Program(["-c", code], within=hosts[1].within)
             finished = run_together(program, root="lightning.pytorch", directory=tmp_path, cwd=REPOSITORY)
             message = rf"Rank 1 on host {HOST} could not reach rank 0 at {address}:29500 within 4 s: {obstacle}\. Check"
             assert_ended(finished, message)

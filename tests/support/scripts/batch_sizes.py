@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch import LightningModule, callbacks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bucketddp
 from lightning_bucketddp.reducer.observer import ReducerStats
+from tests.support.ranks import raised_by
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer
 
 WIDTH = 4
@@ -111,26 +112,6 @@ class Hungry(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """How a batch size is looked for.
-
-    Attributes:
-        is_ours: by our classes, else by Lightning's.
-        fixed: nothing is looked for, and this is the batch size.
-    """
-
-    memory: Memory = field(default_factory=Memory)
-    is_ours: bool = True
-    by: str = "callback"
-    method: str = "fit"
-    mode: str = "power"
-    fixed: int | None = None
-    sync_batchnorm: bool = False
-    validates_after: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Found:
     size: int | None
@@ -142,43 +123,48 @@ class Found:
     files: list[str]
 
 
-def _make_trainer(search: Search, directory: Path, module: Hungry, finders: list[Any]) -> Trainer:
-    strategy: Any = "auto"
-    if search.is_ours:
-        hook = module.reduce if search.memory.where == "bucket" else None
-        strategy = lightning_bucketddp.BucketDDPStrategy(
-            bucket_cap_mb=SMALL_BUCKETS_MB, ddp_comm_hook=hook, **search.options
-        )
-    return make_trainer(
-        strategy,
+def look(
+    *,
+    directory: Path,
+    memory: Memory = Memory(),  # noqa: B008
+    is_ours: bool = True,
+    by: str = "callback",
+    method: str = "fit",
+    mode: str = "power",
+    fixed: int | None = None,
+    options: dict[str, Any] | None = None,
+    **trainer_options: Any,
+) -> Found:
+    """Look for a batch size, by our classes or by Lightning's, then do with it what it was looked for.
+
+    With a `fixed` one nothing is looked for.
+    """
+    module = Hungry(memory)
+    package: Any = lightning_bucketddp if is_ours else callbacks
+    finder = package.BatchSizeFinder(mode=mode) if by == "callback" and fixed is None else None
+    module.batch_size = fixed or module.batch_size
+    hook = module.reduce if memory.where == "bucket" else None
+    strategy = lightning_bucketddp.BucketDDPStrategy(
+        bucket_cap_mb=SMALL_BUCKETS_MB, ddp_comm_hook=hook, **(options or {})
+    )
+    trainer = make_trainer(
+        strategy if is_ours else "auto",
         max_epochs=1,
         limit_val_batches=4,
-        val_check_interval=search.validates_after,
         num_sanity_val_steps=0,
-        sync_batchnorm=search.sync_batchnorm,
         default_root_dir=directory,
-        callbacks=finders,
+        callbacks=[] if finder is None else [finder],
+        **trainer_options,
     )
-
-
-@like_torchrun()
-def find(*, search: Search, directory: Path) -> Found:
-    """Look for a batch size, then do with it what it was looked for."""
-    module = Hungry(search.memory)
-    package: Any = lightning_bucketddp if search.is_ours else callbacks
-    finder = package.BatchSizeFinder(mode=search.mode) if search.by == "callback" else None
-    if search.fixed is not None:
-        finder, module.batch_size = None, search.fixed
-    trainer = _make_trainer(search, directory, module, [] if finder is None else [finder])
     size = None
-    if search.by == "tuner":
-        size = lightning_bucketddp.Tuner(trainer).scale_batch_size(module, method=search.method, mode=search.mode)
+    if by == "tuner":
+        size = lightning_bucketddp.Tuner(trainer).scale_batch_size(module, method=method, mode=mode)
     tried = list(module.sizes)
-    getattr(trainer, search.method)(module)
+    getattr(trainer, method)(module)
     if finder is not None:
         size, tried = finder.optimal_batch_size, module.sizes
     assert type(vars(dist.ProcessGroup)["allreduce"]).__name__ == "instancemethod"  # torch's own again
-    assert search.fixed is not None or module.batch_size == size
+    assert fixed is not None or module.batch_size == size
     return Found(
         size,
         tried,
@@ -191,37 +177,18 @@ def find(*, search: Search, directory: Path) -> Found:
 
 
 @like_torchrun()
-def refusal(*, search: Search, directory: Path) -> str:
-    """What is raised by a search that fails."""
-    finder = lightning_bucketddp.BatchSizeFinder(mode=search.mode)
-    module = Hungry(search.memory)
-    trainer = _make_trainer(search, directory, module, [finder])
-    try:
-        trainer.fit(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "found"
+def find(**options: Any) -> Found:
+    return look(**options)
 
 
-def main() -> None:
-    """Look on two ranks that Lightning starts, as a script does."""
-    module = Hungry(Memory())
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="bucketddp",
-        max_epochs=1,
-        default_root_dir=os.environ["RESULTS"],
-        callbacks=[lightning_bucketddp.BatchSizeFinder(mode="binsearch")],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
-    result = {"size": module.batch_size, "sizes": module.sizes}
-    Path(os.environ["RESULTS"], f"found.rank{trainer.global_rank}.json").write_text(json.dumps(result))
+@like_torchrun()
+def refusal(**options: Any) -> str:
+    return raised_by(lambda: look(**options))
 
 
 if __name__ == "__main__":
-    main()
+    # On two ranks that Lightning starts.
+    results = Path(os.environ["RESULTS"])
+    found = look(directory=results, mode="binsearch", devices=2)
+    text = json.dumps({"size": found.size, "sizes": found.sizes})
+    (results / f"found.rank{os.environ.get('LOCAL_RANK', '0')}.json").write_text(text)

@@ -204,25 +204,14 @@ def fit(
     )
 
 
-@like_torchrun()
-def refusal(*, named: str) -> str | None:
-    """What a Trainer with another strategy says."""
-    trainer = make_trainer(named, callbacks=[BucketDDPMonitor()], max_epochs=1)
-    try:
-        trainer.fit(models.Regression(), models.loader())
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def logged_in_csv(directory: Path) -> dict[int, dict[str, float]]:
-    """What was logged of the monitor, by step."""
+def logged_in_csv(directory: Path, value: str = "step_ms") -> dict[int, dict[str, float]]:
+    """What was logged, by step, of the monitor that logs this value."""
     prefix = "bucketddp/"
     logged: dict[int, dict[str, float]] = {}
     with (directory / "csv" / "0" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
             ours = {name.removeprefix(prefix): float(v) for name, v in row.items() if name.startswith(prefix) and v}
-            if "step_ms" in ours:
+            if value in ours:
                 assert int(row["step"]) not in logged
                 logged[int(row["step"])] = ours
     return logged

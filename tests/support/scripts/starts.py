@@ -23,7 +23,7 @@ arguments = parser.parse_args()
 print("started", flush=True)
 if os.environ.get("LOCAL_RANK") == "1":
     if arguments.rank_1 == "late":
-        time.sleep(5)
+        time.sleep(2)
     if arguments.rank_1 == "exit":
         sys.exit(3)
 
