@@ -109,11 +109,6 @@ class ClippedByHand(styles.Manual):
         self.norms.append({"norm": float(nn.utils.clip_grad_norm_(self.parameters(), 0.05))})
 
 
-class ZeroesInPlace(Wide):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
 class ModuleZeroGrad(styles.Manual):
     def __init__(self) -> None:
         super().__init__()
@@ -135,34 +130,12 @@ class Penalised(Wide):
         return self.loss(batch) + 0.01 * penalty + 0.1 * back.square().mean()
 
 
-class OwnKernel(Wide):
-    """Has a layer that is not torch's, and passes its weights on in a way that torch does not see."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        weights = [param.detach().numpy().copy() for param in self.parameters()]
-        return super().loss(batch) + sum(float(weight.sum()) for weight in weights) * self.layers[2].bias.sum()
-
-
-class Scripted(Wide):
-    """Has layers that run without Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(torch.jit.script(self.layers[:2]), self.layers[2])
-
-
 @dataclass(frozen=True)
 class Scenario:
-    """A module and how it is trained.
-
-    Attributes:
-        options: of the Trainer.
-        strategy: options of the strategy.
-        tolerance: by how much weights may differ from those without sharding.
-    """
+    """A module, how it is trained, and by how much weights may differ from those without sharding."""
 
     module: Callable[[], LightningModule]
-    options: Callable[[], dict[str, Any]] = dict
+    options: Callable[[], dict[str, Any]] = dict  # of the Trainer
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6
     num_epochs: int = 1
@@ -192,11 +165,8 @@ SCENARIOS: dict[str, Scenario] = {
     "clipped_by_hand": Scenario(ClippedByHand),
     "clip_norm": Scenario(Wide, lambda: {"gradient_clip_val": 0.1}),
     "clip_value": Scenario(Wide, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "zeroes_in_place": Scenario(ZeroesInPlace),
     "module_zero_grad": Scenario(ModuleZeroGrad),
     "penalised": Scenario(Penalised),
-    "own_kernel": Scenario(OwnKernel),
-    "scripted": Scenario(Scripted),
     "scaler": Scenario(lambda: widen(Squares()), lambda: {"gradient_clip_val": 0.1, **option("scaler")}),
     "layer_added": Scenario(Wide, lambda: {"callbacks": trainer_tests.AddsLayer()}, num_epochs=3),
     "uneven_data": _uneven(uneven_data=True),
