@@ -303,7 +303,10 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+LONG = ("workers", "number of steps", "padded")
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.long if it in LONG else ()) for it in RESUMED])
 @pytest.mark.sampled(5)
 def test_each_sample_is_trained_on_once_in_each_epoch(name: str, tmp_path: Path) -> None:
     setting, interruptions = RESUMED[name]

@@ -17,7 +17,8 @@ from tests.support.cases import for_each
 from tests.support.ranks import on_ranks
 from tests.support.scripts.trainers import like_torchrun
 
-ROOTS = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]
+# One for the Trainer and one for Fabric, of either distribution of Lightning.
+ROOTS = ["lightning.pytorch", "lightning_fabric"]
 
 
 def make_strategy(root: str, environment: str, **options: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -283,11 +283,6 @@ class OwnNumbers(Network):
         return self.loss(batch) * self.numbers.random()
 
 
-class LateHook(Callback):
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.first.register_forward_hook(lambda module, args, output: output * 2)
-
-
 class Poison(Callback):
     """Gives rank 1 something that is not finite in two late steps; what is only warned of is read late, as on a GPU."""
 
@@ -341,6 +336,10 @@ def unequal_batches() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(76, WIDTH, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True)), batch_size=4)
+
+
+def hook_first(trainer: Any, pl_module: Any) -> None:
+    pl_module.first.register_forward_hook(lambda module, args, output: output * 2)
 
 
 def weight_of_rank(batch: list[Tensor]) -> float:
@@ -421,7 +420,9 @@ PROGRAMS = {
     "synchronize": Program(Waiting, reason="capturing raised at ", needs_gpu=True),
     "hook_in_closure": Program(Hooked, reason="`Hooked.on_after_backward` runs within it"),
     "unused": Program(Unused, reason="got no gradient", of_several_ranks=True),
-    "hook_on_module": Program(callbacks=lambda: [LateHook()], reason="`first` has a hook"),
+    "hook_on_module": Program(
+        callbacks=lambda: [LambdaCallback(on_train_start=hook_first)], reason="`first` has a hook"
+    ),
 }
 
 
@@ -440,7 +441,11 @@ def train(*, program: str, captures: bool) -> dict[str, Any]:
     lines: list[str] = []
     warnings: list[str] = []
     strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, cuda_graphs=captures, **known.options)
-    trainer = make_trainer(strategy, **{"max_epochs": 2, **known.trainer}, callbacks=[*known.callbacks(), outputs])
+    trainer = make_trainer(
+        strategy,
+        **{"max_epochs": 2 if device().type == "cpu" else 4, **known.trainer},
+        callbacks=[*known.callbacks(), outputs],
+    )
     with (
         graphs_to_run(module),
         patch.dict(_ALONE_FROM_BYTES, dict.fromkeys(_ALONE_FROM_BYTES if known.all_alone else (), 0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,21 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
-from tests.support.ranks import raised_by
+from tests.support.cases import for_each
+from tests.support.ranks import on_ranks, raised_by
 from tests.support.scripts.models import Regression, loader
 from tests.support.scripts.trainers import like_torchrun, make_trainer, ours_and_ddp
+
+NUM_BATCHES = 10
+STRATEGIES = ("bucketddp", "ddp")
+saves_on_exception = pytest.mark.skipif(
+    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
+    reason="this Lightning's `ModelCheckpoint` does not save on exceptions",
+)
+
+
+def _weights(module: LightningModule) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
 class Tunable(Regression):
@@ -51,15 +63,21 @@ class RisingMetric(Regression):
         self.log("metric", metric, sync_dist=self._shared)
 
 
+# Rank 1's metric rises in the third epoch, which stops both ranks; the mean of both rises in the fifth.
+@for_each(("shared", "epochs"), [(False, 3), (True, 5)])
+@on_ranks()
 @like_torchrun()
-def stop_early(*, strategy: str, shared: bool) -> dict[str, Any]:
-    """When this rank stops."""
-    torch.manual_seed(dist.get_rank())
-    module = RisingMetric(shared=shared)
-    stopping = callbacks.EarlyStopping("metric", patience=0, verbose=False)
-    trainer = make_trainer(strategy, max_epochs=8, num_sanity_val_steps=0, callbacks=stopping)
-    trainer.fit(module, loader(), loader())
-    return {"steps": trainer.global_step, "weights": _weights(module)}
+def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs: int) -> None:
+    outcomes = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(dist.get_rank())
+        module = RisingMetric(shared=shared)
+        stopping = callbacks.EarlyStopping("metric", patience=0, verbose=False)
+        trainer = make_trainer(strategy, max_epochs=8, num_sanity_val_steps=0, callbacks=stopping)
+        trainer.fit(module, loader(), loader())
+        assert trainer.global_step == epochs * NUM_BATCHES
+        outcomes.append(_weights(module))
+    assert outcomes[0] == outcomes[1]
 
 
 class StopsOnRankOne(Callback):
@@ -83,19 +101,20 @@ class PredictionFiles(callbacks.BasePredictionWriter):
         torch.save((torch.cat(predictions), indices), self._directory / f"rank{trainer.global_rank}.pt")
 
 
+@on_ranks()
 @like_torchrun()
-def write_predictions(*, strategy: str, directory: Path) -> dict[str, Any]:
-    """Predict with a trained module; what the writer was given, and what it wrote."""
-    torch.manual_seed(dist.get_rank())
-    module = Regression()
-    directory /= strategy
-    directory.mkdir(exist_ok=True)
-    writer = PredictionFiles(directory)
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=writer)
-    trainer.fit(module, loader())
-    trainer.predict(module, loader(), return_predictions=False)
-    predictions, indices = torch.load(directory / f"rank{dist.get_rank()}.pt")
-    return {"batches": writer.batches, "written": predictions.tolist(), "indices": indices}
+def test_predictions_are_written_like_with_ddp(tmp_path: Path) -> None:
+    outcomes = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(dist.get_rank())
+        module, writer = Regression(), PredictionFiles(tmp_path)
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=writer)
+        trainer.fit(module, loader())
+        trainer.predict(module, loader(), return_predictions=False)
+        predictions, indices = torch.load(tmp_path / f"rank{dist.get_rank()}.pt")
+        outcomes.append((writer.batches, predictions.tolist(), indices))
+    assert outcomes[0] == outcomes[1]
+    assert indices[0][0] == list(range(dist.get_rank(), 8, 2))  # each rank has its own samples
 
 
 MONITORS: dict[str, Callable[[list[str]], Callback]] = {
@@ -129,24 +148,35 @@ def train_with_monitor(*, monitor: str, strategy: str, directory: Path) -> dict[
     }
 
 
+@for_each("by_callback", [True, False])
+@on_ranks()
 @like_torchrun()
-def find_learning_rate(*, strategy: str, by_callback: bool, directory: Path) -> dict[str, Any]:
-    """The rate that was found and the weights after a fit with it."""
-    torch.manual_seed(dist.get_rank())
-    module = Tunable()
-    finder = callbacks.LearningRateFinder(num_training_steps=15) if by_callback else None
-    trainer = make_trainer(strategy, max_epochs=2, default_root_dir=directory, callbacks=finder)
-    if not by_callback:
-        Tuner(trainer).lr_find(module, num_training=15)
-    trainer.fit(module)
-    return {"rate": module.lr, "weights": _weights(module), "steps": trainer.global_step}
+def test_the_learning_rate_that_is_found_equals_ddp(by_callback: bool, tmp_path: Path) -> None:
+    outcomes = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(dist.get_rank())
+        module = Tunable()
+        finder = callbacks.LearningRateFinder(num_training_steps=15) if by_callback else None
+        trainer = make_trainer(strategy, max_epochs=2, default_root_dir=tmp_path, callbacks=finder)
+        if not by_callback:
+            Tuner(trainer).lr_find(module, num_training=15)
+        trainer.fit(module)
+        outcomes.append((module.lr, _weights(module), trainer.global_step))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] != 0.05
 
 
+@for_each("by_callback", [True, False])
+@on_ranks()
 @like_torchrun()
-def find_batch_size(*, strategy: str, by_callback: bool) -> str:
-    """How Lightning refuses to look for a batch size on several ranks."""
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks.BatchSizeFinder() if by_callback else None)
-    return raised_by(lambda: trainer.fit(Tunable()) if by_callback else Tuner(trainer).scale_batch_size(Tunable()))
+def test_looking_for_a_batch_size_is_refused_as_with_ddp(by_callback: bool) -> None:
+    errors = []
+    for strategy in STRATEGIES:
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks.BatchSizeFinder() if by_callback else None)
+        find = partial(trainer.fit, Tunable()) if by_callback else partial(Tuner(trainer).scale_batch_size, Tunable())
+        errors.append(raised_by(find))
+    assert errors[0] == errors[1]
+    assert "not supported with distributed strategies" in errors[0]
 
 
 class Accident(Exception):
@@ -159,42 +189,27 @@ class _Fails(Callback):
             raise Accident
 
 
+@pytest.mark.parametrize("by", ["OnExceptionCheckpoint", pytest.param("ModelCheckpoint", marks=saves_on_exception)])
+@on_ranks()
 @like_torchrun()
-def save_on_exception(*, strategy: str, by: str, directory: Path) -> dict[str, Any]:
-    """The weights when all ranks fail, and those in the checkpoint that was written then."""
-    torch.manual_seed(dist.get_rank())
-    module = Regression()
-    directory /= strategy
-    saving = (
-        callbacks.OnExceptionCheckpoint(directory, filename="failed")
-        if by == "OnExceptionCheckpoint"
-        else callbacks.ModelCheckpoint(directory, filename="failed", save_on_exception=True)
-    )
-    trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_Fails(), saving])
-    with suppress(Accident):
-        trainer.fit(module, loader())
-    [file] = directory.glob("*.ckpt")
-    checkpoint = torch.load(file, weights_only=False)
-    return {"weights": _weights(module), "saved": checkpoint["state_dict"], "step": checkpoint["global_step"]}
-
-
-def _weights(module: LightningModule) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in module.state_dict().items()}
-
-
-NUM_BATCHES = 10
-saves_on_exception = pytest.mark.skipif(
-    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
-    reason="this Lightning's `ModelCheckpoint` does not save on exceptions",
-)
-
-
-# Rank 1's metric rises in the third epoch, which stops both ranks; the mean of both rises in the fifth.
-@pytest.mark.parametrize(("shared", "epochs"), [(False, 3), (True, 5)])
-def test_early_stopping_stops_all_ranks_at_the_step_of_ddp(shared: bool, epochs: int) -> None:
-    ours, ddp = ours_and_ddp(stop_early, shared=shared)
-    assert ours == [ddp[0]] * 2
-    assert ours[0]["steps"] == epochs * NUM_BATCHES
+def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
+    outcomes = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(dist.get_rank())
+        module, directory = Regression(), tmp_path / strategy
+        saving = (
+            callbacks.OnExceptionCheckpoint(directory, filename="failed")
+            if by == "OnExceptionCheckpoint"
+            else callbacks.ModelCheckpoint(directory, filename="failed", save_on_exception=True)
+        )
+        trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_Fails(), saving])
+        with pytest.raises(Accident):
+            trainer.fit(module, loader())
+        [file] = directory.glob("*.ckpt")
+        checkpoint = torch.load(file, weights_only=False)
+        assert checkpoint["global_step"] == 3
+        outcomes.append({"weights": dict(module.state_dict()), "saved": checkpoint["state_dict"]})
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("monitor", list(MONITORS))
@@ -203,32 +218,3 @@ def test_training_under_a_callback_equals_ddp(monitor: str, tmp_path: Path) -> N
     ours, ddp = ours_and_ddp(train_with_monitor, monitor=monitor, directory=tmp_path)
     assert ours == ddp
     assert ours[0]["weights"] == ours[1]["weights"]
-
-
-def test_predictions_are_written_like_with_ddp(tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(write_predictions, directory=tmp_path)
-    assert ours == ddp
-    assert ours[0]["written"] != ours[1]["written"]  # each rank has its own samples
-
-
-@pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "tuner"])
-def test_the_learning_rate_that_is_found_equals_ddp(by_callback: bool, tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(find_learning_rate, by_callback=by_callback, directory=tmp_path)
-    assert ours == [ddp[0]] * 2
-    assert ours[0]["rate"] != 0.05
-
-
-@pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "tuner"])
-def test_looking_for_a_batch_size_is_refused_as_with_ddp(by_callback: bool) -> None:
-    ours, ddp = ours_and_ddp(find_batch_size, by_callback=by_callback)
-    assert ours == ddp
-    assert all("not supported with distributed strategies" in error for error in ours)
-
-
-@pytest.mark.parametrize("by", ["OnExceptionCheckpoint", pytest.param("ModelCheckpoint", marks=saves_on_exception)])
-def test_an_exception_on_all_ranks_leaves_the_checkpoint_of_ddp(by: str, tmp_path: Path) -> None:
-    ours, ddp = ours_and_ddp(save_on_exception, by=by, directory=tmp_path)
-    for rank in ours:
-        assert rank["step"] == 3
-        assert rank["weights"] == ddp[0]["weights"]
-        torch.testing.assert_close(rank["saved"], ddp[0]["saved"], rtol=0, atol=0)

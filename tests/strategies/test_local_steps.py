@@ -6,9 +6,10 @@ import copy
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,13 +141,10 @@ class Witness(Callback):
 
             return call
 
-        for name in originals:
-            setattr(group_class, name, noted(name))
-        try:
+        with ExitStack() as patches:
+            for name in originals:
+                patches.enter_context(patch.object(group_class, name, noted(name)))
             yield
-        finally:
-            for name, original in originals.items():
-                setattr(group_class, name, original)
 
 
 class Corrupts(Callback):
@@ -522,13 +520,14 @@ def test_a_teacher_that_is_updated_and_not_trained_is_that_of_the_mean_of_all_is
         torch.testing.assert_close(torch.tensor(ours["final"][name]), torch.tensor(weight))
 
 
+def fit_under(fault: Fault, directory: Path, **options: Any) -> Any:
+    with doomed_ranks(fit, directory=directory, fault=fault, **options) as ranks:
+        return ranks.wait()
+
+
 @pytest.mark.long
 def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
-    fault = Fault("SIGTERM", rank=1)
-    with doomed_ranks(
-        fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1
-    ) as ranks:
-        ended = ranks.wait()
+    ended = fit_under(Fault("SIGTERM", rank=1), tmp_path, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1)
     assert ended.exit_codes == [143, 143], ended.output
     seen = [ended.results[f"seen{rank}"] for rank in (0, 1)]
     assert all(one["has_group"] for one in seen)
@@ -539,11 +538,7 @@ def test_a_signal_ends_the_round_on_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path) -> None:
-    fault = Fault("SIGKILL", rank=1)
-    with doomed_ranks(
-        fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1
-    ) as ranks:
-        ended = ranks.wait()
+    ended = fit_under(Fault("SIGKILL", rank=1), tmp_path, local_steps=LocalSteps(10**6, "rank"), pause_after_s=0.1)
     assert ended.exit_codes[1] == -signal.SIGKILL
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert "Rank 1" in ended.results["seen0"]["message"]
@@ -554,9 +549,7 @@ def test_a_rank_that_dies_in_a_round_is_named_by_the_other_island(tmp_path: Path
 
 @pytest.mark.long
 def test_what_a_rank_leaves_that_dies_in_an_outer_step_is_not_saved(tmp_path: Path) -> None:
-    fault = Fault("SIGKILL", "outer step", rank=1)
-    with doomed_ranks(fit, directory=tmp_path, fault=fault, local_steps=LocalSteps(4, "rank")) as ranks:
-        ended = ranks.wait()
+    ended = fit_under(Fault("SIGKILL", "outer step", rank=1), tmp_path, local_steps=LocalSteps(4, "rank"))
     assert ended.results["seen0"]["type"] == "RankFailedError"
     assert "Rank 1" in ended.results["seen0"]["message"]
     assert "is not saved, because a rank was lost" in " ".join(ended.output[0].split()), ended.output[0]

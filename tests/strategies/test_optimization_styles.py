@@ -88,21 +88,6 @@ class GraphOfBackward(Manual):
         self.manual_backward(self.layers(batch[0]).abs().mean())
 
 
-class Closure(Manual):
-    """Differentiates when the optimizer asks."""
-
-    def training_step(self, batch: list[Tensor]) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
-
-
 class LineSearch(Manual):
     """LBFGS that evaluates the closure as often as its line search needs; all ranks must give it the same loss."""
 
@@ -164,15 +149,6 @@ class OwnClipping(Regression):
         torch.nn.utils.clip_grad_norm_(self.layers[0].parameters(), 0.01)
 
 
-class InputPenalty(Regression):
-    """Punishes the gradient with respect to the input, as WGAN-GP does."""
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        inputs = batch[0].requires_grad_()
-        [slope] = torch.autograd.grad(self.layers(inputs).sum(), inputs, create_graph=True)
-        return self.loss(batch) + (slope.norm(dim=1) - 1).square().mean()
-
-
 class WeightPenalty(Regression):
     """Punishes the gradient with respect to the parameters."""
 
@@ -199,7 +175,6 @@ STYLES = {
     "gradients_kept_without_a_copy": Style(lambda: KeptGradients(copies=False)),
     # torch DDP raises there: it writes into gradients that have a graph.
     "graph_of_backward": Style(GraphOfBackward, lambda: TwoLosses(first_stays_here=False)),
-    "closure": Style(Closure),
     "line_search": Style(LineSearch),
     "gradients_changed_in_place": Style(lambda: GradientHooks(in_place=True)),
     "gradients_replaced": Style(lambda: GradientHooks(in_place=False)),
@@ -208,7 +183,6 @@ STYLES = {
     "gradients_replaced_while_accumulating": Style(lambda: GradientHooks(in_place=False), accumulate=3),
     "manual_clipping": Style(ManualClipping),
     "own_clipping": Style(OwnClipping),
-    "input_penalty": Style(InputPenalty),
     "weight_penalty": Style(WeightPenalty),
 }
 

@@ -176,7 +176,7 @@ class Healthy:
 
 HEALTHY = {
     "batchnorm": Healthy(
-        lambda: models.ConvBatchNorm().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        lambda: models.ConvBatchNorm().to(memory_format=torch.channels_last),
         lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.01},
     ),
     "sync_batchnorm": Healthy(models.ConvBatchNorm, lambda: {"sync_batchnorm": True}),

@@ -167,28 +167,6 @@ class NotFinite(Wide):
         return loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss
 
 
-class StepLeftOut(Wide):
-    """Leaves out each second `optimizer.step()` of windows of two micro-batches."""
-
-    def __init__(self, *, clears: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self._clears = clears
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        strategy: Any = self.trainer.strategy
-        if batch_idx % 2 == 0:
-            if self._clears:
-                optimizer.zero_grad()
-            with strategy.block_backward_sync():
-                self.manual_backward(self.loss(batch))
-            return
-        self.manual_backward(self.loss(batch))
-        if batch_idx % 4 == 3:
-            optimizer.step()
-
-
 class Gan(Wide):
     """Two players that accumulate over two batches and step in turns; nothing keeps one out of the other's turn."""
 
@@ -293,8 +271,6 @@ def _scaler() -> dict[str, Any]:
 
 FITS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "overflow of a GradScaler": (Overflowing, _scaler),
-    "step left out": (lambda: StepLeftOut(clears=True), dict),
-    "step left out, gradients kept": (lambda: StepLeftOut(clears=False), dict),
     "GAN that accumulates": (Gan, dict),
     "aliases of weights": (Aliases, dict),
     "hooks around steps": (PostHooks, dict),
@@ -313,7 +289,7 @@ def fit(module: Any, strategy: Any, **options: Any) -> Weights:
 
 @pytest.mark.parametrize("shard", [True, "parameters"])
 @pytest.mark.parametrize("name", FITS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @on_ranks()
 @like_torchrun()
 def test_a_fit_gives_the_weights_of_ddp(name: str, shard: ShardOption) -> None:

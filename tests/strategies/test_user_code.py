@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDPStrategy
 from lightning_bucketddp.bindings.fabric_lightning import BucketDDPStrategy as FabricBucketDDPStrategy
 from lightning_bucketddp.config import ReplicaChecks
-from tests.support.ranks import RankFailed, run_on_ranks
+from tests.support.ranks import RankFailed, on_ranks, run_on_ranks
 from tests.support.scripts.models import WIDTH, loader
 from tests.support.scripts.trainers import SMALL_BUCKETS_MB, like_torchrun, make_trainer, ours_and_ddp
 
@@ -198,26 +198,24 @@ class Own(Network):
         optimizer.step()
 
 
+@on_ranks()
 @like_torchrun()
-def train_by_own_backwards(*, shard_optimizer: bool) -> list[str]:
-    strategy = BucketDDPStrategy(shard_optimizer=shard_optimizer, replica_checks=ReplicaChecks(on_divergence="log"))
+def test_a_step_with_gradients_that_nobody_averaged_is_told_once() -> None:
+    strategy = BucketDDPStrategy(replica_checks=ReplicaChecks(on_divergence="log"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(strategy, max_epochs=1).fit(Own(), loader())
-    return [str(warning.message) for warning in caught if "not averaged" in str(warning.message)]
+    told = [text for warning in caught if "not averaged" in (text := " ".join(str(warning.message).split()))]
+    assert len(told) == (dist.get_rank() == 0)
+    assert all("of `first.weight`, `first.bias`" in text for text in told)
+    assert all("Call `self.manual_backward(loss)`" in text for text in told)
 
 
-def test_a_step_with_gradients_that_nobody_averaged_is_told_once() -> None:
-    [[told], other] = run_on_ranks(train_by_own_backwards, shard_optimizer=False)
-    told = " ".join(told.split())
-    assert "of `first.weight`, `first.bias`" in told
-    assert "Call `self.manual_backward(loss)`" in told
-    assert other == []
-
-
+@on_ranks()
+@like_torchrun()
 def test_a_divided_optimizer_refuses_gradients_that_nobody_averaged() -> None:
-    with pytest.raises(RankFailed, match="were not averaged over the ranks"):
-        run_on_ranks(train_by_own_backwards, shard_optimizer=True)
+    with pytest.raises(RuntimeError, match="were not averaged over the ranks"):
+        make_trainer(BucketDDPStrategy(shard_optimizer=True), max_epochs=1).fit(Own(), loader())
 
 
 @like_torchrun()

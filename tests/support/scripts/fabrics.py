@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,3 +157,21 @@ def _step(fabric: Any, module: Any, optimizer: Any, *, step: int) -> None:
     optimizer.zero_grad()
     fabric.backward(_loss(module, step))
     optimizer.step()
+
+
+def save_and_load(*, saved_by: Any, loaded_by: Any, path: Path) -> tuple[list[Any], list[Any]]:
+    """Save after a step, and load that with another strategy; the weights of both after one more step."""
+    trained = []
+    for strategy in (saved_by, loaded_by):
+        fabric = make_fabric(strategy)
+        module, optimizer = _set_up(fabric)
+        state = {"module": module, "optimizer": optimizer, "step": 0}
+        if strategy is loaded_by:
+            fabric.load(path, state)
+        else:
+            _step(fabric, module, optimizer, step=0)
+            fabric.save(path, {**state, "step": 1})
+            state["step"] = 1
+        _step(fabric, module, optimizer, step=state["step"])
+        trained.append(_weights(module))
+    return trained[0], trained[1]
