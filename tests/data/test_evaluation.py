@@ -172,17 +172,6 @@ def test_a_pass_that_is_given_up_leaves_random_numbers_as_they_are() -> None:
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(5))
 
 
-def test_endless_batches_are_taken_as_they_come() -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[list[int]]:
-            return ([number % 7] for number in itertools.count())
-
-    loader = divided(DataLoader(Numbered(7), batch_sampler=Endless()), Part(1, 2, seed=0))
-    assert list(itertools.islice(loader.batch_sampler, 4)) == [[1], [3], [5], [0]]
-    with pytest.raises(TypeError):
-        len(loader)
-
-
 def test_a_share_looks_like_what_it_is_a_share_of() -> None:
     class Bucketing(ByParity):
         buckets = 7

@@ -148,18 +148,6 @@ def make_loader(kind: str, batches: list[Batch]) -> Any:
     return loaders[kind]
 
 
-@like_torchrun()
-def scale_after_skipped_steps(*, skipped: Sequence[tuple[int, int]]) -> tuple[float, list[float]]:
-    """The scale of a GradScaler that doubles it at every step that is taken, and the weights at the end."""
-    module = Module(Setting([[4] * 5] * 2, skipped=skipped)).float()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
-    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), [4] * 5)]
-    trainer = make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision)
-    trainer.fit(module, _Batches(batches))
-    return scaler.get_scale(), [weight for p in module.parameters() for weight in p.flatten().tolist()]
-
-
 @dataclass(frozen=True)
 class Outcome:
     weights: list[Tensor]
@@ -358,10 +346,18 @@ def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]
 
 
 @for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
+@on_ranks()
+@like_torchrun()
 def test_a_grad_scaler_counts_the_steps_that_some_rank_took(skipped: list[tuple[int, int]], num_steps: int) -> None:
-    ranks = run_on_ranks(scale_after_skipped_steps, skipped=skipped)
-    assert ranks[0] == ranks[1]
-    assert ranks[0][0] == 2**num_steps
+    """It doubles its scale at every step that is taken."""
+    module = Module(Setting(EVEN, skipped=skipped)).float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    batches = [(x.float(), y.float(), mask) for x, y, mask in batches_of(dist.get_rank(), EVEN[0])]
+    trainer = make_trainer("bucketddp", max_epochs=1, use_distributed_sampler=False, plugins=precision)
+    trainer.fit(module, _Batches(batches))
+    assert scaler.get_scale() == 2**num_steps
+    assert_equal_on_all_ranks(module)
 
 
 BY_SIZE = {"gradient_weight": "batch_size"}

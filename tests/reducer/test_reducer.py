@@ -247,6 +247,7 @@ def test_copies_and_the_module_of_a_closed_reducer_carry_nothing_of_ours() -> No
         with all_reduced() as reduced:
             module(batch(0, 1)).sum().backward()
         assert not reduced
+        assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 
 @on_ranks()

@@ -58,14 +58,10 @@ def channels_last() -> nn.Module:
 
 def image_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     images = batch(rank, step, 2, 3, 8, 8)
-    if not model_is_contiguous(model):
+    if not all(param.is_contiguous() for param in model.parameters()):
         images = images.to(memory_format=torch.channels_last)
     # Not the mean of squares, which batch normalisation makes constant.
     return model(images).tanh().mul(batch(0, 0, 2, 4, 4, 4)).mean()
-
-
-def model_is_contiguous(model: nn.Module) -> bool:
-    return all(param.is_contiguous() for param in model.parameters())
 
 
 class TiedTransformer(nn.Module):
@@ -96,10 +92,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0])
-
-
-def sequence_loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step, 4, 5, WIDTH)).square().mean()
 
 
 class ManyDtypes(nn.Module):
@@ -159,19 +151,6 @@ class Branches(nn.Module):
         if right:
             output = output + self.right(hidden).square().mean()
         return output
-
-
-def unused_on_all_ranks(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step), left=True, right=False)
-
-
-def unused_on_one_rank(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step), left=True, right=rank != 1)
-
-
-def unused_in_turns(model: nn.Module, rank: int, step: int) -> Tensor:
-    left = (rank + step) % 2 == 0
-    return model(batch(rank, step), left=left, right=not left)
 
 
 def everything_unused_on_one_rank(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -235,19 +214,28 @@ class Queue(nn.Module):
         return output
 
 
+UNUSED = {"find_unused_parameters": True}
 CASES: dict[str, Case] = {
     "mlp": Case(mlp, mean_square),
     "conv_batchnorm": Case(conv_batchnorm, image_loss),
     "channels_last": Case(channels_last, image_loss),
     "tied_transformer": Case(TiedTransformer, token_loss),
-    "rnn": Case(Recurrent, sequence_loss),
+    "rnn": Case(Recurrent, lambda model, rank, step: model(batch(rank, step, 4, 5, WIDTH)).square().mean()),
     "many_dtypes": Case(ManyDtypes, mean_square),
     "sparse_embedding": Case(SparseEmbedding, token_loss),
     # Without the broadcast at the start, which the gloo of older versions refuses for complex tensors.
     "complex": Case(Complex, mean_square, {"init_sync": False}),
-    "unused_on_all_ranks": Case(Branches, unused_on_all_ranks, {"find_unused_parameters": True}),
-    "unused_on_one_rank": Case(Branches, unused_on_one_rank, {"find_unused_parameters": True}),
-    "unused_in_turns": Case(Branches, unused_in_turns, {"find_unused_parameters": True}),
+    "unused_on_all_ranks": Case(
+        Branches, lambda model, rank, step: model(batch(rank, step), left=True, right=False), UNUSED
+    ),
+    "unused_on_one_rank": Case(
+        Branches, lambda model, rank, step: model(batch(rank, step), left=True, right=rank != 1), UNUSED
+    ),
+    "unused_in_turns": Case(
+        Branches,
+        lambda model, rank, step: model(batch(rank, step), left=(rank + step) % 2 == 0, right=(rank + step) % 2 == 1),
+        UNUSED,
+    ),
     "everything_unused_on_one_rank": Case(Branches, everything_unused_on_one_rank, None),
     "checkpoint": Case(lambda: Checkpointed(reentrant=False, shared=False), mean_square),
     "checkpoint_reentrant": Case(lambda: Checkpointed(reentrant=True, shared=False), mean_square),
