@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -474,5 +475,6 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
 )
 def test_each_root_has_its_own_classes(root: str, module: str) -> None:
     callbacks = import_module(f"lightning_bucketddp.bindings.{module}")
-    for callback in (callbacks.ScaleLearningRate, callbacks.ScalingMonitor):
+    for callback in (callbacks.BucketDDPMonitor, callbacks.ScaleLearningRate, callbacks.ScalingMonitor):
         assert issubclass(callback, import_module(root).Callback)
+        assert pickle.loads(pickle.dumps(callback)) is callback
