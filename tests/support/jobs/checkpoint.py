@@ -34,9 +34,6 @@ def save_numbered(number: int, path: str) -> None:
     AtomicCheckpointIO().save_checkpoint(numbered_checkpoint(number), path)
 
 
-# On every rank. What was raised there is returned as (type, text, errno), or None.
-
-
 # In a process of its own. The first argument is the pipe on which it reports.
 
 
