@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import (
@@ -38,7 +38,7 @@ from benchmarks.fits import OpenFits, _Breaks
 from benchmarks.loop import LoopSettings
 from benchmarks.models import _GPT2, SHRUNK_BY, _gpt2_sizes, _resnet50_sizes, build
 from benchmarks.own_processes import OwnProcesses, without_failed
-from benchmarks.peaks import Memory, Peaks
+from benchmarks.peaks import Peaks
 from benchmarks.quality_formats import FORMATS, error_table
 from benchmarks.quality_results import Result, load, markdown
 from benchmarks.quality_tasks import TASKS, evaluate
@@ -48,7 +48,6 @@ from benchmarks.report import Table, table_of
 from benchmarks.turns import take_turns
 from benchmarks.variants import (
     ALONE,
-    Variant,
     attach,
     ddp_variants,
     our_variants,
@@ -60,7 +59,7 @@ from benchmarks.variants import (
 from lightning_bucketddp.config import BLOCK_NUMEL
 from tests.support import warm
 from tests.support.cases import for_each
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 
 
 class Failing:
@@ -80,131 +79,67 @@ class Failing:
         time.sleep(600)  # in a collective it would notice, and be the first to tell
 
 
-def gradients_with_hook(variants: list[Variant]) -> dict[str, tuple[Tensor, Tensor]]:
-    """By variant: the mean of the ranks' gradients, and what a hook has made of them in the third step."""
-    means = {}
-    for variant in variants:
-        torch.manual_seed(dist.get_rank())
-        model = nn.Linear(33, 31)
-        attached = attach(variant, model, torch.device("cpu"))
-        x = torch.randn(8, 33)
-        for _ in range(3):
-            model.zero_grad()
-            with attached.backward():
-                attached.model(x).square().mean().backward()
-        reduced = _gradient(model)
-        with attached.no_sync(), attached.backward():
-            model.zero_grad()
-            attached.model(x).square().mean().backward()
-        exact = _gradient(model)
-        dist.all_reduce(exact)
-        means[variant.name] = (exact / dist.get_world_size(), reduced)
-        if attached.reducer is not None:
-            attached.reducer.close()
-    return means
-
-
-def _gradient(model: nn.Module) -> Tensor:
-    """All of them, one behind the other."""
-    parts = []
-    for param in model.parameters():
-        assert param.grad is not None
-        parts.append(param.grad.flatten())
-    return torch.cat(parts)
-
-
-def memory_of_variants(settings: LoopSettings) -> tuple[list[Memory], int]:
-    """What each variant needs for a step with one micro-batch, and the size of the gradients."""
-    peaks = Peaks(settings, torch.device("cpu"))
-    return [peaks.memory(variant.name, 1) for variant in settings.variants], peaks.gradient_bytes()
-
-
 def trainings(runs: list[Run]) -> list[Trained]:
     """What this rank has at the end of each of `runs`, each rank a node as in `benchmarks.ranks`."""
     with patch.dict(os.environ, NODE_RANK=str(dist.get_rank()), LOCAL_RANK="0"):
         return [train(run) for run in runs]
 
 
+Capture = pytest.CaptureFixture[str]
 OURS = "bucketddp"
 THEIRS = [variant.name for variant in ddp_variants()]
-SMALL = ["--model", "gpt2_shapes", "--settle", "2"]
-BRIEF = ["--repetitions", "1"]
+SMALL = "--model gpt2_shapes --settle 2"
+BRIEF = "--repetitions 1"
 PNG = b"\x89PNG\r\n"
 GROWTH_PHASES = [
-    "rendezvous",
-    "process group",
-    "a further group",
-    "agreement on parameters",
-    "weights of rank 0",
-    "first backward",
-    "second backward",
-    "third backward",
-    "1,000 questions to the store",
-    "watchdog, first 0.5 s",
-    "watchdog, later 0.5 s",
+    *("rendezvous", "process group", "a further group", "agreement on parameters", "weights of rank 0"),
+    *("first backward", "second backward", "third backward", "1,000 questions to the store"),
+    *("watchdog, first 0.5 s", "watchdog, later 0.5 s"),
 ]
 UNUSED = [f"{name} (layers unused)" for name in (ALONE.name, OURS, *THEIRS[:-1])]
+WITH_CAPS = [f"bucketddp, on_nonfinite=None {cap} MiB" for cap in ("1", "2.5")]
 TIMES = [
-    f"first step {moment}, {of}"
+    f"first step {moment}, {of}: {strategy}"
     for moment in ("begins", "has ended")
     for of in ("rank 0", "slowest rank", "CPU of both")
+    for strategy in ("ddp", OURS)
 ]
 
 # What is run, and the rows that each of its tables must have.
-COMMANDS: dict[str, tuple[Callable[..., Any], list[str], list[list[str]]]] = {
+COMMANDS: dict[str, tuple[Callable[..., Any], str, list[list[str]]]] = {
     "step_time": (
         step_time.main,
-        [*SMALL, *BRIEF, "--steps=1", "--unused=changing"],
+        f"{SMALL} {BRIEF} --steps=1 --unused=changing",
         [[ALONE.name, OURS, *THEIRS], UNUSED],
     ),
     "step_time, caps": (
         step_time.main,
-        [
-            *SMALL,
-            *BRIEF,
-            "--steps=1",
-            "--ranks=1",
-            "--wire=bf16",
-            "--bucket-cap-mb",
-            "1",
-            "2.5",
-            "--no-check",
-        ],
-        [
-            [
-                ALONE.name,
-                *(f"bucketddp, on_nonfinite=None {cap} MiB" for cap in ("1", "2.5")),
-                *(variant.name for variant in ddp_variants(wire="bf16")),
-            ]
-        ],
+        f"{SMALL} {BRIEF} --steps=1 --ranks=1 --wire=bf16 --bucket-cap-mb 1 2.5 --no-check",
+        [[ALONE.name, *WITH_CAPS, *(variant.name for variant in ddp_variants(wire="bf16"))]],
     ),
     "step_time, trainer": (
         step_time.main,
-        [*SMALL, *BRIEF, "--steps=1", "--through=trainer", "--accumulate=2"],
+        f"{SMALL} {BRIEF} --steps=1 --through=trainer --accumulate=2",
         [[ALONE.name, OURS, *THEIRS[:-1]]],
     ),
-    "wires": (wires.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, "fp32", "bf16", "int8"]]),
-    "overlap": (overlap.main, [*SMALL, *BRIEF, "--steps=1"], [[ALONE.name, OURS, *THEIRS]]),
-    "memory": (memory.main, [*SMALL, "--ranks=1"], [[ALONE.name, OURS, THEIRS[0]]]),
+    "wires": (wires.main, f"{SMALL} {BRIEF} --steps=1", [[ALONE.name, "fp32", "bf16", "int8"]]),
+    "overlap": (overlap.main, f"{SMALL} {BRIEF} --steps=1", [[ALONE.name, OURS, *THEIRS]]),
+    "memory": (memory.main, f"{SMALL} --ranks=1", [[ALONE.name, OURS, THEIRS[0]]]),
     "monitor_overhead": (
         monitor_overhead.main,
-        [*SMALL, *BRIEF, "--steps=2"],
+        f"{SMALL} {BRIEF} --steps=2",
         [[variant.name for variant in monitor_overhead.VARIANTS]],
     ),
     "startup": (
         startup.main,
         BRIEF,
         [
-            [f"{what}: {strategy}" for what in (*TIMES, "whole program") for strategy in ("ddp", OURS)],
-            [f"{what}: {strategy}" for what in TIMES for strategy in ("ddp", OURS)],
+            [*TIMES, *(f"whole program: {strategy}" for strategy in ("ddp", OURS))],
+            TIMES,
             [name for _, statements in startup.INTERPRETERS for name in statements if name],
         ],
     ),
-    "growth": (
-        growth.main,
-        [*BRIEF, "--exchange", "2", "5", "--set-up", "3", "--watch=0.5"],
-        [["2", "5"], GROWTH_PHASES],
-    ),
+    "growth": (growth.main, f"{BRIEF} --exchange 2 5 --set-up 3 --watch=0.5", [["2", "5"], GROWTH_PHASES]),
 }
 
 
@@ -220,12 +155,12 @@ def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_and_writes_all_variants(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(memory, "ddp_variants", lambda: ddp_variants()[:1])  # each is profiled six times
     main, arguments, expected = COMMANDS[name]
     plot = ["--png", str(tmp_path / "found.png")] if name == "overlap" else []
-    main([*arguments, *plot, "--json", str(tmp_path / "found.json")])
+    main([*arguments.split(), *plot, "--json", str(tmp_path / "found.json")])
     assert not plot or (tmp_path / "found.png").read_bytes().startswith(PNG)
     found = json.loads((tmp_path / "found.json").read_text())
     assert [list(table["rows"]) for table in found["tables"]] == expected
@@ -240,7 +175,7 @@ def test_a_benchmark_prints_and_writes_all_variants(
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_programs")
 def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> None:
-    host_overhead.main(["--model=gpt2_shapes", *BRIEF, "--json", str(tmp_path / "found.json")])
+    host_overhead.main(["--model=gpt2_shapes", *BRIEF.split(), "--json", str(tmp_path / "found.json")])
     [table] = json.loads((tmp_path / "found.json").read_text())["tables"]
     assert list(table["rows"]) == [OURS, host_overhead.REDUCING, *THEIRS]
     num_buckets = {name: row[2] for name, row in table["rows"].items()}
@@ -248,23 +183,21 @@ def test_models_are_cut_down_but_not_their_number_of_buckets(tmp_path: Path) -> 
     assert all(number > 10 for number in num_buckets.values())
 
 
-def test_every_benchmark_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_explains_itself(capsys: Capture) -> None:
     for module in (host_overhead, step_time, overlap, memory, monitor_overhead, gpu_suite, growth, quality):
         with pytest.raises(SystemExit, match="0"):
             module.main(["--help"])
         assert "python -m benchmarks." in capsys.readouterr().out, module
 
 
-def test_a_plot_without_matplotlib_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("benchmarks.command.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         overlap.main(["--png", "found.png"])
     assert "--png: needs matplotlib: pip install 'lightning-bucketddp[bench]'" in capsys.readouterr().err
 
 
-def test_a_hook_that_lightning_ignores_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hook_that_lightning_ignores_is_not_measured(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         step_time.main(["--through=trainer", "--wire=bf16"])
     assert "Lightning ignores torch DDP's hooks on the CPU" in capsys.readouterr().err
@@ -297,7 +230,7 @@ def test_the_suite_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: 
     assert all(table["title"] in (tmp_path / "gpu_suite.txt").read_text() for table in found["tables"])
 
 
-def test_a_short_table_has_a_column_for_each_way_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_table_has_a_column_for_each_way_to_compare(tmp_path: Path, capsys: Capture) -> None:
     def table(title: str, ours: float) -> dict[str, Any]:
         samples: dict[str, list[float]] = {
             "bucketddp": [ours, ours + 1, ours + 2],
@@ -339,7 +272,7 @@ def test_a_fit_goes_on_where_it_was_when_its_turn_comes_again() -> None:
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_variant_that_fails_in_its_own_processes_is_left_out(capsys: Capture) -> None:
     failing = next(variant for variant in sharded_variants() if variant.kind == "fsdp")  # which needs a GPU
     settings = LoopSettings("tiny_layers", (replace(ALONE, steps_to_settle=2), failing), steps=2)
     with OwnProcesses(settings, {"here": Place(num_ranks=1)}) as fits:
@@ -363,16 +296,18 @@ def test_a_fit_that_fails_tells_whoever_has_asked_for_the_turn() -> None:
     assert "this fit failed" in str(raised.value.__cause__)
 
 
+@on_ranks()
 def test_buckets_that_are_kept_between_steps_are_told_apart_from_gradients() -> None:
-    settings = LoopSettings("gpt2_shapes", tuple(settling_in(2, [ALONE, ddp_variants()[0]])))
-    for found, num_bytes in run_on_ranks(memory_of_variants, world_size=2, settings=settings):
-        alone, ddp = found
-        assert alone.kept / num_bytes == pytest.approx(1, abs=0.05)  # its weights
-        assert (ddp.kept - alone.kept) / num_bytes == pytest.approx(1, abs=0.05)
-        assert (ddp.peak - alone.peak) / num_bytes == pytest.approx(1, abs=0.05)
+    variants = tuple(settling_in(2, [ALONE, ddp_variants()[0]]))
+    peaks = Peaks(LoopSettings("gpt2_shapes", variants), torch.device("cpu"))
+    alone, ddp = (peaks.memory(variant.name, 1) for variant in variants)
+    num_bytes = peaks.gradient_bytes()
+    assert alone.kept / num_bytes == pytest.approx(1, abs=0.05)  # its weights
+    assert (ddp.kept - alone.kept) / num_bytes == pytest.approx(1, abs=0.05)
+    assert (ddp.peak - alone.peak) / num_bytes == pytest.approx(1, abs=0.05)
 
 
-def test_parts_of_the_suite_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_the_suite_are_chosen_by_name(capsys: Capture) -> None:
     assert gpu_suite.main(["--list", "--parts", "hooks", "memory"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == ["memory"] * 2 + ["hooks"] * 5
@@ -417,7 +352,7 @@ def test_rounds_end_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> No
     assert take_turns({"a": turn}, repetitions=50, seconds=17) == {"a": [10, 12, 14, 16]}
 
 
-def test_a_speed_up_is_over_the_best_ddp() -> None:
+def test_a_speed_up_is_over_the_best_ddp_and_a_step_is_compared_with_one_without_communication() -> None:
     table = table_of("", {"bucketddp": [1, 2, 9], "ddp": [6, 6, 6], "ddp best": [4, 4, 4]}, unit="ms", scale=1000)
     assert [row[:4] for row in table.rows.values()] == [
         [2000, 1000, 9000, 2],
@@ -425,9 +360,6 @@ def test_a_speed_up_is_over_the_best_ddp() -> None:
         [4000, 4000, 4000, 1],
     ]
     assert all(math.isnan(row[4]) for row in table.rows.values())
-
-
-def test_a_step_is_compared_with_one_without_communication() -> None:
     table = table_of("", {ALONE.name: [2, 2, 5], "bucketddp": [3, 3, 3]}, unit="ms")
     assert [row[4] for row in table.rows.values()] == [1, 1.5]
 
@@ -443,14 +375,30 @@ def test_efficiency_is_one_where_all_that_can_be_hidden_is() -> None:
 
 
 @for_each(("hook", "error"), [("8-bit", 0.02), ("bf16_compress_hook", 0.01), ("PowerSGD", 1.0)])
+@on_ranks()
 def test_a_hook_reduces_gradients_of_both(hook: str, error: float) -> None:
-    variants = with_hook(hook, [*our_variants(), *ddp_variants()[:1]])
-    ranks = run_on_ranks(gradients_with_hook, world_size=2, variants=variants)
-    for variant in variants:
-        [(mean, reduced), (_, on_other_rank)] = [rank[variant.name] for rank in ranks]
-        assert torch.equal(reduced, on_other_rank)
+    for variant in with_hook(hook, [*our_variants(), *ddp_variants()[:1]]):
+        torch.manual_seed(dist.get_rank())
+        model, x = nn.Linear(33, 31), torch.randn(8, 33)
+        attached = attach(variant, model, torch.device("cpu"))
+        for _ in range(3):
+            model.zero_grad()
+            with attached.backward():
+                attached.model(x).square().mean().backward()
+        reduced = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+        with attached.no_sync(), attached.backward():
+            model.zero_grad()
+            attached.model(x).square().mean().backward()
+        mean = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        on_rank_zero = reduced.clone()
+        dist.broadcast(on_rank_zero, src=0)
+        assert torch.equal(reduced, on_rank_zero)
         assert not torch.equal(reduced, mean)  # less than all bits have travelled
         assert (reduced - mean).abs().max() <= error * mean.abs().max()
+        if attached.reducer is not None:
+            attached.reducer.close()
 
 
 def test_overhead_is_the_ratio_of_medians() -> None:
@@ -518,7 +466,7 @@ def test_ranks_that_end_with_other_weights_are_a_failure() -> None:
         quality.result_of(run, [one, other])
 
 
-def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_in_the_file_is_not_trained_again(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "found.jsonl"
     found = results({(PLAIN, 2): [0.8, 0.9], ("bf16", 2): [0.8, 0.8]})
     file.write_text("".join(f"{result.to_json()}\n" for result in found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -339,20 +340,15 @@ def test_the_batch_and_the_factor_are_said_in_one_line(scaling: dict[str, Any], 
     assert rank_zero.of_steps[:3] == rank_one.of_steps[:3] == expected
 
 
-def test_the_factor_follows_the_accumulation() -> None:
-    scaling = {"base_batch_size": BASE, "warmup_steps": 0}
-    rank_zero, _ = run_on_ranks(train, scaling=scaling, accumulate={0: 1, 1: 2})
-    assert rank_zero.of_steps == [[2 * RATE]] * 10 + [[4 * RATE]] * 5
+@for_each("options", [{"accumulate": {0: 1, 1: 2}}, {"reload_every": 1}])
+def test_the_factor_follows_the_accumulation_and_reloaded_data(options: dict[str, Any]) -> None:
+    rank_zero, rank_one = run_on_ranks(train, scaling={"base_batch_size": BASE, "warmup_steps": 0}, **options)
+    assert rank_zero.of_steps == rank_one.of_steps == [[2 * RATE]] * 10 + [[4 * RATE]] * 5
+    samples = "4 x 2" if "accumulate" in options else "8 x 1"
     assert rank_zero.lines == [
         "ScaleLearningRate: global batch 2 x 4 x 1 = 8, base 4: learning rate x 2",
-        "ScaleLearningRate: global batch 2 x 4 x 2 = 16, base 4: learning rate x 4",
+        f"ScaleLearningRate: global batch 2 x {samples} = 16, base 4: learning rate x 4",
     ]
-
-
-def test_the_factor_follows_reloaded_data() -> None:
-    scaling = {"base_batch_size": BASE, "warmup_steps": 0}
-    for rank in run_on_ranks(train, scaling=scaling, reload_every=1):
-        assert rank.of_steps == [[2 * RATE]] * 10 + [[4 * RATE]] * 5
 
 
 @on_ranks()
@@ -479,5 +475,6 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
 )
 def test_each_root_has_its_own_classes(root: str, module: str) -> None:
     callbacks = import_module(f"lightning_bucketddp.bindings.{module}")
-    for callback in (callbacks.ScaleLearningRate, callbacks.ScalingMonitor):
+    for callback in (callbacks.BucketDDPMonitor, callbacks.ScaleLearningRate, callbacks.ScalingMonitor):
         assert issubclass(callback, import_module(root).Callback)
+        assert pickle.loads(pickle.dumps(callback)) is callback

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import statistics
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_bucketddp
 from lightning_bucketddp.bindings.trainer_lightning import BucketDDPMonitor
 from lightning_bucketddp.commands.report import page_content
 from lightning_bucketddp.config import MIB
@@ -325,12 +323,3 @@ def test_another_strategy_is_refused() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`every_n_steps` is 0; it must be at least 1\."):
         BucketDDPMonitor(every_n_steps=0)
-
-
-@pytest.mark.parametrize("root", ["lightning", "pytorch_lightning"])
-def test_each_root_has_its_own(root: str) -> None:
-    binding = import_module(f"lightning_bucketddp.bindings.trainer_{root}")
-    trainer_root = "lightning.pytorch" if root == "lightning" else root
-    assert issubclass(binding.BucketDDPMonitor, import_module(trainer_root).Callback)
-    assert pickle.loads(pickle.dumps(binding.BucketDDPMonitor)) is binding.BucketDDPMonitor
-    assert lightning_bucketddp.BucketDDPMonitor.__name__ == "BucketDDPMonitor"

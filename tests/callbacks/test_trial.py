@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp.callbacks.batch_size_finder import Trials
 from lightning_bucketddp.comm.collectives import Collectives
-from tests.support.ranks import device, run_on_ranks
+from tests.support.ranks import device, on_ranks, raised_by
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
     "all_reduce": dist.all_reduce,
@@ -40,39 +41,34 @@ def _raise(kind: str) -> None:
     raise KeyError(kind)
 
 
-def attempt(*, kinds: list[str]) -> dict[tuple[str, str], str]:
-    """What is raised here by the trials that fail on rank 1, by how they fail and what rank 0 waits in."""
-    collectives = Collectives(device())
+@on_ranks()
+def test_a_trial_fails_on_all_ranks_or_on_none() -> None:
+    """Rank 1 fails in some way, and rank 0 waits in some collective."""
+    rank, collectives = dist.get_rank(), Collectives(device())
     trials = Trials(collectives, is_out_of_memory=_is_out_of_memory)
     _FURTHER[:] = [dist.new_group()]
-    outcomes = {}
-    for kind in kinds:
-        for name, collective in COLLECTIVES.items():
-            try:
-                with trials.attempt():
-                    dist.barrier()
-                    if dist.get_rank() == 1:
-                        _raise(kind)
-                    collective(torch.ones(2, device=device()))
-                    dist.barrier()
-            except Exception as error:
-                outcomes[kind, name] = f"{type(error).__name__}: {error}"
-            # Nothing is half done.
+    told = "RuntimeError: CUDA out of memory, or that of the host, on rank 1."
+    failed = "RuntimeError: Rank 1 has failed in what all ranks were trying. Its own error says why."
+    expected = {
+        "memory": (told, "RuntimeError: out of memory"),
+        "hidden": (told, told),
+        "other": (failed, "KeyError: 'other'"),
+    }
+    for kind, name in itertools.product(expected, COLLECTIVES):
+
+        def attempt(kind: str = kind, name: str = name) -> None:
             with trials.attempt():
-                ones = torch.ones(1, device=device())
-                dist.all_reduce(ones)
-            assert ones.item() == 2
+                dist.barrier()
+                if rank == 1:
+                    _raise(kind)
+                COLLECTIVES[name](torch.ones(2, device=device()))
+                dist.barrier()
+
+        assert raised_by(attempt) == expected[kind][rank], name
+        # Nothing is half done.
+        with trials.attempt():
+            ones = torch.ones(1, device=device())
+            dist.all_reduce(ones)
+        assert ones.item() == 2
     dist.destroy_process_group(_FURTHER.pop())
     collectives.close_host_groups()
-    return outcomes
-
-
-def test_a_trial_fails_on_all_ranks_or_on_none() -> None:
-    rank_zero, rank_one = run_on_ranks(attempt, kinds=["memory", "hidden", "other"])
-    for name in COLLECTIVES:
-        told = "RuntimeError: CUDA out of memory, or that of the host, on rank 1."
-        assert rank_zero["memory", name] == rank_zero["hidden", name] == told
-        assert rank_one["memory", name] == "RuntimeError: out of memory"
-        assert rank_one["hidden", name] == told
-        failed = "RuntimeError: Rank 1 has failed in what all ranks were trying. Its own error says why."
-        assert (rank_zero["other", name], rank_one["other", name]) == (failed, "KeyError: 'other'")

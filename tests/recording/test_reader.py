@@ -14,16 +14,13 @@ from tests.support.recordings import STAGGER_S, Recording
 # --- Folders
 
 
-def test_a_folder_with_records_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert find_folder(Recording().write(tmp_path)) == tmp_path
-
-
-def test_of_several_runs_below_the_newest_is_taken(tmp_path: Path) -> None:
+def test_a_folder_with_records_is_taken_as_it_is_and_of_several_below_the_newest(tmp_path: Path) -> None:
     folders = [Recording().write(tmp_path / f"version_{i}" / FOLDER) for i in range(3)]
     for age, folder in zip([20, 0, 10], folders, strict=True):
         for file in folder.iterdir():
             os.utime(file, (1e9 - age, 1e9 - age))
     assert find_folder(tmp_path) == folders[1]
+    assert find_folder(folders[0]) == folders[0]
 
 
 def test_where_nothing_was_recorded_it_says_how_to_record(tmp_path: Path) -> None:
@@ -126,14 +123,10 @@ def test_a_step_that_one_rank_did_not_record_is_aligned_without_it(tmp_path: Pat
 # --- What is shown
 
 
-def test_all_steps_are_shown_while_there_is_room(tmp_path: Path) -> None:
+def test_all_steps_are_shown_while_there_is_room_and_then_some_with_the_slowest_and_the_last(tmp_path: Path) -> None:
     record = read_run(Recording(num_ranks=2, num_buckets=4).write(tmp_path))
-    assert shown_steps(record) == [0, 10, 20, 30, 40]
     # 2 ranks, each with 5 spans and 4 reductions.
-    assert shown_steps(record, most_bars=5 * 18) == [0, 10, 20, 30, 40]
-
-
-def test_of_too_many_steps_some_are_shown_with_the_slowest_and_the_last(tmp_path: Path) -> None:
+    assert shown_steps(record) == shown_steps(record, most_bars=5 * 18) == [0, 10, 20, 30, 40]
     record = read_run(Recording(num_ranks=2, num_buckets=4, steps=range(100)).write(tmp_path))
     step = record.ranks[1].steps[33]
     longer = replace(step.spans[-1], end_s=step.end_s + 1)

@@ -52,21 +52,18 @@ def test_the_plan_that_was_recorded_is_simulated_as_it_was() -> None:
     assert simulate(profile, plan, profile.cost).exposed_s == pytest.approx(5)
 
 
-def test_costs_are_those_of_the_reductions() -> None:
-    profile = profile_of(DIFFERENT, [REDUCED], num_ranks=2)
+def cost_of(plan: RecordedPlan) -> tuple[float, float]:
+    """The seconds that a reduction and a MiB of it take."""
+    profile = profile_of(plan, [REDUCED], num_ranks=2)
     assert profile is not None
     assert profile.cost is not None
-    assert profile.cost.latency_s == pytest.approx(1)
-    assert profile.cost.s_per_byte * MIB == pytest.approx(1)
+    return profile.cost.latency_s, profile.cost.s_per_byte * MIB
 
 
-def test_an_all_reduce_costs_twice_the_reduce_scatter_that_was_recorded() -> None:
+def test_costs_are_those_of_the_reductions_and_an_all_reduce_costs_twice_a_reduce_scatter() -> None:
+    assert cost_of(DIFFERENT) == pytest.approx((1, 1))
     scattered = [replace(bucket, sharded=True, collective="reduce-scatter") for bucket in DIFFERENT.buckets]
-    profile = profile_of(RecordedPlan(1, scattered), [REDUCED], num_ranks=2)
-    assert profile is not None
-    assert profile.cost is not None
-    assert profile.cost.latency_s == pytest.approx(2)
-    assert profile.cost.s_per_byte * MIB == pytest.approx(2)
+    assert cost_of(RecordedPlan(1, scattered)) == pytest.approx((2, 2))
     # Weights that are waited for at the end of a step are no part of its backward.
     spans = [*SPANS[:-1], Span("optimizer", 113.5, 114), Span("weights", 114, 115)]
     assert reduced_backward(replace(STEP, spans=spans)) == Span("backward", 100, 110)
