@@ -79,8 +79,10 @@ class Rounds:
 
     part: Part
     has_last_apart: bool
-    # Of the current pass; those behind them are repeated. Infinite until it is known.
+    # Of the current pass. Batches behind this rank's own are repeated; behind whole rounds some rank repeats one.
+    # Infinite until it is known.
     num_own_batches: float = math.inf
+    num_whole_rounds: float = math.inf
 
     def number_of(self, num_batches: int) -> int:
         """Return how many of `num_batches` batches this rank gets."""
@@ -92,9 +94,11 @@ class Rounds:
 
     def deal(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Return this rank's batch of each round. Three batches are held at a time, and never all."""
-        self.num_own_batches = math.inf
+        self.num_own_batches = self.num_whole_rounds = math.inf
         number = 0
-        for first, own in self._rounds(iter(batches)):
+        for first, own, is_whole in self._rounds(iter(batches)):
+            if not is_whole:
+                self.num_whole_rounds = min(self.num_whole_rounds, number)
             if own is not _MISSING:
                 number += 1
                 yield own
@@ -104,8 +108,8 @@ class Rounds:
                     yield first
         self.num_own_batches = number
 
-    def _rounds(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Return the first batch of each round and this rank's own."""
+    def _rounds(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any, bool]]:
+        """Return the first batch of each round, this rank's own, and whether every rank has one."""
         first = own = _MISSING
         position = 0
         ahead = next(batches, _MISSING)
@@ -113,7 +117,7 @@ class Rounds:
             batch, ahead = ahead, next(batches, _MISSING)
             is_last = ahead is _MISSING
             if position and is_last and self.has_last_apart:
-                yield first, own
+                yield first, own, False
                 position = 0
             if position == 0:
                 first, own = batch, _MISSING
@@ -121,7 +125,7 @@ class Rounds:
                 own = batch
             position = (position + 1) % self.part.world_size
             if position == 0 or is_last:
-                yield first, own
+                yield first, own, position == 0
 
 
 @dataclass(eq=False)
@@ -188,6 +192,7 @@ class ShareOfSamples(BatchShare):
     """Every W-th sample, in batches of this rank's own, and a last one for some ranks (Note: rounds)."""
 
     num_own_batches: float = math.inf
+    num_whole_rounds: float = math.inf
 
     def __len__(self) -> int:
         num_samples = len(self.original.sampler)
@@ -209,6 +214,7 @@ class ShareOfSamples(BatchShare):
         base, extra = self._split(len(samples))
         own = samples[rank : world_size * base : world_size]
         batches = [own[at : at + size] for at in range(0, base, size)]
+        self.num_whole_rounds = len(batches)
         self.num_own_batches = len(batches) + (rank < extra)
         if extra:
             batches.append(samples[world_size * base :][rank if rank < extra else 0 :: extra])

@@ -68,9 +68,10 @@ class _Before:
 
 
 @contextmanager
-def rolled_back(logged: dict[str, Any], *, keeps_own_values: bool) -> Iterator[None]:
+def rolled_back(logged: dict[str, Any], *, repeats: bool, keeps_own_values: bool) -> Iterator[None]:
     """Take back what any metric of torchmetrics counts inside, those of `logged`, Lightning's results of an epoch, too.
 
+    `repeats`: otherwise only what a metric has computed, because other ranks take something back, and all compute anew.
     `keeps_own_values`: but for what is logged for this rank alone, without `sync_dist`.
     """
     from torchmetrics import Metric
@@ -92,7 +93,9 @@ def rolled_back(logged: dict[str, Any], *, keeps_own_values: bool) -> Iterator[N
     before.update({id(result): _Before(result, is_new=True) for result in logged.values() if id(result) not in before})
     for states in before.values():
         meta = getattr(states.metric, "meta", None)  # of what `self.log` keeps
-        if not (keeps_own_values and meta is not None and not meta.sync.should):
+        if not repeats:
+            states.metric._computed = None
+        elif not (keeps_own_values and meta is not None and not meta.sync.should):
             states.restore()
 
 
@@ -173,18 +176,20 @@ class ExactEvaluation(RunPart):
             return
         # One that has nothing of its own would log nan for itself, which callbacks of this rank compare.
         has_nothing = all(share.num_own_batches == 0 for share in repeated)
-        with rolled_back(logged_results(self._trainer), keeps_own_values=has_nothing):
+        repeats = _are_repeated_here(repeated, batch_idx)
+        with rolled_back(logged_results(self._trainer), repeats=repeats, keeps_own_values=has_nothing):
             run(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def _predict_step(
         self, run: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any
     ) -> None:
         loop = self._trainer.predict_loop
-        if dataloader_iter is not None or not _shares_repeated(loop, batch_idx, dataloader_idx):
-            run(batch, batch_idx, dataloader_idx, dataloader_iter)
-        else:
+        repeated = [] if dataloader_iter is not None else _shares_repeated(loop, batch_idx, dataloader_idx)
+        if repeated and _are_repeated_here(repeated, batch_idx):
             # For collectives in the step. Nobody could take back what others write who see it.
             predict_unseen(self._trainer, batch, batch_idx, dataloader_idx)
+        else:
+            run(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def begin_prediction(self) -> None:
         if self._options.gather_predictions:
@@ -223,13 +228,17 @@ def divided_loaders(loop: Any) -> list[bool]:
 
 
 def _shares_repeated(loop: Any, batch_idx: int, dataloader_idx: int) -> list[Any]:
-    """Return the shares of data that a batch repeats; none: something in it is this rank's own."""
+    """Return the shares of data that some rank repeats in a round; none: every rank has something of its own."""
     combined = combined_loader(loop)
     # In other modes a step takes a batch of each loader that has one left.
     loaders = [combined.flattened[dataloader_idx]] if mode_of(combined) == "sequential" else combined.flattened
     shares = [share_of(loader) for loader in loaders]
-    has_own = any(share is None or batch_idx < share.num_own_batches for share in shares)
-    return [] if has_own else shares
+    is_whole = any(share is None or batch_idx < share.num_whole_rounds for share in shares)
+    return [] if is_whole else shares
+
+
+def _are_repeated_here(shares: list[Any], batch_idx: int) -> bool:
+    return all(batch_idx >= share.num_own_batches for share in shares)
 
 
 def common_seed(collectives: Collectives) -> int:

@@ -102,6 +102,8 @@ def test_every_sample_counts_in_rounds_of_equal_batches(kind: str, number: int, 
     assert flat(list(itertools.chain.from_iterable(own))) == flat(expected)
     assert len({len(batches) for batches in ranks}) == 1
     assert own[0] == ranks[0], "rank zero repeats nothing"
+    num_whole = min(len(batches) for batches in own)
+    assert all(min(share.num_whole_rounds, len(ranks[0])) == num_whole for _, share in shares)
     assert all(1 <= len(batch) <= size or kind == "single" for batches in ranks for batch in batches)
     # Batches of the user's are as large as they are; only the last one is known to have a round of its own.
     if kind != "batches of the user":

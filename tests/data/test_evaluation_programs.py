@@ -96,6 +96,7 @@ class Measures(Evaluated):
         self.group = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3, average="micro")])
         self.in_a_dict = {"mean": MeanMetric()}
         self.after_each = SumMetric()
+        self.so_far = SumMetric()
 
     def evaluate(self, batch: list[Tensor]) -> None:
         indices, values, labels = batch
@@ -107,6 +108,9 @@ class Measures(Evaluated):
         self.values.update(values)
         self.group.update((indices * 7 // 5) % 3, labels)
         self.in_a_dict["mean"].update(values)
+        # A metric keeps what it has computed, and ranks meet in it.
+        self.so_far.update(values)
+        self.so_far.compute()
         self.log("float64", values.mean(), sync_dist=True, on_epoch=True, batch_size=len(values))
         self.log("total", values.sum(), sync_dist=True, on_epoch=True, reduce_fx="sum")
 
@@ -126,6 +130,7 @@ class Measures(Evaluated):
             {name: value.item() for name, value in self.group.compute().items()},
             self.in_a_dict["mean"].compute().item(),
             self.after_each.compute().item(),
+            self.so_far.compute().item(),
         ]
 
 
