@@ -194,11 +194,11 @@ class Reducer:
 
     def refuse_after_failure(self) -> None:
         if self.has_failed or not self._collectives.is_open:
+            # The failure is not in the text: who catches by text ("out of memory") would catch this, too.
             raise RuntimeError(
-                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed"
-                f"{f' ({self._failure})' if self.has_failed else ''} while ranks were exchanging its gradients. Do not"
-                " catch that exception, or raise it before the backward."
-            )
+                f"Rank {self._collectives.global_rank} cannot go on: a backward has failed while ranks were exchanging"
+                " its gradients. Do not catch that exception, or raise it before the backward."
+            ) from (RuntimeError(self._failure) if self.has_failed else None)
 
     def fail(self, error: BaseException) -> None:
         self._backward = None

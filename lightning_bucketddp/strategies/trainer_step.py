@@ -98,6 +98,7 @@ def begin_training(strategy: TrainerStrategy) -> None:
 
 def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
     """Turn to another training batch."""
+    _refuse_after_failure(strategy)
     # All ranks have heard of it in the last step, or none.
     alerts = [part.take_alert() for part in strategy._parts]
     if any(alerts):
@@ -113,6 +114,12 @@ def begin_batch(strategy: TrainerStrategy, batch_idx: int) -> None:
         set_up_model(strategy, module)
     for part in strategy._parts:
         part.begin_batch(batch_idx)
+
+
+def _refuse_after_failure(strategy: TrainerStrategy) -> None:
+    """Raise where no `training_step` can catch it if a backward has failed, even if one has caught that."""
+    if strategy.reducer is not None and not strategy.is_searching:
+        strategy.reducer.refuse_after_failure()
 
 
 def run_forward(strategy: TrainerStrategy, step: Callable[[], Any]) -> Any:
@@ -240,6 +247,7 @@ def undo_unfinished(strategy: TrainerStrategy, error: BaseException) -> None:
 
 def end_training(strategy: TrainerStrategy) -> None:
     """End the training, and note what the log will say of it when all is over."""
+    _refuse_after_failure(strategy)
     state = strategy._state
     if state.reducer is not None:
         state.reducer.finiteness.catch_up(state.reducer.stats)
