@@ -91,7 +91,10 @@ class BucketSet:
                 bucket = SparseBucket(members[0], arrivals=arrivals)
             elif spec.sharded is not None:
                 assert maker is not None  # who makes such plans
-                bucket = maker.make_bucket(members, arrivals, num_flags=num_flags, device=device, gives_back=gives_back)
+                idle = {place for place, i in enumerate(spec.members) if not self.trainable[i]}
+                bucket = maker.make_bucket(
+                    members, arrivals, idle=idle, num_flags=num_flags, device=device, gives_back=gives_back
+                )
             elif spec.alone:
                 bucket = InPlaceBucket(members[0], arrivals=arrivals)
             else:

@@ -12,6 +12,7 @@ Note: failed backwards
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,8 @@ class Reducer:
         self._exchanged: Any = torch.Event(self._device) if self._device.type == "cuda" else None
         self._keeps_memory = False
         self._no_sync_depth = 0
+        # What was trainable in backwards that were not synchronised, since the last one that was.
+        self.accumulated: tuple[bool, ...] = ()
         self._backward: BackwardPass | None = None
         self.captured: CapturedBackward | None = None  # the backward is being captured (`replay`)
         self.factor = 1.0  # what the mean was multiplied by in the last backward that was not captured
@@ -216,7 +219,9 @@ class Reducer:
         return int(not self.is_alone and id(param) in self._index_of)
 
     def trainable(self) -> tuple[bool, ...]:
-        return tuple([param.requires_grad for param in self.params])
+        """Return what is to be averaged: also what is frozen by now, but has accumulated gradients on each rank."""
+        trainable = tuple([param.requires_grad for param in self.params])
+        return tuple(map(operator.or_, trainable, self.accumulated)) if self.accumulated else trainable
 
     @property
     def has_failed(self) -> bool:
@@ -276,6 +281,8 @@ class Reducer:
                 self.maker.begin_backward()
         trainable = self.trainable()
         syncs = self._no_sync_depth == 0
+        if captured is None:
+            self.accumulated = () if syncs else trainable
         weighting = self.weighting if captured is None else None
         has_changed = weighting is not None and weighting.begin(self.params, syncs=syncs, trainable=trainable)
         if self.plans.will_change(trainable):

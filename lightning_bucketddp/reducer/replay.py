@@ -64,6 +64,7 @@ def replay_backward(reducer: Reducer, captured: CapturedBackward, run: Callable[
         reducer.fail(error)
         raise
     reducer.finiteness.loss_digest = captured.loss_digest
+    reducer.accumulated = () if captured.syncs else captured.trainable
     if not captured.syncs:
         return
     factor = reducer.factor_of_mean(captured.trainable) if factor is None else factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,15 +165,23 @@ class ShardedBucket:
 class ShardedBufferedBucket(ShardedBucket, BufferedBucket):
     """Dense gradients side by side in one buffer, through which the weights travel back.
 
-    `shards` are those members of `layout` that the module still has.
+    `shards` are those members of `layout` that the module still has, and `idle` the positions of those among them that
+    are not trained at the moment.
     """
 
-    def __init__(self, layout: ShardedLayout, shards: Sequence[Shard], gathering: Gathering, **options: Any) -> None:
+    def __init__(
+        self,
+        layout: ShardedLayout,
+        shards: Sequence[Shard],
+        gathering: Gathering,
+        *,
+        idle: Collection[int],
+        **options: Any,
+    ) -> None:
         self.layout, self.shards, self.gathering = layout, shards, gathering
         self.shares = layout.shares
         self.division = Division(gathering.collectives, gathering.norms)
-        # Positions of members that are not trained at the moment.
-        self._idle = frozenset(n for n, shard in enumerate(shards) if not shard.param.requires_grad)
+        self._idle = idle
         offset_of = dict(zip(layout.shards, layout.buffer.offsets, strict=True))
         buffer = BufferLayout([offset_of[shard] for shard in shards], layout.buffer.numel)
         super().__init__([shard.param for shard in shards], layout=buffer, **options)

@@ -143,7 +143,7 @@ class Shards:
     def make_bucket(
         self, params: Sequence[Any], arrivals: Arrivals, **options: Any
     ) -> ShardedBufferedBucket | ShardedInPlaceBucket:
-        """Make the bucket of these parameters, which have one layout; `options` are those of `BufferedBucket`."""
+        """Make the bucket of these parameters, which have one layout; `options` are for one with a buffer."""
         layout, known = self._layout_of[params[0]], self._optimizer_of[params[0]]
         bucket: ShardedBufferedBucket | ShardedInPlaceBucket
         if layout.alone:
