@@ -240,6 +240,11 @@ class Weighting:
         if has_changed:
             self._trainable = trainable
             self._trainable_id = id_of(bytes(trainable))
+        if syncs and not self.by_weight and self._weights and not any(self._weights):
+            # `factor` makes up for this rank, which adds nothing, also in what gradients were before: so it has none.
+            for param in [param for param, is_trained in zip(params, trainable, strict=True) if is_trained]:
+                if param.grad is not None:
+                    param.grad.zero_()
         if syncs:
             full_weight = bool(self._weights) if self.by_weight else len(self._weights)
             self.exchange.send(

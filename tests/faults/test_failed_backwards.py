@@ -185,7 +185,7 @@ class Forgiving(Steps):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         self._fails_on = self.global_rank
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         try:
             self.manual_backward(self.loss(batch_idx, self.global_rank))

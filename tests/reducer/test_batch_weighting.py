@@ -313,6 +313,43 @@ DIFFERENT_SIZES = [[4, 4, 4, 4, 1], [4, 2, 4, 7, 3]]
 UNEVEN = [[4, 4, 4, 4, 4], [4, 4, 4]]
 
 
+class KeepsGradients(LightningModule):
+    """Adds the gradients of two batches by itself: steps with both, or with the first and then with both."""
+
+    def __init__(self, *, steps_each: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = steps_each
+        self.weights = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        # -1 stands for a batch that nothing can be learnt from.
+        loss = torch.stack([weight.sum() for weight in self.weights]).sum() * batch
+        if self.automatic_optimization:
+            return None if batch < 0 else loss
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@like_torchrun()
+def fit_and_keep_gradients(*, batches: list[list[float]], steps_each: bool, options: dict[str, Any]) -> list[Any]:
+    module = KeepsGradients(steps_each=steps_each)
+    strategy = BucketDDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    data: Any = _Batches([torch.tensor(value) for value in batches[dist.get_rank()]])  # type: ignore[misc]
+    make_trainer(strategy, max_epochs=1).fit(module, data)
+    return [weight.tolist() for weight in module.weights]
+
+
 def assert_trained_as_one_process(setting: Setting) -> list[Outcome]:
     ranks: list[Outcome] = run_on_ranks(fit, world_size=len(setting.sizes), setting=setting)
     for rank in ranks:
@@ -343,6 +380,23 @@ def test_a_skipped_step_is_left_out_of_the_average(skipped: list[tuple[int, int]
         assert rank.had_output == [(number, step) not in skipped for step in range(5)] * 2
         # A loader whose end is watched keeps its class.
         assert rank.loader_type == ("_Batches" if data == "iterable" else "DataLoader")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_of_before_stay_what_they_are_where_a_rank_adds_nothing(sharded: bool) -> None:
+    options = {"shard_optimizer": sharded}
+    # The averages of the batches are 4, 6, 2 and 3; where rank 1 has nothing rank 0's counts.
+    skipped = run_on_ranks(
+        fit_and_keep_gradients, batches=[[2, 6, 1, 3], [6, -1, 3, 3]], steps_each=True, options=options
+    )
+    assert skipped == [[[-(4 + (4 + 6) + 2 + (2 + 3))] * 2] * 2] * 2
+    out_of_data = run_on_ranks(
+        fit_and_keep_gradients,
+        batches=[[2, 6, 1, 3], [6, 6, 3]],
+        steps_each=False,
+        options={**options, "uneven_data": True},
+    )
+    assert out_of_data == [[[-((4 + 6) + (2 + 3))] * 2] * 2] * 2
 
 
 @for_each(("skipped", "num_steps"), [([(1, 2)], 5), ([(0, 2), (1, 2)], 4)])
