@@ -20,6 +20,8 @@ Undo = Callable[[], None]
 
 # Attributes of a LightningModule that change while it trains.
 SET_BY_LIGHTNING = {"_trainer", "_current_fx_name"}
+# What a `ModelCheckpoint` knows of its last save, and no checkpoint holds, before the first.
+_NOTHING_SAVED = {"_last_global_step_saved": 0, "_last_checkpoint_saved": ""}
 # The class of what `fabric.setup` returns.
 WRAPPER_OF_FABRIC = "_FabricModule"
 
@@ -395,6 +397,9 @@ def begin_fit(trainer: Trainer) -> None:
     trainer.fit_loop = type(loop)(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
     trainer.fit_loop.epoch_loop = type(steps)(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
     known(known(trainer, "_logger_connector"), "reset_metrics")()
+    for callback in trainer.checkpoint_callbacks:
+        # As in a new process of another rank: all save in the same steps, or none.
+        vars(callback).update({name: it for name, it in _NOTHING_SAVED.items() if name in vars(callback)})
     trainer.state.status = type(trainer.state.status)("running")
     trainer.training = True
     trainer.should_stop = False
