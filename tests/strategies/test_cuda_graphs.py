@@ -242,6 +242,13 @@ class Compiled(Network):
             self.first = torch.compile(self.first)  # type: ignore[assignment]
 
 
+class FreezesInWindows(Callback):
+    """Freezes a layer in the last of three batches whose gradients are added up, once steps are replayed."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.first.requires_grad_(trainer.current_epoch < 6 or batch_idx % 3 != 2)
+
+
 class Outputs(Callback):
     """Keeps what each batch gives."""
 
@@ -285,6 +292,9 @@ PROGRAMS = {
     "plain": Program(),
     "without_dropout": Program(lambda: Network(dropout=0.0)),
     "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 8}),
+    "frozen_while_accumulating": Program(
+        trainer={"accumulate_grad_batches": 3, "max_epochs": 8}, callbacks=lambda: [FreezesInWindows()]
+    ),
     "clipped": Program(trainer={"gradient_clip_val": 0.1}),
     "bf16-mixed": Program(trainer={"precision": "bf16-mixed"}),
     "16-mixed": Program(trainer={"precision": "16-mixed"}, needs_gpu=True),
