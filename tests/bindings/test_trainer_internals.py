@@ -535,17 +535,18 @@ def test_what_replaces_a_method_is_taken_away_again_or_what_was_there_before() -
     assert owner.method() == "user's"
 
 
-def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any) -> None:
+def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any, tmp_path: Path) -> None:
     told: list[BaseException] = []
     failure = ValueError("once")
 
     def fail_once(trainer: Any) -> None:
-        if not told:
+        if not told and trainer.global_step == 1:
             raise failure
 
-    tells = calling(root, on_train_batch_end=fail_once)
+    tells = calling(root, on_train_batch_start=fail_once)
     type(tells).on_exception = lambda self, trainer, module, error: told.append(error)
-    trainer = trainer_with(root, callbacks=[tells])
+    saver = root.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = trainer_with(root, callbacks=[saver, tells], enable_checkpointing=True)
     module = model_of(root)
     interrupt = import_module(f"{root.__name__}.trainer.call")._interrupt
 
@@ -559,8 +560,12 @@ def test_a_fit_that_has_failed_can_begin_again_from_nothing(root: Any) -> None:
                 internals.end_failed_fit(trainer, error, interrupt=interrupt)
             assert told == [failure]
             assert trainer.global_step == 1
+            assert saver._last_global_step_saved == 1
             internals.begin_fit(trainer)
             assert (trainer.global_step, trainer.max_epochs, trainer.callback_metrics) == (0, 1, {})
+            fresh = root.callbacks.ModelCheckpoint()
+            for name in internals._NOTHING_SAVED:
+                assert getattr(saver, name) == getattr(fresh, name)
             return function(*args, **kwargs)
 
     trainer.strategy._launcher = Launcher()

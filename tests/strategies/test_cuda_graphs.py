@@ -319,6 +319,13 @@ class Compiled(Network):
             self.first = torch.compile(self.first)  # type: ignore[assignment]
 
 
+class FreezesInWindows(Callback):
+    """Freezes a layer in the last of three batches whose gradients are added up, once steps are replayed."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.first.requires_grad_(trainer.current_epoch < 3 or batch_idx % 3 != 2)
+
+
 class Outputs(Callback):
     """Keeps what each batch gives."""
 
@@ -372,6 +379,9 @@ PROGRAMS = {
     "plain": Program(),
     "without_dropout": Program(lambda: Network(dropout=0.0), is_alike=True),
     "accumulating": Program(trainer={"accumulate_grad_batches": 3, "max_epochs": 4}, num_replayed=5),
+    "frozen_while_accumulating": Program(
+        trainer={"accumulate_grad_batches": 3, "max_epochs": 4}, callbacks=lambda: [FreezesInWindows()], num_replayed=5
+    ),
     "clipped": Program(trainer={"gradient_clip_val": 0.1}, is_alike=True),
     "bf16-mixed": Program(trainer={"precision": "bf16-mixed"}),
     "16-mixed": Program(trainer={"precision": "16-mixed"}, needs_gpu=True),
