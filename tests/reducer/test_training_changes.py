@@ -144,18 +144,6 @@ def freeze_while_gradients_accumulate(*, options: dict[str, Any] | None) -> dict
     return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
-@like_torchrun()
-def freeze_while_gradients_accumulate(*, options: dict[str, Any] | None) -> dict[str, Any]:
-    torch.manual_seed(0)
-    module = Regression()
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.05)  # type: ignore[method-assign]
-    strategy = "ddp_find_unused_parameters_true" if options is None else BucketDDPStrategy(**options)
-    # In windows of three the frozen batches are the last one, the middle one, the first and the last.
-    trainer = make_trainer(strategy, max_epochs=3, accumulate_grad_batches=3, callbacks=FreezesByHand("before"))
-    trainer.fit(module, loader())
-    return {name: value.tolist() for name, value in module.state_dict().items()}
-
-
 FINETUNINGS: dict[str, Callable[[], Callback]] = {
     "backbone": lambda: callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05),
     "layer_by_layer": LayerByLayer,
@@ -176,13 +164,6 @@ def finetune(*, finetuning: str) -> tuple[dict[str, Tensor], list[int]]:
     trainer = make_trainer("bucketddp", max_epochs=4, precision="64-true", callbacks=changes)
     trainer.fit(module, loader(batch_size=8 // dist.get_world_size()))
     return dict(module.state_dict()), planned
-
-
-@pytest.mark.parametrize("options", [{"replica_checks": 1}, {"shard_optimizer": True}], ids=["plain", "sharded"])
-def test_what_is_frozen_while_gradients_accumulate_is_averaged_as_by_ddp(options: dict[str, Any]) -> None:
-    """Its gradient has parts of this rank alone, and the optimizer steps it: frozen or not."""
-    ours, ddp = (run_on_ranks(freeze_while_gradients_accumulate, options=one) for one in (options, None))
-    assert ours == ddp
 
 
 @pytest.mark.parametrize("options", [{"replica_checks": 1}, {"shard_optimizer": True}], ids=["plain", "sharded"])

@@ -411,7 +411,7 @@ PROGRAMS = {
     "sharded_16-mixed": Program(options={"shard_optimizer": True}, trainer={"precision": "16-mixed"}, needs_gpu=True),
     "sharded_int8_wire": Program(options={"shard_optimizer": True, "reduce_dtype": "int8"}),
     "monitored": Program(callbacks=lambda: [BucketDDPMonitor(every_n_steps=1, dirpath=tempfile.mkdtemp())]),
-    "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]),
+    "accumulating_more": Program(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})], num_replayed=5),
     "stopped_early": Program(
         callbacks=lambda: [EarlyStopping("loss_epoch", mode="max", patience=1)], trainer={"max_epochs": 9}
     ),
