@@ -22,7 +22,6 @@ from lightning_bucketddp.faults.progress import FORWARD
 from lightning_bucketddp.faults.signals import StopSignals
 from lightning_bucketddp.local_steps.islands import Islands
 from lightning_bucketddp.part import RunPart
-from lightning_bucketddp.processes import rank_zero_info
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.sharding.shards import ShardOption, Shards
 from lightning_bucketddp.strategies import fit_state, trainer_step
@@ -443,7 +442,6 @@ class TrainerStrategy(StrategyBase, _ParallelStrategy):
             self._state.shards.follow_params()
 
     def end_run(self) -> None:
+        stop_signal = 0 if self.signals is None else self.signals.stop_signal
         self._end_watching()
-        done, self._state.done = self._state.done, []
-        if done:
-            rank_zero_info(f"bucketddp: {'; '.join(done)}.")
+        trainer_step.end_run(self, stop_signal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.faults.progress import BACKWARD, FORWARD, OPTIMIZER
-from lightning_bucketddp.processes import rank_zero_warn
+from lightning_bucketddp.processes import rank_zero_info, rank_zero_warn
 from lightning_bucketddp.reducer.nonfinite import StepWithheld, drop_gradients, withhold_nonfinite
 from lightning_bucketddp.reducer.observer import NO_OBSERVER, NOTHING, graphs_split, outside_of_graphs
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -256,3 +257,12 @@ def end_training(strategy: TrainerStrategy) -> None:
     strategy._checkpoints.end_training()
     assert state.tally is not None
     state.done = state.tally.describe(strategy)
+
+
+def end_run(strategy: TrainerStrategy, stop_signal: int) -> None:
+    """Say what a run has done that has ended well; `stop_signal` has come to some rank, or none (0)."""
+    done, strategy._state.done = strategy._state.done, []
+    if done:
+        rank_zero_info(f"bucketddp: {'; '.join(done)}.")
+    if stop_signal == signal.SIGINT:  # too late for this run, but the program may begin another
+        signal.raise_signal(signal.SIGINT)

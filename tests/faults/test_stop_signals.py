@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -11,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
+from lightning_bucketddp import BucketDDPStrategy
 from tests.support.doomed_ranks import doomed_ranks
 from tests.support.scripts.faults import Fault, fit
+from tests.support.scripts.models import Regression, loader
+from tests.support.scripts.trainers import make_trainer
 
 SOON_S = 20
 SEEN_AS = {signal.SIGTERM: "SIGTERMException", signal.SIGINT: "KeyboardInterrupt"}
@@ -115,6 +120,21 @@ def test_sigint_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
         ended = ranks.wait()
     assert ended.exit_codes == [0, 0], ended.output
     assert {"finished0", "finished1"} <= ended.results.keys()
+
+
+def fit_twice(*, directory: Path) -> None:
+    press = LambdaCallback(on_train_end=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    for number in range(2):
+        trainer = make_trainer(BucketDDPStrategy(), devices=2, max_epochs=1, callbacks=[press])
+        trainer.fit(Regression(), loader())
+        (directory / f"fit{number}.rank{trainer.global_rank}.json").write_text("{}")
+
+
+def test_ctrl_c_at_the_end_of_a_fit_ends_the_program(tmp_path: Path) -> None:
+    with doomed_ranks(fit_twice, directory=tmp_path) as ranks:
+        ended = ranks.wait()
+    assert ended.exit_codes == [1, 1], ended.output
+    assert not [name for name in ended.results if name.startswith("fit")]
 
 
 def test_signal_waits_for_the_end_of_an_optimizers_step(tmp_path: Path) -> None:
