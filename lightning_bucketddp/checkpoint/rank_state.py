@@ -275,9 +275,15 @@ class RankSeeds:
             set_random_state(self._resumed_from, device)
         self._resumed_from = self._at_start = None
 
-    def gather(self, collectives: Collectives | None, device: torch.device) -> dict[str, Any]:
-        """Return what goes into the checkpoint, on rank zero. All ranks must call this; None: there are no others."""
-        return {"states": gather_to_rank_zero(to_plain(self._at_start or random_state(device)), collectives)}
+    def gather(
+        self, collectives: Collectives | None, device: torch.device, state: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return what goes into the checkpoint, on rank zero: `state`, or that of now.
+
+        All ranks must call this. `collectives` is None when there are no others.
+        """
+        state = self._at_start or state or random_state(device)
+        return {"states": gather_to_rank_zero(to_plain(state), collectives)}
 
     def _split(self, step: int, collectives: Collectives, *, except_for: Mapping[int, Any]) -> str:
         """Seed this rank by its number; return what all ranks get, in words, but for those that have a state."""

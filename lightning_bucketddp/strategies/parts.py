@@ -329,11 +329,28 @@ class UnfinishedBatch(RunPart):
 
     def undo_if_repeated(self, *, is_automatic: bool) -> None:
         """Undo what a batch has changed that a resumed run will see again."""
-        # With manual optimization the user may call optimizers that we do not see.
-        if not self._has_copies or not (self._has_seen_step or is_automatic):
-            return
-        if self.repeats_micro_batches() or self.counts().completed < self._num_batches:
+        is_repeated = self.repeats_micro_batches() or self.counts().completed < self._num_batches
+        if is_repeated and self._has_copies_of_step(is_automatic=is_automatic):
             self.undo()
+
+    def undo_in(self, state_dict: dict[str, Any], *, is_automatic: bool) -> dict[str, Any] | None:
+        """Undo, in what is saved, what micro-batches have changed since the last step, if a resumed run repeats them.
+
+        Return the random state of then, if there is one to save.
+        """
+        if not self.repeats_micro_batches() or not self._has_copies_of_step(is_automatic=is_automatic):
+            return None
+        now = {place: getattr(*place, None) for place in self._kept}
+        copy_of = {buffer.data_ptr(): self._kept[place][1] for place, buffer in now.items() if buffer is not None}
+        for name, tensor in state_dict.items():
+            copy = copy_of.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
+            if copy is not None and copy.shape == tensor.shape:
+                state_dict[name] = copy
+        return self._random_state
+
+    def _has_copies_of_step(self, *, is_automatic: bool) -> bool:
+        # With manual optimization the user may call optimizers that we do not see.
+        return self._has_copies and (self._has_seen_step or is_automatic)
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -195,7 +195,11 @@ class TrainerCheckpoints:
         strategy, finite = self._strategy, self._strategy._finite_checkpoints
         # Without optimizers only the weights are wanted.
         can_resume = "optimizer_states" in checkpoint
-        if can_resume and (state := self._training_state(path)):
+        unfinished, module = strategy._state.unfinished, strategy.lightning_module
+        before: dict[str, Any] | None = None
+        if can_resume and unfinished is not None and module is not None:
+            before = unfinished.undo_in(checkpoint["state_dict"], is_automatic=module.automatic_optimization)
+        if can_resume and (state := self._training_state(path, random_state=before)):
             checkpoint[_OURS] = state
         # After an exception the process may end at any time: that save is the last one, and nothing is to go on.
         in_background = self._in_background and not strategy.trainer.interrupted
@@ -227,8 +231,11 @@ class TrainerCheckpoints:
         if can_resume:
             self._saved.append(str(path))
 
-    def _training_state(self, path: Any) -> dict[str, Any]:
-        """Return what training needs of ours to resume. All ranks must call this; rank zero's result counts."""
+    def _training_state(self, path: Any, *, random_state: dict[str, Any] | None) -> dict[str, Any]:
+        """Return what training needs of ours to resume. All ranks must call this; rank zero's result counts.
+
+        `random_state` is that to resume with; None: the one of now.
+        """
         strategy, local_steps = self._strategy, self._strategy._state.local_steps
         collectives, seeds, islands = strategy._collectives, strategy._rank_seeds, strategy._state.islands
         if collectives is not None and not collectives.is_open:
@@ -246,7 +253,7 @@ class TrainerCheckpoints:
         if strategy._model_averager is not None:
             state["model_averager_step"] = strategy._model_averager.step
         if seeds is not None:
-            state["rank_seeds"] = seeds.gather(collectives, strategy.root_device)
+            state["rank_seeds"] = seeds.gather(collectives, strategy.root_device, random_state)
             if collectives is None and (left := strategy._collectives) is not None:
                 failed = None if strategy._fault_handler is None else strategy._fault_handler.watchdog.failed_rank
                 state["rank_seeds"] |= {"saved_by": left.rank, "world_size": left.world_size, "failed_rank": failed}

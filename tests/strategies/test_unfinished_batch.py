@@ -33,13 +33,13 @@ class Remembering(LightningModule):
     queue: Tensor
     total: Tensor
 
-    def __init__(self, *, fails_in: str = "", fails_at: int = -1) -> None:
+    def __init__(self, *, fails_in: str = "", fails_at: int = -1, saves_at: int = -1) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
         self.register_buffer("queue", torch.zeros(LARGE))
         self.register_buffer("table", torch.ones(LARGE))
         self.register_buffer("total", torch.zeros(()))
-        self._fails_in, self._fails_at = fails_in, fails_at
+        self._fails_in, self._fails_at, self._saves_at = fails_in, fails_at, saves_at
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.total = self.total + batch[0].sum()
@@ -50,6 +50,8 @@ class Remembering(LightningModule):
         return outputs.square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._saves_at:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "here.ckpt")
         self._fail("callbacks", batch_idx)
 
     def _fail(self, where: str, batch_idx: int) -> None:
@@ -60,7 +62,7 @@ class Remembering(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def fit(directory: Path, module: Remembering, *, accumulate: int) -> dict[str, Tensor]:
+def fit(directory: Path, module: Remembering, *, accumulate: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
     AutoResume.num_fits_ended.clear()  # as a new process
     seed_everything(3)
     for param in module.parameters():
@@ -75,7 +77,7 @@ def fit(directory: Path, module: Remembering, *, accumulate: int) -> dict[str, T
         callbacks=saving,
     )
     inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
-    trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=4))
+    trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=4), ckpt_path=ckpt_path)
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -91,6 +93,18 @@ def test_a_batch_that_failed_is_counted_once(fails_in: str, accumulate: int, tmp
         fit(tmp_path / "failing", Remembering(fails_in=fails_in, fails_at=3), accumulate=accumulate)
     resumed = fit(tmp_path / "failing", Remembering(), accumulate=accumulate)
     assert undisturbed["layers.1.num_batches_tracked"] == 6
+    differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
+    assert differing == []
+
+
+@on_ranks()
+@like_torchrun()
+def test_micro_batches_before_a_checkpoint_that_are_repeated_are_counted_once(tmp_path: Path) -> None:
+    """Compare a run that saves between two steps with one that goes on from there."""
+    undisturbed = fit(tmp_path / "undisturbed", Remembering(saves_at=4), accumulate=3)
+    path = tmp_path / "undisturbed" / "here.ckpt"
+    resumed = fit(tmp_path / "resumed", Remembering(), accumulate=3, ckpt_path=path)
+    assert torch.load(path, weights_only=True)["bucketddp"]["position"]["num_batches"] == 3
     differing = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, resumed[name])]
     assert differing == []
 
