@@ -214,8 +214,8 @@ class Reducer:
     def is_settled(self) -> bool:
         """Whether what is trainable now has a plan, and no better one is being looked for."""
         # In a step in which something was frozen nothing is captured, nor replayed: that would give it a gradient.
-        now = tuple([param.requires_grad for param in self.params])
-        return self.is_alone or (now == self.trainable() and self.plans.is_settled(now))
+        is_frozen = self.accumulated and self.trainable() != tuple([param.requires_grad for param in self.params])
+        return self.is_alone or (not is_frozen and self.plans.is_settled(self.trainable()))
 
     def num_hooks(self, param: Tensor) -> int:
         return int(not self.is_alone and id(param) in self._index_of)
